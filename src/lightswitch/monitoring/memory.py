@@ -1,0 +1,21 @@
+"""Memory that this process has taken so far."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that tensors took of a CUDA device; for other devices, that the process took of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    units_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units_bytes

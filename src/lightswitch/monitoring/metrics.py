@@ -1,0 +1,181 @@
+"""metrics.csv: all metrics of a run in one table, one row a step."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+FIRST_COLUMNS = ("step", "samples", "epoch")
+
+
+class MetricsFile(Logger):
+    """Writes `metrics.csv` in `directory`, which is complete on disk after each call.
+
+    Columns: `step` (Lightning's: the index of the last optimizer step, from 0), `samples` (consumed so far),
+    `epoch`, then the metrics in order of first appearance. Calls for one step share a row. A row without
+    `samples` of its own, such as a test's, takes the previous row's.
+
+    In a directory that already has the file, training starts by dropping the rows that it will write again:
+    those of its first logged step and later. Evaluation alone drops nothing.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__()
+        self._directory = Path(directory)
+        self._table: Table | None = None
+        self._trains = False
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if self._table is None:
+            self._table = Table(self._directory / "metrics.csv")
+        step = self._table.last_step if step is None else step
+        if not self._trains and _is_training(metrics):
+            self._trains = True
+            self._table.drop_from(step)
+        self._table.put(step, {name: _text(value) for name, value in metrics.items()})
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a table of metrics has no place for them, and the run directory has the configuration."""
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self._directory)
+
+    @property
+    def log_dir(self) -> str:
+        return str(self._directory)
+
+
+class Table:
+    """A CSV file of which only the last row still changes, keyed by its column `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        self._last: dict[str, str] = {}
+        self._own: dict[str, str] = {}  # what this process put into the last row
+        self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
+        self._load()
+
+    @property
+    def last_step(self) -> int:
+        return int(self._last.get("step", 0))
+
+    def put(self, step: int, values: Mapping[str, str]) -> None:
+        """Merges `values` into the last row where that is `step`'s, else appends a row."""
+        if _size(self._path) != self._size:
+            self._load()  # another process, such as a spawned worker, has written since
+            self._own = {}
+        if self._last.get("step") != str(step):
+            self._append(step)
+        self._last.update(values)
+        self._own.update(values)
+        if any(name not in self._columns for name in self._last):
+            self._widen()
+        self._write_last()
+
+    def drop_from(self, step: int) -> None:
+        """Drops the rows of `step` and later, but for what this process has put into the last one."""
+        rows = self._rows()
+        kept = [row for row in rows if int(row["step"]) < step]
+        if len(kept) == len(rows):
+            return
+        own = self._own if self.last_step >= step else {}
+        self._replace(kept)
+        if own:
+            self._append(step)
+            self.put(step, own)
+
+    def _append(self, step: int) -> None:
+        samples = self._last.get("samples", "") if step >= self.last_step else ""
+        self._last = {"step": str(step), "samples": samples}
+        self._own = {}
+        self._last_start = self._end
+
+    def _widen(self) -> None:
+        last, appended = self._last, self._last_start == self._end
+        names = [*self._columns, *(name for name in last if name not in self._columns)]
+        self._columns = sorted(names, key=_column_rank)
+        self._replace(self._rows())
+        self._last = last
+        if appended:
+            self._last_start = self._end
+
+    def _write_last(self) -> None:
+        # A merged row is nearly always longer than what it replaces: then this is one write call, and a process
+        # that is killed leaves the old line or the new one.
+        line = _csv(self._columns, [self._last]).encode()
+        with self._path.open("r+b", buffering=0) as file:
+            if self._last_start + len(line) < self._size:
+                file.truncate(self._last_start)
+            file.seek(self._last_start)
+            file.write(line)
+        self._end = self._size = self._last_start + len(line)
+
+    def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
+        header = dict(zip(self._columns, self._columns, strict=True))
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(_csv(self._columns, [header, *rows]).encode())
+        os.replace(temporary, self._path)
+        self._load()
+
+    def _load(self) -> None:
+        lines = self._whole_lines()
+        reader = csv.DictReader(line.decode() for line in lines)
+        rows = list(reader)
+        self._columns = list(reader.fieldnames or [])
+        self._last = rows[-1] if rows else {}
+        self._size = _size(self._path)
+        self._end = sum(map(len, lines))  # less than the size where the last line is torn
+        self._last_start = self._end - len(lines[-1]) if rows else self._end
+
+    def _rows(self) -> list[dict[str, str]]:
+        return list(csv.DictReader(line.decode() for line in self._whole_lines()))
+
+    def _whole_lines(self) -> list[bytes]:
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def _is_training(metrics: Mapping[str, Any]) -> bool:
+    return any(name == "samples" or name.startswith("train/") for name in metrics)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.item()
+    # float's own repr has every digit, also for numpy's subclass of it, which adds its name
+    return float.__repr__(value) if isinstance(value, float) else str(value)
+
+
+def _column_rank(name: str) -> int:
+    return FIRST_COLUMNS.index(name) if name in FIRST_COLUMNS else len(FIRST_COLUMNS)
+
+
+def _csv(columns: list[str], rows: Iterable[Mapping[str, str]]) -> str:
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

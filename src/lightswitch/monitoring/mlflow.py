@@ -1,0 +1,46 @@
+"""A run of ours as one run of MLflow."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import MLFlowLogger
+
+
+class MLflowRun(MLFlowLogger):
+    """Continues the experiment's run of the same name, where Lightning's logger would start another.
+
+    Raises:
+        ModuleNotFoundError: where MLflow, or what its SQLite store needs, is not installed.
+    """
+
+    def __init__(self, experiment_name: str, run_name: str, tracking_uri: str, **options: Any) -> None:
+        needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uri.startswith("sqlite:") else [])]
+        if missing := [name for name in needed if find_spec(name) is None]:
+            raise ModuleNotFoundError(
+                f"logger=mlflow needs {', '.join(needed)}; not installed: {', '.join(missing)}; "
+                "type: pip install -e '.[mlflow]'"
+            )
+        super().__init__(experiment_name, run_name, tracking_uri, **options)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if not self._initialized and self._run_id is None:
+            self._run_id = self._earlier_run_id()
+        return super().experiment
+
+    def _earlier_run_id(self) -> str | None:
+        experiment = self._mlflow_client.get_experiment_by_name(self._experiment_name)
+        if experiment is None:
+            return None
+        runs = self._mlflow_client.search_runs(
+            [experiment.experiment_id], f"attributes.run_name = '{self._run_name}'", max_results=1
+        )
+        if not runs:
+            return None
+        run_id = str(runs[0].info.run_id)
+        self._mlflow_client.update_run(run_id, status="RUNNING")
+        return run_id

@@ -1,0 +1,221 @@
+"""How far a run is: one line that moves on a terminal, a few plain lines in a log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightswitch.monitoring.meter import Meter
+from lightswitch.monitoring.quantities import clock, compact
+from lightswitch.monitoring.terminal import Line, bar
+
+log = logging.getLogger(__name__)
+
+REDRAW_SECONDS = 0.1
+LOG_LINES_A_RUN = 10
+LOG_SECONDS = 300
+LOG_EVALUATION_SECONDS = 30
+
+
+class Progress(ProgressBar):
+    """Shows optimizer steps over the whole run, loss, speed and time left, on rank 0.
+
+    Where stdout is no terminal it logs a line each tenth of the run, or five minutes, and one a validation.
+
+    Args:
+        samples_per_step: the global batch.
+        tokens_per_sample: a sample's length in tokens; the speed is then in tokens, else in samples.
+    """
+
+    def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
+        super().__init__()
+        self._unit = "samples" if tokens_per_sample is None else "tokens"
+        self._units_per_step = samples_per_step * (tokens_per_sample or 1)
+        self._enabled = True
+        self._line: Line | None = None
+        self._meter = Meter(window=300)  # 30 s of redrawing, or 300 steps where they take longer
+        self._total_steps: int | None = None
+        self._shown_step = 0
+        self._next_step = self._next_seconds = math.inf
+        self._validation: dict[str, float] = {}
+        self._evaluated_batches = 0
+        self._next_evaluation_seconds = math.inf
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._line is not None:
+            self._line.clear()
+        print(*args, **kwargs)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._enabled:
+            return
+        self._open()
+        self._total_steps = _total_steps(trainer)
+        self._meter.start(trainer.global_step)
+        self._schedule(trainer.global_step)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._meter.resume()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._enabled:
+            return
+        step = trainer.global_step
+        self._meter.update(step)
+        due = step >= self._next_step or perf_counter() >= self._next_seconds
+        if due and step != self._shown_step:  # a step of many micro-batches is shown when it is whole
+            self._show_training(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._meter.pause()  # until the next batch starts
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._enabled and (self._line is not None or trainer.global_step != self._shown_step):
+            self._show_training(trainer)
+        self._close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter.pause()
+        self._start_evaluation()
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if not trainer.sanity_checking:
+            self._count_evaluation("validate", trainer.num_val_batches)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._enabled or trainer.sanity_checking:
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._end_evaluation()
+            return
+        metrics = trainer.callback_metrics
+        self._validation = {name: float(metrics[name]) for name in metrics if name.startswith("val")}
+        if self._line is not None:
+            self._show_training(trainer)
+        elif self._validation:
+            values = [f"{name} {value:.4g}" for name, value in self._validation.items()]
+            log.info(" · ".join([f"step {self._of_total(trainer.global_step)}", *values]))
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_evaluation()
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._count_evaluation("test", trainer.num_test_batches)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_evaluation()
+
+    def on_predict_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._count_evaluation("predict", trainer.num_predict_batches)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _open(self) -> None:
+        if self._line is None and sys.stdout.isatty():
+            self._line = Line(sys.stdout)
+
+    def _close(self) -> None:
+        if self._line is not None:
+            self._line.end()
+            self._line = None
+
+    def _schedule(self, step: int) -> None:
+        """When to show training next: at the earlier of a step and a time."""
+        self._shown_step = step
+        self._next_seconds = perf_counter() + (LOG_SECONDS if self._line is None else REDRAW_SECONDS)
+        if self._line is None and self._total_steps is not None:
+            stride = math.ceil(self._total_steps / LOG_LINES_A_RUN)
+            self._next_step = min((step // stride + 1) * stride, self._total_steps)
+
+    def _show_training(self, trainer: Trainer) -> None:
+        step = trainer.global_step
+        status = " · ".join([self._of_total(step), *self._status(step, trainer.progress_bar_metrics)])
+        if self._line is None:
+            log.info("step %s", status)
+        else:
+            self._line.draw(f"train {_bar(step, self._total_steps)}{status}")
+        self._schedule(step)
+
+    def _status(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+        parts = []
+        if (loss := _loss(metrics, "train")) is not None:
+            parts.append(f"loss {loss:.4g}")
+        if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
+            parts.append(f"val/loss {loss:.4g}")
+        if (steps_per_second := self._meter.read(step)) is not None:
+            parts.append(f"{compact(steps_per_second * self._units_per_step)} {self._unit}/s")
+        if self._total_steps is not None:
+            seconds = self._meter.seconds_for(self._total_steps - step)
+            parts += [] if seconds is None else [f"{clock(seconds)} left"]
+        return parts
+
+    def _of_total(self, step: int) -> str:
+        return f"{step}" if self._total_steps is None else f"{step}/{self._total_steps}"
+
+    def _start_evaluation(self) -> None:
+        if self._enabled:
+            self._open()
+            self._evaluated_batches = 0
+            self._schedule_evaluation()
+
+    def _schedule_evaluation(self) -> None:
+        seconds = LOG_EVALUATION_SECONDS if self._line is None else REDRAW_SECONDS
+        self._next_evaluation_seconds = perf_counter() + seconds
+
+    def _count_evaluation(self, mode: str, batches: Sequence[int | float]) -> None:
+        self._evaluated_batches += 1
+        if not self._enabled or perf_counter() < self._next_evaluation_seconds:
+            return
+        total = int(sum(batches)) if sum(batches) < math.inf else None
+        done = f"{self._evaluated_batches}" if total is None else f"{self._evaluated_batches}/{total}"
+        if self._line is None:
+            log.info("%s %s", mode, done)
+        else:
+            self._line.draw(f"{mode} {_bar(self._evaluated_batches, total)}{done}")
+        self._schedule_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if self._line is not None:
+            self._line.clear()
+        self._close()
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    total = trainer.estimated_stepping_batches  # inf or -1 where neither epochs nor steps bound the run
+    return int(total) if 0 < total < math.inf else None
+
+
+def _loss(metrics: Mapping[str, Any], stage: str) -> float | None:
+    value = metrics.get(f"{stage}/loss", metrics.get(f"{stage}_loss"))
+    return None if value is None else float(value)
+
+
+def _bar(done: int, total: int | None) -> str:
+    return "" if total is None else f"{bar(done, total)} "

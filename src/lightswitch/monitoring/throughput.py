@@ -1,0 +1,64 @@
+"""Speed and memory, as metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightswitch.monitoring.memory import peak_bytes
+from lightswitch.monitoring.meter import Meter
+
+
+class Throughput(Callback):
+    """Logs, at each logged step, the speed since the last one and the peak memory of rank 0.
+
+    Time in validation and in saving checkpoints does not count; time spent waiting for data does.
+
+    Args:
+        samples_per_step: the global batch.
+        tokens_per_sample: a sample's length in tokens, where samples are sequences.
+    """
+
+    def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
+        self._samples_per_step = samples_per_step
+        self._tokens_per_sample = tokens_per_sample
+        self._meter = Meter()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter.start(trainer.global_step)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._meter.resume()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._meter.update(trainer.global_step)
+        if not trainer._logger_connector.should_update_logs or trainer.fit_loop._should_accumulate():
+            return
+        metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
+        if (steps_per_second := self._meter.read(trainer.global_step)) is not None:
+            metrics |= self._speed(steps_per_second)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter.pause()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._meter.pause()  # until the next batch starts
+
+    def _speed(self, steps_per_second: float) -> dict[str, float]:
+        samples_per_second = steps_per_second * self._samples_per_step
+        speed = {
+            "throughput/step_seconds": 1 / steps_per_second,
+            "throughput/samples_per_second": samples_per_second,
+        }
+        if self._tokens_per_sample is not None:
+            speed["throughput/tokens_per_second"] = samples_per_second * self._tokens_per_sample
+        return speed
