@@ -1,0 +1,58 @@
+# `make train` sets up .venv and trains; `make help` lists the rest.
+# A machine without a GPU is spared PyTorch's CUDA packages (several GB) by
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+
+PYTHON3 ?= python3
+PYTHON := .venv/bin/python
+EXTRAS := deepspeed,digits,mlflow,wandb,dev
+INSTALLED := .venv/installed
+PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train test lint types format constraints clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo '  ARGS="..."        is handed to train.py by train, and to pytest by test'
+
+train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devices=2"
+	$(PYTHON) train.py $(ARGS)
+
+test: lint types ## run all that CI runs: make test ARGS="tests/slurm -k hostname" selects tests
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## check format, lint and shell scripts
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	.venv/bin/shellcheck .ci/run slurm/*.sh
+
+types: $(INSTALLED) ## check types
+	$(PYTHON) -m mypy
+
+format: $(INSTALLED) ## format the code, and mend what ruff can mend
+	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
+	$(PYTHON) -m ruff format .
+
+# nvidia's and triton's packages are left out: torch names the exact ones itself where it needs them
+constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows, for every Python from 3.10
+	$(PYTHON) -m pip install -qq --disable-pip-version-check uv
+	@echo '# made by `make constraints`: the versions that make installs and the tests ran with' > .venv/constraints.txt
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads --all-extras \
+	  --no-header --no-annotate pyproject.toml | grep -vE '^(nvidia|cuda|triton)\b' >> .venv/constraints.txt
+	mv .venv/constraints.txt constraints.txt
+
+clean: ## remove .venv and every cache; runs/ stays
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+
+# deepspeed's build looks at the installed torch, hence torch first and no build isolation
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
+	  "found $$($(PYTHON3) --version 2>&1), expected Python 3.10 or newer; type make PYTHON3=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON3) -c 'import ensurepip, venv' 2> /dev/null || { echo \
+	  "found $(PYTHON3) without venv; on Debian or Ubuntu type: apt-get install python3-venv" >&2; exit 2; }
+	@echo "setting up .venv: PyTorch, then the other packages of constraints.txt (about two minutes, once)" >&2
+	@[ -x .venv/bin/pip ] || $(PYTHON3) -m venv .venv
+	@$(PIP_INSTALL) setuptools wheel torch
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $(INSTALLED)
