@@ -1,0 +1,1 @@
+"""The engine: one training run, any strategy."""

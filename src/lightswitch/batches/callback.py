@@ -1,0 +1,231 @@
+"""The callback that imposes batch, order, randomness and position on any LightningModule and DataModule."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
+
+from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.metrics import exact_mean, plain_hyper_parameters, synced_in_evaluation
+from lightswitch.batches.order import TrainingSlices
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
+from lightswitch.batches.randomness import mix, seed_generators
+
+log = logging.getLogger(__name__)
+
+
+class GlobalBatch(Callback):
+    """Makes a run the same at any world size.
+
+    It hooks into the public `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
+    ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over the global batch of the loss that
+    `training_step` returns, and sends `samples`, the number consumed, to the loggers.
+    """
+
+    def __init__(self, plan: BatchPlan, seed: int) -> None:
+        self.plan = plan
+        self.seed = seed
+        self._resumed = Position(seed=seed, global_batch=plan.global_batch)
+        self._slices: TrainingSlices | None = None
+        self._epoch_start = self._resumed
+        self._optimizer_steps = 0  # of the Trainer, at the epoch's start
+        self._batches = 0  # micro batches finished in this epoch
+        self._validated_step = 0
+        self._loss: Tensor | None = None
+
+    # What is imposed on strategy and module: in every process, from setup to teardown.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        process = strategy.process_dataloader
+        strategy.process_dataloader = lambda loader: process(self._share(trainer, loader))
+        strategy.reduce = exact_mean(strategy.reduce)
+        if trainer.world_size > 1:
+            pl_module.log = synced_in_evaluation(trainer, pl_module.log)  # type: ignore[method-assign]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for target, name in (
+            (trainer.strategy, "process_dataloader"),
+            (trainer.strategy, "reduce"),
+            (pl_module, "log"),
+        ):
+            target.__dict__.pop(name, None)
+
+    def _share(self, trainer: Trainer, loader: Any) -> object:
+        training = trainer.state.stage == RunningStage.TRAINING
+        if (reason := obstacle(loader)) is not None:
+            _say_what_does_not_hold(trainer, reason, training)
+            return loader
+        rank = (trainer.distributed_sampler_kwargs or {}).get("rank", 0)
+        if not training:
+            return evaluation_loader(loader, self.plan, rank)
+        remade = training_loader(loader, self.plan, rank, self.seed, self._resumed)
+        assert isinstance(remade.batch_sampler, TrainingSlices)
+        self._slices = remade.batch_sampler
+        return remade
+
+    # Training
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        at, loop = self._resumed, trainer.fit_loop
+        self._epoch_start = replace(
+            at,
+            step=0,
+            global_step=at.global_step - at.step,
+            samples=at.samples - at.step * self.plan.global_batch,
+        )
+        self._optimizer_steps = trainer.global_step - at.step
+        self._batches = at.step * self.plan.accumulation
+        if (
+            at.step == 0
+        ):  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
+            for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+                part._restarting = False
+        if at.validation_due:
+            _validate(trainer, at.global_step - 1)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch_start = replace(self._position(trainer), epoch=trainer.current_epoch, step=0)
+        self._optimizer_steps = trainer.global_step
+        self._batches = 0
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        place = mix(self.seed, self._epoch_start.global_step, self._batches, trainer.global_rank)
+        seed_generators(place, trainer.strategy.root_device)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        weight = self._weight()
+        if weight != 1.0:
+            loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        logged = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
+        if logged:
+            self._add_loss(outputs)
+        self._batches += 1
+        if logged and (self._batches % self.plan.accumulation == 0 or self._at_epoch_end(trainer)):
+            self._log_step(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._validated_step = self._position(trainer).global_step
+            self._log_samples(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_samples(trainer)
+
+    def _weight(self) -> float:
+        """What this micro batch's mean counts in the mean of its global batch."""
+        if self._slices is None:
+            return 1.0
+        step, micro = divmod(self._batches, self.plan.accumulation)
+        return self._slices.weight(step, micro)
+
+    def _add_loss(self, outputs: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if isinstance(loss, Tensor):  # Lightning has divided it by the accumulation
+            share = loss.detach() * self._weight()
+            self._loss = share if self._loss is None else self._loss + share
+
+    def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loss is not None:
+            # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
+            pl_module.log("train/loss", trainer.strategy.reduce(self._loss, reduce_op="mean"), prog_bar=True)
+        self._loss = None
+        self._log_samples(trainer)
+
+    def _log_samples(self, trainer: Trainer) -> None:
+        if self._slices is None or trainer.global_rank != 0:
+            return
+        position = self._position(trainer)
+        for logger in trainer.loggers:  # not through `log`, whose 32-bit floats lose count at 16 million
+            logger.log_metrics({"samples": position.samples}, step=max(0, position.global_step - 1))
+
+    # Position
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        save_position(
+            checkpoint, replace(self._position(trainer), validation_due=self._validation_due(trainer))
+        )
+        if "hyper_parameters" in checkpoint:
+            checkpoint["hyper_parameters"] = plain_hyper_parameters(checkpoint["hyper_parameters"])
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        position = saved_position(checkpoint)
+        if position is None:
+            raise ValueError(
+                "this checkpoint was not written by lightswitch: it names no position in the data"
+            )
+        self._resumed = position
+        rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
+
+    def _position(self, trainer: Trainer) -> Position:
+        start = self._epoch_start
+        if (
+            trainer.lightning_module.automatic_optimization
+        ):  # also right in a hook that runs between the optimizer's step and the batch's end
+            step = trainer.global_step - self._optimizer_steps
+        else:
+            step = self._batches // self.plan.accumulation
+        samples = step * self.plan.global_batch
+        if self._slices is not None:
+            samples = min(samples, self._slices.epoch_samples)
+        ended = step > 0 and self._at_epoch_end(trainer)
+        return replace(
+            start,
+            epoch=start.epoch + ended,
+            step=0 if ended else step,
+            global_step=start.global_step + step,
+            samples=start.samples + samples,
+            validation_due=False,
+        )
+
+    def _at_epoch_end(self, trainer: Trainer) -> bool:
+        return self._batches >= trainer.num_training_batches
+
+    def _validation_due(self, trainer: Trainer) -> bool:
+        fetcher = trainer.fit_loop._data_fetcher
+        if fetcher is None or self._validated_step == self._position(trainer).global_step:
+            return False
+        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def _validate(trainer: Trainer, logged_step: int) -> None:
+    """Run the validation that was due where the checkpoint was written; Lightning skips it when it resumes."""
+    loop = trainer.fit_loop.epoch_loop
+    stepped, loop._batches_that_stepped = loop._batches_that_stepped, logged_step
+    trainer.validating = True
+    loop.val_loop.run()
+    trainer.training = True
+    loop._batches_that_stepped = stepped
+
+
+def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool) -> None:
+    if training:
+        lost = "batch size and order are its own, and a resumed run starts its epoch anew"
+        shared = (
+            "; every rank reads the same samples unless it splits them itself"
+            if trainer.world_size > 1
+            else ""
+        )
+        lost += shared
+    else:
+        lost = "samples may be counted twice" if trainer.world_size > 1 else ""
+    if lost and trainer.global_rank == 0:
+        log.warning("a data loader runs as it is, because %s: %s", reason, lost)

@@ -1,0 +1,86 @@
+"""DataLoaders re-made from outside, whoever wrote them, so that they read this rank's share of the samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightswitch.batches.order import EvaluationSlices, TrainingSlices
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.position import Position
+from lightswitch.batches.randomness import SeededSamples
+
+
+def obstacle(loader: object) -> str | None:
+    """Why a loader can't be re-made; None when it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a torch DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is an IterableDataset"
+    if loader.batch_sampler is None:
+        return "it has batch_size=None"
+    if type(_plain(loader.batch_sampler)) is not BatchSampler:
+        return f"it has a batch sampler of its own, {type(loader.batch_sampler).__name__}"
+    return None
+
+
+def training_loader(
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position
+) -> DataLoader[Any]:
+    """``loader`` reading rank ``rank``'s slices of each global batch, from ``at`` on.
+
+    Raises:
+        ValueError: `drop_last` drops everything.
+    """
+    base = loader.sampler
+    samples = _samples(loader)
+    drop_last = bool(loader.drop_last)
+    if drop_last and samples < plan.global_batch:
+        raise ValueError(
+            f"the training set has {samples} samples and its loader drops the last batch, so no batch of "
+            f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
+        )
+    slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step)
+    return _remade(loader, slices, SeededSamples(loader.dataset, seed))
+
+
+def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> DataLoader[Any]:
+    """``loader`` reading rank ``rank``'s share of the samples, in batches no larger than its own or a micro batch.
+
+    Raises:
+        ValueError: there are fewer samples than ranks.
+    """
+    samples = _samples(loader)
+    if samples < plan.replicas:
+        raise ValueError(
+            f"an evaluation set of {samples} samples can't be shared by {plan.replicas} devices; use fewer devices"
+        )
+    batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
+    slices: Any = EvaluationSlices(loader.sampler, samples, batch, plan.replicas, rank)
+    assert loader.batch_sampler is not None
+    if (
+        type(loader.batch_sampler) is not BatchSampler
+    ):  # Lightning's wrapper records the indices that are predicted
+        slices = type(loader.batch_sampler)(slices)
+    return _remade(loader, slices, loader.dataset)
+
+
+def _samples(loader: DataLoader[Any]) -> int:
+    """Samples of an epoch over all ranks."""
+    replicated = hasattr(loader.sampler, "num_replicas")  # a DistributedSampler's length is one rank's share
+    return len(loader.dataset) if replicated else len(loader.sampler)  # type: ignore[arg-type]
+
+
+def _plain(batch_sampler: Any) -> Any:
+    """Lightning wraps the batch sampler when it predicts."""
+    return getattr(batch_sampler, "_batch_sampler", batch_sampler)
+
+
+def _remade(loader: DataLoader[Any], slices: Any, dataset: Any) -> DataLoader[Any]:
+    # A copy with other entries, past DataLoader.__setattr__: making a new one from its arguments fails for the
+    # subclasses that take other arguments.
+    remade = copy.copy(loader)
+    remade.__dict__.update(batch_sampler=slices, sampler=slices, dataset=dataset, _iterator=None)
+    return remade

@@ -1,0 +1,140 @@
+"""Which samples a rank reads, in which order: a function of (seed, epoch, step) and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.randomness import mix, seed_generators
+
+
+def epoch_order(sampler: Any, samples: int, seed: int, epoch: int) -> Sequence[Any]:
+    """The indices of an epoch as ``sampler`` draws them under (seed, epoch), the same on every rank."""
+    generator = torch.Generator().manual_seed(mix(seed, epoch) >> 1)
+    if isinstance(
+        sampler, DistributedSampler
+    ):  # its shares are cut for another batch: take its wish to shuffle alone
+        return _permutation(samples, generator) if sampler.shuffle else range(samples)
+    if type(sampler) is SequentialSampler:
+        return range(samples)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+        return _permutation(samples, generator)
+    return _drawn(sampler, mix(seed, epoch))
+
+
+def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
+    # kept as an array: ten million python ints take 1.5 s and 400 MB
+    return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # a Sequence in all but name
+
+
+def _drawn(sampler: Any, seed: int) -> list[Any]:
+    if getattr(sampler, "generator", None) is not None:
+        sampler.generator.manual_seed(seed >> 1)
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(seed)
+        return list(sampler)
+
+
+class TrainingSlices(Sampler[Any]):
+    """Batch sampler of one rank: its slices of every global batch of an epoch.
+
+    Step k takes ``order[k*G:(k+1)*G]``; micro batch m of rank r is slice ``m * replicas + r`` of it. A last step that is
+    smaller is cut as evenly as it goes. Its length is that of a whole epoch, also when a resumed one yields only the
+    rest, so that Lightning's notion of a last batch stays right.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        samples: int,
+        drop_last: bool,
+        plan: BatchPlan,
+        rank: int,
+        seed: int,
+        epoch: int,
+        step: int,
+    ) -> None:
+        self.base = sampler
+        self.samples = samples  # of an epoch, over all ranks
+        self.plan = plan
+        self.rank = rank
+        self.seed = seed
+        self.epoch = epoch
+        self._resumed = (epoch, step)
+        self.steps = samples // plan.global_batch if drop_last else -(-samples // plan.global_batch)
+        self.batch_size = plan.micro_batch  # DeepSpeed reads it
+
+    def __len__(self) -> int:
+        return self.steps * self.plan.accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        # A generator, so that epoch and step are read when the first batch is asked for: with workers,
+        # DataLoader makes two iterators and uses one.
+        epoch = self.epoch
+        first = self._resumed[1] if epoch == self._resumed[0] else 0
+        order = epoch_order(self.base, self._drawable, self.seed, epoch)
+        for step in range(first, self.steps):
+            for micro in range(self.plan.accumulation):
+                begin, end = self._bounds(step, micro)
+                chosen = order[begin:end] if end > begin else order[begin : begin + 1]
+                yield epoch, chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
+
+    @property
+    def epoch_samples(self) -> int:
+        return min(self.samples, self.steps * self.plan.global_batch)
+
+    def weight(self, step: int, micro: int) -> float:
+        """What a mean over this slice counts in the mean over its global batch, 1 for an even cut."""
+        begin, end = self._bounds(step, micro)
+        slices = self.plan.replicas * self.plan.accumulation
+        return (end - begin) * slices / self.step_samples(step)
+
+    def step_samples(self, step: int) -> int:
+        return min(self.plan.global_batch, self.samples - step * self.plan.global_batch)
+
+    @property
+    def _drawable(self) -> int:
+        return len(self.base.dataset) if isinstance(self.base, DistributedSampler) else self.samples
+
+    def _bounds(self, step: int, micro: int) -> tuple[int, int]:
+        slices = self.plan.replicas * self.plan.accumulation
+        index = micro * self.plan.replicas + self.rank
+        samples, offset = self.step_samples(step), step * self.plan.global_batch
+        begin, end = offset + samples * index // slices, offset + samples * (index + 1) // slices
+        return min(
+            begin, self.samples - 1
+        ), end  # an empty slice still names one sample, to be read at weight 0
+
+
+class EvaluationSlices(Sampler[Any]):
+    """Batch sampler of one rank: a contiguous share of the samples, each exactly once over all ranks.
+
+    Every rank makes the same number of batches, as forward passes of sharded strategies are collective; so shares that
+    differ by one sample are cut into batches that differ by one sample.
+    """
+
+    def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int) -> None:
+        self.base = sampler
+        self.order: Sequence[Any] = range(samples) if _in_order(sampler) else list(sampler)
+        self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
+        self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
+        self.batch_size = batch
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        share = self.order[self.begin : self.end]
+        for index in range(self.batches):
+            yield list(share[len(share) * index // self.batches : len(share) * (index + 1) // self.batches])
+
+
+def _in_order(sampler: Any) -> bool:
+    return isinstance(sampler, SequentialSampler | DistributedSampler)

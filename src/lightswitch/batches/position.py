@@ -1,0 +1,76 @@
+"""Where a run stands in its data, and Lightning's loop counters for that place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KEY = "position"  # of a checkpoint
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two optimizer steps. World size and accumulation are no part of it."""
+
+    epoch: int = 0
+    step: int = 0  # optimizer steps taken in this epoch
+    global_step: int = 0  # optimizer steps taken in all
+    samples: int = 0  # consumed in all
+    seed: int = 0
+    global_batch: int = 0
+    validation_due: bool = False  # the step's validation had not run yet
+
+    def difference(self, seed: int, global_batch: int) -> str | None:
+        """What keeps a run with this seed and global batch from going on here, in a line; None if nothing does."""
+        if self.global_batch != global_batch:
+            return f"it was trained with global_batch_size={self.global_batch}, this run has {global_batch}"
+        if self.seed != seed:
+            return f"it was trained with seed={self.seed}, this run has {seed}"
+        return None
+
+
+def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
+    """None for a checkpoint that was written by something else."""
+    return Position(**checkpoint[KEY]) if KEY in checkpoint else None
+
+
+def read_position(path: Path) -> Position | None:
+    import torch
+
+    return saved_position(torch.load(path, map_location="meta", mmap=True, weights_only=True))
+
+
+def save_position(checkpoint: dict[str, Any], position: Position) -> None:
+    checkpoint[KEY] = asdict(position)
+
+
+def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: int) -> None:
+    """Set the counters of Lightning's fit loop to those of ``position``.
+
+    Lightning saves its counters as they stand in whatever hook the checkpoint was written, counts micro batches, and
+    resumes rightly from few of these states. So one canonical state replaces them: in an epoch, that of a checkpoint
+    written in `on_train_batch_end`; between epochs, that of an epoch about to start.
+    """
+    epoch, taken = position.epoch, position.step * accumulation
+    total = position.global_step * accumulation
+    started = epoch + 1 if taken else epoch
+    epochs = {"ready": started, "completed": epoch, "started": started, "processed": epoch}
+    fit_loop["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
+    fit_loop["epoch_loop.batch_progress"] = {
+        "total": _batches(total, ended=not taken),
+        "current": _batches(taken, ended=not taken),
+        "is_last_batch": False,
+    }
+    fit_loop["epoch_loop.val_loop.batch_progress"] = {
+        "total": _batches(0, ended=True),
+        "current": _batches(0, ended=True),
+        "is_last_batch": False,
+    }
+    # Lightning adds the one itself when it resumes from `on_train_batch_end`
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = position.global_step - bool(taken)
+
+
+def _batches(count: int, ended: bool) -> dict[str, int]:
+    return {"ready": count, "completed": count if ended else count - 1, "started": count, "processed": count}

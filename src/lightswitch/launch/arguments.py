@@ -1,0 +1,51 @@
+"""The command line as people type it, put into the form that Hydra takes."""
+
+from __future__ import annotations
+
+import re
+
+from lightswitch.launch import placement
+
+# Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
+_CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
+_REPLACEABLE = ("model", "data", "optimizer", "scheduler")
+_PARTIAL = ("optimizer", "scheduler")
+_VALUED_FLAGS = ("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package")
+_VALUED_FLAGS += ("--experimental-rerun", "-e")
+
+
+def normalised(arguments: list[str]) -> list[str]:
+    """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied."""
+    flags, overrides = _split(arguments)
+    overrides = [_addable(override) for override in overrides]
+    return flags + _emptied(overrides) + overrides + _quiet_ranks()
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Lightning appends overrides to the command line of the processes it starts: they may not follow a flag."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        belongs = bool(flags) and flags[-1] in _VALUED_FLAGS
+        (flags if argument.startswith("-") or belongs else overrides).append(argument)
+    return flags, overrides
+
+
+def _addable(override: str) -> str:
+    """`trainer.limit_val_batches=3` needs no `+`; preflight tells what the constructor does not take."""
+    return f"++{override}" if re.match(rf"({'|'.join(_CONSTRUCTED)})\.[^=@]+=", override) else override
+
+
+def _emptied(overrides: list[str]) -> list[str]:
+    """A group whose `_target_` is replaced loses its file: those arguments belong to another class."""
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and group not in keys]
+    partial = [f"++{group}._partial_=true" for group in replaced if group in _PARTIAL]
+    return [f"~{group}" for group in replaced] + partial
+
+
+def _quiet_ranks() -> list[str]:
+    """Of the processes that a launcher started, one writes the run's log and configuration."""
+    if placement.detect().rank == 0:
+        return []
+    return ["hydra.output_subdir=null", "hydra.job_logging.root.handlers=[console]"]

@@ -1,0 +1,80 @@
+"""From config nodes to a model, its data and a Trainer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from lightswitch.batches.callback import GlobalBatch
+from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
+from lightswitch.launch.mistakes import Mistakes
+from lightswitch.launch.predictions import PredictionWriter
+
+log = logging.getLogger(__name__)
+
+Built = tuple[LightningModule, LightningDataModule | None, Trainer]
+
+# What a constructor raises about its arguments and the files they name. Anything else is a bug.
+_ABOUT_ARGUMENTS = (OSError, ValueError, ModuleNotFoundError, MisconfigurationException)
+
+
+def build(cfg: DictConfig, plan: BatchPlan) -> Built:
+    """
+    Raises:
+        Mistakes: with what each constructor says of its arguments, all at once.
+    """
+    _scale_learning_rate(cfg, plan)
+    problems: list[str] = []
+    model, data, callbacks, loggers, cluster = (
+        _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
+    )
+    trainer = None
+    if not problems:
+        trainer = _instantiated(
+            cfg,
+            "trainer",
+            problems,
+            callbacks=[GlobalBatch(plan, cfg.seed), PredictionWriter(), *_switched_on(callbacks)],
+            logger=_switched_on(loggers),
+            plugins=cluster,
+            **plan.trainer_arguments(cfg.trainer),
+            accumulate_grad_batches=plan.accumulation,
+        )
+    if problems:
+        raise Mistakes(problems)
+    return model, data, trainer
+
+
+def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: Any) -> Any:
+    """Lists and dicts reach the constructor as Python's own; a checkpoint with OmegaConf's can't be read safely."""
+    try:
+        return instantiate(cfg.get(name), **arguments, _convert_="all") if cfg.get(name) is not None else None
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, _ABOUT_ARGUMENTS):
+            raise
+        problems.append(f"{getattr(error, 'full_key', None) or name}: {error.__cause__}")
+        return None
+
+
+def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
+    return [node for node in (nodes or {}).values() if node is not None]
+
+
+def _scale_learning_rate(cfg: DictConfig, plan: BatchPlan) -> None:
+    rule = cfg.lr_scaling.rule
+    if rule == "none":
+        return
+    tuned = cfg.optimizer.lr
+    cfg.optimizer.lr = scaled_learning_rate(
+        tuned, rule, plan.global_batch, cfg.lr_scaling.reference_batch_size
+    )
+    log.info(
+        "learning rate %g tuned at a global batch of %d becomes %g at %d (%s rule)",
+        tuned, cfg.lr_scaling.reference_batch_size, cfg.optimizer.lr, plan.global_batch, rule,
+    )  # fmt: skip

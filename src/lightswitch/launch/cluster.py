@@ -1,0 +1,42 @@
+"""How the processes of a run find each other, as Lightning's ClusterEnvironment."""
+
+from __future__ import annotations
+
+import os
+
+from lightning.pytorch.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from lightswitch.launch import placement
+
+
+def detect() -> ClusterEnvironment:
+    """The environment of the launcher that started this process.
+
+    Lightning's own detection takes any shell in a Slurm job for a task of srun, and waits for the others for ever.
+    """
+    launcher = placement.detect().launcher
+    if launcher == "slurm":
+        return SLURMEnvironment()
+    if launcher in ("torchrun", "env"):
+        return by_environment()
+    return LightningEnvironment()
+
+
+def by_environment() -> ClusterEnvironment:
+    """One process a terminal, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK exported."""
+    os.environ.setdefault(
+        "LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30)))
+    )
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "env")
+    return TorchElasticEnvironment()
+
+
+def by_hand(node_rank: int, main_address: str, main_port: int) -> ClusterEnvironment:
+    """One command on each machine, which starts that machine's processes itself."""
+    os.environ.update(NODE_RANK=str(node_rank), MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
+    return LightningEnvironment()

@@ -1,0 +1,47 @@
+"""Who started this process, and which one of how many it is: read from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    launcher: str  # local, torchrun, slurm, env
+    nodes: int = 1
+    devices_per_node: int | None = None  # None: this process decides, and starts the others itself
+    rank: int = 0
+
+    @property
+    def is_external(self) -> bool:
+        """Every process was started from outside."""
+        return self.launcher != "local"
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Placement:
+    """A process that Lightning started itself counts as local; its rank is then its LOCAL_RANK."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return _from_counts("torchrun", environ)
+    if (
+        int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    ):  # set by srun alone; a batch script's own shell has it not
+        return _from_slurm(environ)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
+        return _from_counts("env", environ)
+    rank = int(environ.get("LOCAL_RANK", 0)) + int(environ.get("NODE_RANK", 0))
+    return Placement("local", rank=rank)
+
+
+def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
+    world = int(environ["WORLD_SIZE"])
+    local = int(environ.get("LOCAL_WORLD_SIZE", world))
+    return Placement(launcher, max(1, world // local), local, int(environ["RANK"]))
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Placement:
+    nodes = int(environ["SLURM_STEP_NUM_NODES"])
+    return Placement(
+        "slurm", nodes, int(environ["SLURM_STEP_NUM_TASKS"]) // nodes, int(environ["SLURM_PROCID"])
+    )

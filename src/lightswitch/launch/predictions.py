@@ -1,0 +1,32 @@
+"""What `mode=predict` leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
+
+    Ranks hold contiguous shares: their files, in the order of ranks, are in the order of the data set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        folder = Path(trainer.default_root_dir) / "predictions"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(predictions, folder / f"rank_{trainer.global_rank}.pt")

@@ -1,0 +1,56 @@
+"""The name of a run's directory: the same in every process of the run, another for every other run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import MutableMapping
+
+import psutil
+
+from lightswitch.launch import placement
+from lightswitch.launch.mistakes import Mistakes
+
+_INHERITED = "LIGHTSWITCH_RUN_ID"  # handed to the processes that Lightning starts
+_CLOCK = "%Y-%m-%d_%H-%M-%S"
+
+
+def new_run_id(environ: MutableMapping[str, str] = os.environ) -> str:
+    """Slurm's job id, or torchrun's run id, or else the clock.
+
+    Raises:
+        Mistakes: processes that were started apart from each other have nothing in common to name the run by.
+    """
+    if _INHERITED not in environ:
+        environ[_INHERITED] = _of_launcher(environ)
+    return environ[_INHERITED]
+
+
+def _of_launcher(environ: MutableMapping[str, str]) -> str:
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    if "SLURM_JOB_ID" in environ:
+        return environ["SLURM_JOB_ID"]
+    place = placement.detect(environ)
+    if place.launcher == "torchrun":
+        return _of_torchrun(place, environ["TORCHELASTIC_RUN_ID"])
+    if place.launcher == "env" and int(environ["WORLD_SIZE"]) > 1:
+        raise Mistakes([_nothing_in_common("processes started one by one")])
+    return f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in the same second
+
+
+def _of_torchrun(place: placement.Placement, given: str) -> str:
+    if given != "none":  # what torchrun says when it was given no --rdzv-id
+        return given
+    if place.nodes > 1:
+        raise Mistakes([_nothing_in_common("torchrun on several nodes without --rdzv-id")])
+    agent = psutil.Process().parent()
+    assert agent is not None
+    return f"{time.strftime(_CLOCK, time.localtime(agent.create_time()))}_{agent.pid}"
+
+
+def _nothing_in_common(what: str) -> str:
+    return (
+        f"{what}: the processes can't agree on a run directory by themselves; give each the same run_id=NAME"
+    )

@@ -1,0 +1,200 @@
+"""What the code that a config names would accept, read from its source: nothing is imported, so no torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    kinds: frozenset[type] | None  # None: anything
+    literals: frozenset[object] | None  # of typing.Literal, when the annotation is nothing else
+
+
+@dataclass(frozen=True)
+class Signature:
+    parameters: dict[str, Parameter]
+    open_ended: bool  # takes **kwargs
+
+
+@functools.cache
+def signature(target: str) -> Signature | None:
+    """The parameters of a class or function by its dotted path; None where the source does not tell.
+
+    Raises:
+        LookupError: the module exists and is read, but holds no such name.
+    """
+    module, _, name = target.rpartition(".")
+    found = _find(module, name)
+    if found is None:
+        return None
+    scope, node = found
+    return _of_class(scope, node) if isinstance(node, ast.ClassDef) else _of_function(scope, node, skip=0)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """A module's top level."""
+
+    module: str
+    path: Path
+
+    @functools.cached_property
+    def names(self) -> dict[str, ast.stmt]:
+        return _bound_names(ast.parse(self.path.read_text(encoding="utf-8")).body)
+
+    @property
+    def package(self) -> str:
+        return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
+
+
+def _bound_names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    names: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names[node.name] = node
+        elif isinstance(node, ast.ImportFrom):
+            names.update({alias.asname or alias.name: node for alias in node.names})
+        elif isinstance(node, ast.Assign):
+            names.update({t.id: node for t in node.targets if isinstance(t, ast.Name)})
+        elif isinstance(node, ast.If | ast.Try):
+            names.update(_bound_names(node.body))
+    return names
+
+
+@functools.cache
+def _scope(module: str) -> _Scope | None:
+    """None for what has no Python source."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)  # of a top-level name: imports nothing
+    for depth, _ in enumerate(rest, start=2):
+        if spec is None:
+            break
+        spec = PathFinder.find_spec(
+            ".".join([top, *rest][:depth]), list(spec.submodule_search_locations or [])
+        )
+    if spec is None:
+        raise LookupError(f"there is no module {module}")
+    origin = spec.origin or ""
+    return _Scope(module, Path(origin)) if origin.endswith(".py") else None
+
+
+def _find(module: str, name: str, depth: int = 0) -> tuple[_Scope, ast.stmt] | None:
+    """The definition of a name, through the imports that hand it on."""
+    scope = _scope(module)
+    if scope is None or depth > 8:
+        return None
+    node = scope.names.get(name)
+    if isinstance(node, ast.ImportFrom):
+        original = next(a.name for a in node.names if (a.asname or a.name) == name)
+        return _find(_absolute(scope, node), original, depth + 1)
+    if node is None:
+        if any(key == "*" for key in scope.names) or "__getattr__" in scope.names:
+            return None
+        raise LookupError(f"{module} has no {name}")
+    return scope, node
+
+
+def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = scope.package.split(".")
+    base = parts[: len(parts) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return _of_function(scope, item, skip=1)
+    if any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+        return None
+    for base in node.bases:
+        found = _named(scope, base)
+        if found is not None and isinstance(found[1], ast.ClassDef):
+            return _of_class(found[0], found[1])
+    return None
+
+
+def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    arguments = [*node.args.posonlyargs, *node.args.args][skip:] + node.args.kwonlyargs
+    return Signature({a.arg: _parameter(scope, a) for a in arguments}, open_ended=node.args.kwarg is not None)
+
+
+def _parameter(scope: _Scope, argument: ast.arg) -> Parameter:
+    kinds, literals = _accepted(scope, argument.annotation)
+    return Parameter(argument.arg, kinds, literals)
+
+
+_Accepted = tuple[frozenset[type] | None, frozenset[object] | None]
+_ANYTHING: _Accepted = (None, None)
+
+
+def _accepted(scope: _Scope, node: ast.expr | None) -> _Accepted:
+    """Types and literals that an annotation allows."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        node = ast.parse(node.value, mode="eval").body
+    if isinstance(node, ast.Constant) and node.value is None:
+        return frozenset({type(None)}), frozenset()
+    if isinstance(node, ast.Name):
+        return _accepted_name(scope, node)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _union([_accepted(scope, node.left), _accepted(scope, node.right)])
+    if isinstance(node, ast.Subscript):
+        return _accepted_subscript(scope, node)
+    return _ANYTHING
+
+
+def _accepted_name(scope: _Scope, node: ast.Name) -> _Accepted:
+    if node.id in _SIMPLE:
+        return frozenset({_SIMPLE[node.id]}), frozenset()
+    found = _named(scope, node)
+    if found is not None and isinstance(found[1], ast.Assign):
+        return _accepted(found[0], found[1].value)
+    return _ANYTHING
+
+
+def _accepted_subscript(scope: _Scope, node: ast.Subscript) -> _Accepted:
+    name = ast.unparse(node.value).rpartition(".")[2]
+    inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if name == "Literal":
+        values = frozenset(c.value for c in inner if isinstance(c, ast.Constant))
+        return frozenset(), values
+    if name in ("list", "List", "Sequence", "tuple", "Tuple"):
+        return frozenset({list}), frozenset()
+    if name in ("dict", "Dict", "Mapping"):
+        return frozenset({dict}), frozenset()
+    if name in ("Optional", "Union"):
+        parts = [_accepted(scope, part) for part in inner]
+        return _union([*parts, (frozenset({type(None)}), frozenset())] if name == "Optional" else parts)
+    return _ANYTHING
+
+
+def _union(parts: list[_Accepted]) -> _Accepted:
+    kinds: set[type] = set()
+    literals: set[object] = set()
+    for part_kinds, part_literals in parts:
+        if part_kinds is None or part_literals is None:
+            return _ANYTHING
+        kinds |= part_kinds
+        literals |= part_literals
+    return frozenset(kinds), frozenset(literals)
+
+
+def _named(scope: _Scope, node: ast.expr) -> tuple[_Scope, ast.stmt] | None:
+    if not isinstance(node, ast.Name) or node.id not in scope.names:
+        return None
+    try:
+        return _find(scope.module, node.id)
+    except LookupError:
+        return None

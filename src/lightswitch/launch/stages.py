@@ -1,0 +1,60 @@
+"""fit, test, validate, predict: what each runs on, and the metrics that come of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+log = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+def fit(
+    model: LightningModule, data: LightningDataModule | None, trainer: Trainer, checkpoint: Path | None
+) -> Metrics:
+    trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+    return _metrics(trainer)
+
+
+def test_best(model: LightningModule, data: LightningDataModule | None, trainer: Trainer) -> Metrics:
+    """Test the best checkpoint by the monitored metric, or the last weights where nothing was monitored."""
+    if trainer.interrupted or not (_has(model, "test_step") and (_has(data, "test_dataloader"))):
+        return {}
+    best = (
+        None
+        if trainer.fast_dev_run
+        else next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
+    )
+    trainer.test(model, datamodule=data, ckpt_path=best, verbose=False)
+    return _metrics(trainer)
+
+
+def evaluate(
+    mode: str,
+    model: LightningModule,
+    data: LightningDataModule | None,
+    trainer: Trainer,
+    checkpoint: Path | None,
+) -> Metrics:
+    if mode == "predict":
+        trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+    else:
+        stage = trainer.validate if mode == "validate" else trainer.test
+        stage(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    return _metrics(trainer)
+
+
+def _metrics(trainer: Trainer) -> Metrics:
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def _best_path(callback: object) -> str | None:
+    return getattr(callback, "best_model_path", None)
+
+
+def _has(owner: object, hook: str) -> bool:
+    return owner is not None and is_overridden(hook, owner)  # type: ignore[arg-type]

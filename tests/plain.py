@@ -1,0 +1,83 @@
+"""A LightningModule and a DataModule as people write them: they know nothing of lightswitch."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Points(Dataset):
+    """Points in the plane, of the class of their quadrant; each sample carries its index."""
+
+    def __init__(self, samples: int, offset: int = 0) -> None:
+        generator = torch.Generator().manual_seed(7 + offset)
+        self.x = torch.randn(samples, 2, generator=generator)
+        self.y = (self.x[:, 0] > 0).long() * 2 + (self.x[:, 1] > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+class PlainData(pl.LightningDataModule):
+    def __init__(
+        self, samples: int = 200, batch_size: int = 8, workers: int = 0, drop_last: bool = False
+    ) -> None:
+        super().__init__()
+        self.samples, self.batch_size, self.workers, self.drop_last = samples, batch_size, workers, drop_last
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(
+            Points(self.samples),
+            self.batch_size,
+            shuffle=True,
+            num_workers=self.workers,
+            drop_last=self.drop_last,
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Points(37, 1), batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(Points(41, 2), batch_size=self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(Points(41, 2), batch_size=self.batch_size)
+
+
+class PlainModel(pl.LightningModule):
+    """Logs the way tutorials do, without sync_dist, and records the samples it was given."""
+
+    def __init__(self, width: int = 16, lr: float = 0.05, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 4))
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+        self.mean_loss = MeanMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).argmax(-1)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits = self.net(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True)
+        self.log(f"{stage}/loss", nn.functional.cross_entropy(logits, batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)

@@ -1,0 +1,42 @@
+"""Train a model: one run, any strategy.
+
+python train.py                                          # a small GPT on real text, under a minute
+python train.py strategy=ddp trainer.devices=2           # the same run over two processes
+python train.py model=vit data=digits
+python train.py run_id=mine                              # started again, it goes on where it stood
+python train.py mode=test ckpt_path=runs/gpt/mine/checkpoints/best.ckpt
+sbatch slurm/multinode.sh strategy=ddp
+"""
+
+from omegaconf import DictConfig
+
+from lightswitch.launch import preflight
+from lightswitch.launch.entry import entry
+
+
+@entry(config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    plan = preflight.check(cfg)  # what is wrong with the config is told before torch is imported
+
+    from lightning.pytorch import seed_everything
+
+    from lightswitch.launch import build, report, resume, run_directory, stages
+    from lightswitch.launch.quiet import quiet
+
+    quiet()
+    seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
+    model, data, trainer = build.build(cfg, plan)
+    checkpoint = resume.find(cfg)
+    run_directory.record(cfg)
+    report.begin(cfg, model, trainer, plan, checkpoint)
+
+    if cfg.mode == "fit":
+        metrics = stages.fit(model, data, trainer, checkpoint)
+        metrics |= stages.test_best(model, data, trainer)
+    else:
+        metrics = stages.evaluate(cfg.mode, model, data, trainer, checkpoint)
+    report.end(cfg, trainer, plan, metrics)
+
+
+if __name__ == "__main__":
+    main()
