@@ -120,8 +120,8 @@ class Table:
             self._last_start = self._end
 
     def _write_last(self) -> None:
-        # A merged row is nearly always longer than what it replaces: then this is one write call, and a process
-        # that is killed leaves the old line or the new one.
+        # A merged row is nearly always longer than the one it replaces: then a single call writes it, and a
+        # process killed around that leaves the old line or the new one.
         line = _csv(self._columns, [self._last]).encode()
         with self._path.open("r+b", buffering=0) as file:
             if self._last_start + len(line) < self._size:

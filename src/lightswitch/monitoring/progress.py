@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightswitch.monitoring.meter import Meter
 from lightswitch.monitoring.quantities import clock, compact
-from lightswitch.monitoring.terminal import Line, bar
+from lightswitch.monitoring.terminal import Line
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class Progress(ProgressBar):
         if self._line is not None:
             self._show_training(trainer)
         elif self._validation:
-            values = [f"{name} {value:.4g}" for name, value in self._validation.items()]
-            log.info(" · ".join([f"step {self._of_total(trainer.global_step)}", *values]))
+            values = "".join(f" · {name} {_short(value)}" for name, value in self._validation.items())
+            log.info("step %s%s", _of_total(trainer.global_step, self._total_steps), values)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_evaluation()
@@ -156,28 +156,25 @@ class Progress(ProgressBar):
 
     def _show_training(self, trainer: Trainer) -> None:
         step = trainer.global_step
-        status = " · ".join([self._of_total(step), *self._status(step, trainer.progress_bar_metrics)])
+        status = "".join(f" · {part}" for part in self._status(step, trainer.progress_bar_metrics))
         if self._line is None:
-            log.info("step %s", status)
+            log.info("step %s%s", _of_total(step, self._total_steps), status)
         else:
-            self._line.draw(f"train {_bar(step, self._total_steps)}{status}")
+            self._line.draw("train", step, self._total_steps, status)
         self._schedule(step)
 
     def _status(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         parts = []
         if (loss := _loss(metrics, "train")) is not None:
-            parts.append(f"loss {loss:.4g}")
+            parts.append(f"loss {_short(loss)}")
         if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
-            parts.append(f"val/loss {loss:.4g}")
+            parts.append(f"val {_short(loss)}")
         if (steps_per_second := self._meter.read(step)) is not None:
             parts.append(f"{compact(steps_per_second * self._units_per_step)} {self._unit}/s")
         if self._total_steps is not None:
             seconds = self._meter.seconds_for(self._total_steps - step)
             parts += [] if seconds is None else [f"{clock(seconds)} left"]
         return parts
-
-    def _of_total(self, step: int) -> str:
-        return f"{step}" if self._total_steps is None else f"{step}/{self._total_steps}"
 
     def _start_evaluation(self) -> None:
         if self._enabled:
@@ -194,11 +191,10 @@ class Progress(ProgressBar):
         if not self._enabled or perf_counter() < self._next_evaluation_seconds:
             return
         total = int(sum(batches)) if sum(batches) < math.inf else None
-        done = f"{self._evaluated_batches}" if total is None else f"{self._evaluated_batches}/{total}"
         if self._line is None:
-            log.info("%s %s", mode, done)
+            log.info("%s %s", mode, _of_total(self._evaluated_batches, total))
         else:
-            self._line.draw(f"{mode} {_bar(self._evaluated_batches, total)}{done}")
+            self._line.draw(mode, self._evaluated_batches, total, "")
         self._schedule_evaluation()
 
     def _end_evaluation(self) -> None:
@@ -217,5 +213,9 @@ def _loss(metrics: Mapping[str, Any], stage: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _bar(done: int, total: int | None) -> str:
-    return "" if total is None else f"{bar(done, total)} "
+def _of_total(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
+def _short(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")

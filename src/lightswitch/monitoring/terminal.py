@@ -17,8 +17,14 @@ class Line:
         for handler in self._handlers:
             handler.addFilter(self._make_room)
 
-    def draw(self, text: str) -> None:
+    def draw(self, label: str, done: int, total: int | None, status: str) -> None:
+        """`train  37% |███████             | 370/1000 · loss 2.31`, with as long a bar as fits."""
         width = shutil.get_terminal_size().columns - 1  # the last column would wrap in some terminals
+        if total is None:
+            text = f"{label} {done}{status}"
+        else:
+            before, after = f"{label} {100 * done // total:3}% ", f" {done}/{total}{status}"
+            text = before + bar(done / total, width - len(before) - len(after)) + after
         encoding = self._stream.encoding or "ascii"
         shown = text[:width].encode(encoding, "replace").decode(encoding)
         self._write(f"\r{shown}\x1b[K")  # the escape erases what is left of a longer text
@@ -46,13 +52,20 @@ class Line:
         self._stream.flush()
 
 
-def bar(done: int, total: int, width: int = 20) -> str:
-    """` 37% |███████             |`"""
-    filled = width * done // total
-    return f"{100 * done // total:3}% |{'█' * filled}{' ' * (width - filled)}|"
+def bar(fraction: float, room: int) -> str:
+    """`|███████             |` of at most `room` characters; nothing where fewer than six are left."""
+    width = min(room - 2, 20)
+    if width < 4:
+        return ""
+    filled = int(width * fraction)
+    return f"|{'█' * filled}{' ' * (width - filled)}|"
 
 
 def _terminal_handlers() -> list[logging.Handler]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", [])]
-    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream.isatty()]
+    return [h for h in handlers if isinstance(h, logging.StreamHandler) and _is_terminal(h.stream)]
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()  # None: a file not opened yet
