@@ -1,0 +1,254 @@
+"""A real Slurm cluster on one machine: munged, slurmctld and a slurmd for every node.
+
+Each node has Linux namespaces of its own (network, host name, mounts, processes), wired by a virtual Ethernet
+pair to a bridge. Bridge, controller and nodes all live inside the head's namespaces, which have no name
+outside: two clusters never collide, and when the head's first process dies the kernel ends every process of
+the cluster and takes back its networks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+PROGRAMS = ("ip", "mount", "munged", "nsenter", "sbatch", "setpriv", "slurmctld", "slurmd", "unshare")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+# a process namespace for each: to kill its first process is a power failure
+NEW_NAMESPACES = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+SUBNET = "10.77.0"
+
+# SlurmdParameters: a node may have more processors than the machine; cred_expire: a requeued job waits for it
+SLURM_CONF = """\
+ClusterName=lightswitch
+SlurmctldHost=head({subnet}.254)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={root}/munge.socket,cred_expire=15
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+ReturnToService=2
+MailProg=/bin/true
+KillWait=10
+SlurmdTimeout=20
+MessageTimeout=10
+SchedulerParameters=bf_interval=2,sched_interval=2
+SlurmdParameters=config_overrides
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/%n.pid
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool-%n
+SlurmctldLogFile={root}/head.log
+SlurmdLogFile={root}/%n.log
+NodeName=node[1-{nodes}] NodeAddr={subnet}.[1-{nodes}] CPUs={cpus} Gres=gpu:{gpus}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+HEAD = """\
+hostname head
+mount --bind hosts /etc/hosts
+mount --bind nsswitch.conf /etc/nsswitch.conf
+ip link set lo up
+ip link add bridge type bridge
+ip addr add {subnet}.254/24 dev bridge
+ip link set bridge up
+munged --force --key-file=munge.key --socket=munge.socket --pid-file=munge.pid --log-file=munge.log \\
+    --seed-file=munge.seed
+exec slurmctld -D -f slurm.conf
+"""
+
+# the network card comes from outside: the line that `read` waits for says that it is there
+NODE = """\
+read -r _
+hostname node{node}
+ip link set lo up
+ip addr add {subnet}.{node}/24 dev eth0
+ip link set eth0 up
+exec slurmd -D -N node{node} -f slurm.conf
+"""
+
+
+def why_not() -> str | None:
+    """Why no cluster can come up here, or None."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster of namespaces needs root"
+    if missing := [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]:
+        return f"not installed: {', '.join(missing)}; type bash .ci/run, which installs them"
+    attempt = subprocess.run([*NEW_NAMESPACES, "true"], capture_output=True, text=True)
+    return f"no new namespaces: {attempt.stderr.strip()}" if attempt.returncode else None
+
+
+class Cluster:
+    """A running cluster: node1, node2, … Its GPUs are fake, but CUDA_VISIBLE_DEVICES is set for them."""
+
+    def __init__(self, nodes: int = 4, cpus_per_node: int = 8, gpus_per_node: int = 2) -> None:
+        self.nodes = range(1, nodes + 1)
+        self.cpus_per_node = cpus_per_node
+        self.gpus_per_node = gpus_per_node
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.first_pids: dict[str, int] = {}  # the first process inside each host's namespaces
+        self._cards = 0
+
+    def __enter__(self) -> Cluster:
+        self.root = Path(
+            tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
+        )  # a socket's path has at most 107 bytes
+        try:
+            self._write_files()
+            self._start_head()
+            for node in self.nodes:
+                self.boot(node)
+            self._until(lambda: self.idle_nodes() == len(self.nodes), "the nodes did not become idle")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends every process of the cluster: all of them are below the head's first one."""
+        if "head" in self.processes:
+            self.processes["head"].kill()
+        for process in self.processes.values():
+            process.communicate()
+        shutil.rmtree(self.root)
+
+    def boot(self, node: int) -> None:
+        name = f"node{node}"
+        inside_head = ["nsenter", f"--target={self.first_pids['head']}", "--all", f"--wdns={self.root}"]
+        process = self._start(name, [*inside_head, *NEW_NAMESPACES], NODE.format(node=node, subnet=SUBNET))
+        self.first_pids[name] = _descendant(process.pid, generations=2)
+        self._plug_card(name)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+    def crash(self, node: int) -> None:
+        """A power failure: every process of the node is gone at once, its network too."""
+        process = self.processes.pop(f"node{node}")
+        os.kill(self.first_pids.pop(f"node{node}"), signal.SIGKILL)
+        process.communicate()
+
+    def run(
+        self, *command: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the head, as one who is logged in there does."""
+        inside = ["nsenter", f"--target={self.first_pids['head']}", "--net", "--uts", "--mount"]
+        return subprocess.run(
+            [*inside, f"--wdns={cwd or Path.cwd()}", *command],
+            env={**self._environment(), **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+
+    def idle_nodes(self) -> int:
+        return len(self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split())
+
+    def _write_files(self) -> None:
+        conf = SLURM_CONF.format(
+            subnet=SUBNET,
+            root=self.root,
+            nodes=len(self.nodes),
+            cpus=self.cpus_per_node,
+            gpus=self.gpus_per_node,
+        )
+        (self.root / "slurm.conf").write_text(conf)
+        for index in range(self.gpus_per_node):
+            os.mknod(self.root / f"nvidia{index}", stat.S_IFCHR, os.makedev(1, 3))  # /dev/null
+        (self.root / "gres.conf").write_text(
+            f"Name=gpu File={self.root}/nvidia[0-{self.gpus_per_node - 1}]\n"
+        )
+        key = self.root / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        hosts = [
+            "127.0.0.1 localhost",
+            f"{SUBNET}.254 head",
+            *(f"{SUBNET}.{node} node{node}" for node in self.nodes),
+        ]
+        (self.root / "hosts").write_text("\n".join(hosts) + "\n")
+        # no name server can be reached from inside, and asking one costs 10 seconds
+        (self.root / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+
+    def _start_head(self) -> None:
+        # the head dies with this process, however that ends
+        die_with_me = ["setpriv", "--pdeathsig", "KILL"]
+        process = self._start("head", [*die_with_me, *NEW_NAMESPACES], HEAD.format(subnet=SUBNET))
+        self.first_pids["head"] = _descendant(process.pid, generations=1)
+        self._until(lambda: self.run("scontrol", "ping").returncode == 0, "slurmctld does not answer")
+
+    def _start(self, name: str, enter: list[str], script: str) -> subprocess.Popen[str]:
+        with (self.root / f"{name}.out").open("a") as output:
+            self.processes[name] = subprocess.Popen(
+                [*enter, "sh", "-euc", script],
+                cwd=self.root,
+                env=self._environment(),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+            )
+        return self.processes[name]
+
+    def _plug_card(self, name: str) -> None:
+        """Wires eth0 of a new node to the head's bridge."""
+        self._cards += 1  # a crashed node's card may linger
+        card, node_pid = f"veth{self._cards}", str(self.first_pids[name])
+        in_head_network = ["nsenter", f"--net=/proc/{self.first_pids['head']}/ns/net", "ip", "link"]
+        subprocess.run(
+            [*in_head_network, "add", card, "type", "veth", "peer", "name", "eth0", "netns", node_pid],
+            check=True,
+        )
+        subprocess.run([*in_head_network, "set", card, "master", "bridge", "up"], check=True)
+
+    def _environment(self) -> dict[str, str]:
+        outside = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))
+        }
+        return {**outside, "PATH": PATH, "SLURM_CONF": str(self.root / "slurm.conf")}
+
+    def _until(self, ready: Callable[[], bool], complaint: str, timeout_seconds: float = 30) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not ready():
+            if time.monotonic() > deadline:
+                logs = {
+                    path.name: path.read_text()[-1000:]
+                    for path in [*self.root.glob("*.out"), *self.root.glob("*.log")]
+                }
+                raise TimeoutError(f"{complaint} in {timeout_seconds} s: {logs}")
+            time.sleep(0.1)
+
+
+def _descendant(pid: int, generations: int) -> int:
+    """The only child of the only child … of a process, as soon as it is there."""
+    process = psutil.Process(pid)
+    deadline = time.monotonic() + 10
+    for _ in range(generations):
+        while not (children := process.children()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"process {process.pid} ({process.status()}) started none in its namespaces"
+                )
+            time.sleep(0.01)
+        process = children[0]
+    return process.pid

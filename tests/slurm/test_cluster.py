@@ -1,0 +1,100 @@
+"""The test cluster is a real one, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import submit
+
+pytestmark = pytest.mark.slurm
+
+
+def test_srun_reaches_every_node(slurm_cluster: Cluster) -> None:
+    answer = slurm_cluster.run("srun", "--nodes=4", "hostname")
+    assert sorted(answer.stdout.split()) == ["node1", "node2", "node3", "node4"], answer.stderr
+
+
+def test_a_node_knows_the_others_by_name(slurm_cluster: Cluster) -> None:
+    answer = slurm_cluster.run("srun", "--nodes=1", "--nodelist=node1", "getent", "hosts", "node2")
+    assert answer.stdout.split() == ["10.77.0.2", "node2"], answer.stderr
+
+
+def test_a_job_says_how_it_ended(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "fail.sh"
+    script.write_text('#!/bin/sh\necho "given $1 on $SLURM_NNODES"\nexit 3\n')
+    job = submit(slurm_cluster, script, "this", cwd=tmp_path, nodes=2)
+    assert job.wait() == "FAILED"
+    assert job.details()["ExitCode"] == "3:0"
+    assert job.output() == "given this on 2\n"
+
+
+def test_gpus_are_handed_out(slurm_cluster: Cluster) -> None:
+    answer = slurm_cluster.run("srun", "--nodes=2", "--gpus-per-node=2", "printenv", "CUDA_VISIBLE_DEVICES")
+    assert answer.stdout.split() == ["0,1", "0,1"], answer.stderr
+
+
+def test_a_crashed_node_is_lost_and_comes_back() -> None:
+    with Cluster(nodes=2) as cluster:
+        cluster.crash(2)
+        assert "node2" not in cluster.run("srun", "--nodes=1", "hostname").stdout
+        cluster.boot(2)
+        answer = cluster.run("srun", "--nodes=2", "hostname")
+        assert sorted(answer.stdout.split()) == ["node1", "node2"], answer.stderr
+
+
+def test_two_clusters_do_not_meet_and_leave_nothing() -> None:
+    networks_before = os.listdir("/sys/class/net")
+    processes_before = psutil.Process().children(recursive=True)
+    with Cluster(nodes=1) as first, Cluster(nodes=2) as second:
+        assert (first.idle_nodes(), second.idle_nodes()) == (1, 2)
+        assert os.listdir("/sys/class/net") == networks_before
+        roots = [first.root, second.root]
+        processes = [p for p in psutil.Process().children(recursive=True) if p not in processes_before]
+        assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in processes}
+    assert not _alive(processes)
+    assert not any(root.exists() for root in roots)
+
+
+def test_a_cluster_dies_with_the_process_that_started_it() -> None:
+    start_and_hang = """
+from tests.slurm.cluster import Cluster
+with Cluster(nodes=1) as cluster:
+    print(cluster.root, flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", start_and_hang], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        root = Path(starter.stdout.readline().strip())
+        processes = psutil.Process(starter.pid).children(recursive=True)
+        starter.kill()
+    assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in processes}
+    assert not _alive(processes)
+    shutil.rmtree(root)
+
+
+def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run after 5 seconds; a zombie that waits for its new parent does not."""
+    deadline = time.monotonic() + 5
+    while alive := [process for process in processes if _runs(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
