@@ -21,9 +21,7 @@ def main(cfg: DictConfig) -> None:
     from lightning.pytorch import seed_everything
 
     from lightswitch.launch import build, report, resume, run_directory, stages
-    from lightswitch.launch.quiet import quiet
 
-    quiet()
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     model, data, trainer = build.build(cfg, plan)
     checkpoint = resume.find(cfg)

@@ -165,15 +165,19 @@ class GlobalBatch(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
         position = saved_position(checkpoint)
-        if position is None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            if (
+                position is not None
+            ):  # what is measured is logged at the step of the weights it is measured on
+                trainer.fit_loop.epoch_loop._batches_that_stepped = position.global_step
+        elif position is None:
             raise ValueError(
                 "this checkpoint was not written by lightswitch: it names no position in the data"
             )
-        self._resumed = position
-        rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
+        else:
+            self._resumed = position
+            rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 
     def _position(self, trainer: Trainer) -> Position:
         start = self._epoch_start

@@ -11,7 +11,7 @@ _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
 _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = ("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package")
-_VALUED_FLAGS += ("--experimental-rerun", "-e")
+_VALUED_FLAGS += ("--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i")
 
 
 def normalised(arguments: list[str]) -> list[str]:

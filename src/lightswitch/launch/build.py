@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
+from lightswitch.launch.process_logging import ProcessLogging
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         Mistakes: with what each constructor says of its arguments, all at once.
     """
     _scale_learning_rate(cfg, plan)
+    engine = [GlobalBatch(plan, cfg.seed), PredictionWriter(), ProcessLogging(_job_logging())]
     problems: list[str] = []
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
@@ -40,7 +43,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
             cfg,
             "trainer",
             problems,
-            callbacks=[GlobalBatch(plan, cfg.seed), PredictionWriter(), *_switched_on(callbacks)],
+            callbacks=[*engine, *_switched_on(callbacks)],
             logger=_switched_on(loggers),
             plugins=cluster,
             **plan.trainer_arguments(cfg.trainer),
@@ -60,6 +63,10 @@ def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: 
             raise
         problems.append(f"{getattr(error, 'full_key', None) or name}: {error.__cause__}")
         return None
+
+
+def _job_logging() -> dict[str, Any]:
+    return OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)  # type: ignore[return-value]
 
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:

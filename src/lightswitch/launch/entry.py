@@ -3,30 +3,64 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.launch import resolvers
 from lightswitch.launch.arguments import normalised
-from lightswitch.launch.mistakes import told_in_a_line
+from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
+
+Main = Callable[[DictConfig], None]
 
 
-def entry(config_path: str, config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """`hydra.main`, with arguments as people type them and errors as people read them."""
+def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
+    """`hydra.main`, with arguments as people type them and errors as people read them.
 
-    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-        composed = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(main)
+    What a user can mend ends with exit code 2 and no traceback; a bug keeps its traceback.
+    """
+
+    def decorate(main: Main) -> Callable[[], None]:
+        composed = False
 
         @functools.wraps(main)
+        def guarded(cfg: DictConfig) -> None:
+            nonlocal composed
+            composed = True
+            try:
+                main(cfg)
+            except Mistakes as mistakes:
+                _remove_empty_run_directory()
+                exit_with(mistakes.problems)
+
+        hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
+
         def run() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
             resolvers.register()
-            with told_in_a_line():
-                sys.argv[1:] = normalised(sys.argv[1:])
-                composed()
+            sys.argv[1:] = normalised(sys.argv[1:])
+            try:
+                hydra_main()
+            except (HydraException, OmegaConfBaseException, OSError, Mistakes) as error:
+                if composed:
+                    raise
+                exit_with(of_composition(error))
 
         return run
 
     return decorate
+
+
+def _remove_empty_run_directory() -> None:
+    """Hydra makes it before anything is checked."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if {path.name for path in run_dir.iterdir()} <= {".hydra"}:
+        shutil.rmtree(run_dir)

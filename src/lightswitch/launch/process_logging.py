@@ -1,9 +1,13 @@
-"""Lightning's own notes, kept off a run's output where they say what train.py says shorter, or what is not so."""
+"""The run's logging in every process of it, without Lightning's own notes where train.py says the same, shorter."""
 
 from __future__ import annotations
 
 import logging
+import logging.config
 import warnings
+from typing import Any
+
+from lightning.pytorch import Callback
 
 _NOT_SO = (
     # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates; nothing a user can mend
@@ -18,11 +22,31 @@ _NOT_SO = (
     r"Checkpoint directory .* exists and is not empty",
     # an epoch may be shorter than a logging interval: steps are counted over the whole run
     r"The number of training batches .* is smaller than the logging interval",
+    # lightswitch.batches synchronises what is logged in evaluation
+    r"It is recommended to use `self.log\(.*sync_dist=True\)`",
 )
 
 
-def quiet() -> None:
-    """To be called after Lightning is imported: on import it sets up handlers of its own, which print twice."""
+class ProcessLogging(Callback):
+    """Set up where it is made, and again in a process that Python spawned, which starts with none: there, callbacks
+    are unpickled before anything else is done.
+
+    Args:
+        config: of `logging.config.dictConfig`.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        _quiet()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        logging.config.dictConfig(self.config)
+        _quiet()
+
+
+def _quiet() -> None:
+    """Lightning sets up handlers of its own when it is imported, beside the root's: each line would come twice."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
