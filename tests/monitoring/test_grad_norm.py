@@ -8,14 +8,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from tests.monitoring.ranks import run_ranks
-from tests.monitoring.test_metrics import column
-from tests.monitoring.tiny import Regression, loader, trainer
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightswitch.monitoring.grad_norm import GradNorm, gradient_norm
 from lightswitch.monitoring.metrics import MetricsFile
+from tests.monitoring.ranks import run_ranks
+from tests.monitoring.test_metrics import column
+from tests.monitoring.tiny import Regression, loader, trainer
 
 
 class GradientsByHand(Callback):
@@ -53,9 +53,7 @@ def test_it_is_free_of_the_loss_scale_of_16_mixed(tmp_path: Path, fused: bool) -
     expected = logged_norms(tmp_path / "32", log_every_n_steps=1, max_steps=3)
     # Lightning turns the string "16-mixed" into "bf16-mixed" on a CPU, but takes the plugin.
     half = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    norms = logged_norms(
-        tmp_path / "16", Regression(fused=fused), log_every_n_steps=1, max_steps=3, plugins=[half]
-    )
+    norms = logged_norms(tmp_path / "16", Regression(fused=fused), log_every_n_steps=1, max_steps=3, plugins=[half])
     assert norms == pytest.approx(expected, rel=0.05)
 
 

@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+
 from tests.monitoring.test_metrics import columns
 from tests.monitoring.tiny import Engine, Regression, loader, trainer
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
-from tests.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
 from lightswitch.monitoring.metrics import MetricsFile
+from tests.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
 
 def rows(directory: Path) -> list[dict[str, str]]:
@@ -41,9 +41,7 @@ def test_a_run_fills_one_row_a_step(tmp_path: Path) -> None:
 
 def test_losses_keep_every_digit(tmp_path: Path) -> None:
     logger = MetricsFile(tmp_path)
-    logger.log_metrics(
-        {"train/loss": 0.1 + 0.2, "val/loss": torch.tensor(1 / 3, dtype=torch.float64)}, step=0
-    )
+    logger.log_metrics({"train/loss": 0.1 + 0.2, "val/loss": torch.tensor(1 / 3, dtype=torch.float64)}, step=0)
     (row,) = rows(tmp_path)
     assert (float(row["train/loss"]), float(row["val/loss"])) == (0.1 + 0.2, 1 / 3)
 
@@ -62,6 +60,16 @@ def test_a_row_without_samples_takes_the_previous_ones(tmp_path: Path) -> None:
     logger.log_metrics({"test/loss": 1.0}, step=10)
     logger.log_metrics({"test/loss": 2.0}, step=4)  # an older checkpoint's: how many is not known
     assert column(tmp_path, "samples") == ["64", "64", ""]
+
+
+def test_an_older_checkpoints_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
+    logger = MetricsFile(tmp_path)
+    for step in (4, 9):
+        logger.log_metrics({"samples": 8 * step, "train/loss": 1.0}, step=step)
+    logger.log_metrics({"test/loss": 3.0}, step=4)
+    logger.log_metrics({"test/loss": 2.0}, step=10)
+    assert column(tmp_path, "step") == ["4", "9", "10"]
+    assert column(tmp_path, "test/loss") == ["3.0", "", "2.0"]
 
 
 def test_each_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
@@ -85,6 +93,16 @@ def test_a_resumed_run_leaves_the_file_of_one_uninterrupted_run(tmp_path: Path) 
             )
             run.fit(Scheduled(), loader(), loader(16), ckpt_path=checkpoint if checkpoint.exists() else None)
     assert (resumed / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
+
+
+def test_a_finished_run_started_again_keeps_its_rows(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "at_20.ckpt"
+    for _ in range(2):
+        run = trainer(tmp_path, logger=MetricsFile(tmp_path), callbacks=[Engine(), SaveAt(20, checkpoint)])
+        run.fit(Regression(), loader(), loader(16), ckpt_path=checkpoint if checkpoint.exists() else None)
+        run.test(Regression(), loader(16), verbose=False)
+    assert column(tmp_path, "step") == ["4", "9", "14", "19", "20"]
+    assert all(row["train/loss"] for row in rows(tmp_path)[:4])
 
 
 def test_evaluating_a_finished_run_drops_no_row(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tests.monitoring.test_metrics import SaveAt
-from tests.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lightswitch.monitoring.progress import Progress
+from tests.monitoring.test_metrics import SaveAt
+from tests.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
 
 class Slow(Callback):
@@ -61,9 +61,7 @@ def test_a_log_gets_a_line_a_tenth_of_the_run_and_one_a_validation(
     assert "\x1b" not in out + err
 
 
-def test_steps_are_optimizer_steps_under_accumulation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_are_optimizer_steps_under_accumulation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = run_of(tmp_path, max_steps=-1, max_epochs=4, accumulate_grad_batches=2)
     run.fit(Regression(), loader(), loader(16))
     steps = [line.split()[1] for line in lines_of(caplog) if "val/loss" not in line]
@@ -79,9 +77,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert lines_of(caplog)[-2].startswith("step 20/20")
 
 
-def test_a_run_without_a_known_end_is_shown_by_its_last_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_a_known_end_is_shown_by_its_last_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         def __iter__(self) -> Any:
             return (((torch.ones(BATCH, 4)), torch.ones(BATCH, 1)) for _ in range(10))
@@ -132,9 +128,7 @@ def test_evaluation_alone_has_its_own_bar_and_clears_it(tmp_path: Path) -> None:
         def on_test_batch_start(self, *_: Any) -> None:
             time.sleep(0.05)
 
-    frames = terminal_frames(
-        lambda: run_of(tmp_path, SlowTest()).test(Regression(), loader(80), verbose=False)
-    )
+    frames = terminal_frames(lambda: run_of(tmp_path, SlowTest()).test(Regression(), loader(80), verbose=False))
     assert any(re.fullmatch(r"test +\d+% \|█+ +\| \d/10", frame) for frame in frames)
     assert frames[-1] == ""
 
@@ -142,9 +136,7 @@ def test_evaluation_alone_has_its_own_bar_and_clears_it(tmp_path: Path) -> None:
 def test_only_rank_0_shows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with capfd.disabled():
         frames = terminal_frames(
-            lambda: run_of(tmp_path, Slow(0.02), strategy="ddp_fork", devices=2).fit(
-                Regression(), loader(), loader(16)
-            )
+            lambda: run_of(tmp_path, Slow(0.02), strategy="ddp_fork", devices=2).fit(Regression(), loader(), loader(16))
         )
     assert len([frame for frame in frames if frame.startswith("train 100%")]) <= 2
 

@@ -37,9 +37,7 @@ def test_numbers_get_three_digits_and_a_magnitude(number: float, text: str) -> N
     assert compact(number) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183_600, "51:00:00")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183_600, "51:00:00")])
 def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 

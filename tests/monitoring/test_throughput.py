@@ -5,24 +5,20 @@ from statistics import median
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from tests.monitoring.test_metrics import column, columns
-from tests.monitoring.test_progress import Slow
-from tests.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
 from lightswitch.monitoring.memory import peak_bytes
 from lightswitch.monitoring.meter import Meter
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.throughput import Throughput
+from tests.monitoring.test_metrics import column, columns
+from tests.monitoring.test_progress import Slow
+from tests.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
 
-def speeds(
-    directory: Path, *callbacks: Callback, tokens: int | None = None, **options: object
-) -> list[float]:
+def speeds(directory: Path, *callbacks: Callback, tokens: int | None = None, **options: object) -> list[float]:
     """Seconds a step, as logged."""
     throughput = Throughput(samples_per_step=BATCH, tokens_per_sample=tokens)
-    run = trainer(
-        directory, logger=MetricsFile(directory), callbacks=[throughput, Engine(), *callbacks], **options
-    )
+    run = trainer(directory, logger=MetricsFile(directory), callbacks=[throughput, Engine(), *callbacks], **options)
     run.fit(Regression(), loader(), loader(16))
     return [float(value) for value in column(directory, "throughput/step_seconds") if value]
 

@@ -47,9 +47,7 @@ class Engine(Callback):
     def __init__(self, global_batch: int = BATCH) -> None:
         self._global_batch = global_batch
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, *_: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, *_: Any) -> None:
         if trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate():
             assert isinstance(outputs, dict)
             pl_module.log("train/loss", outputs["loss"], prog_bar=True)
@@ -59,11 +57,14 @@ class Engine(Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._log_samples(trainer)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_samples(trainer)
+
     def _log_samples(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(
                 {"samples": trainer.global_step * self._global_batch},
-                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+                step=trainer.global_step - 1,
             )
 
 

@@ -31,13 +31,8 @@ class GradNorm(Callback):
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.is_global_zero:
             log.warning("grad_norm is not logged under DeepSpeed, which keeps its gradients to itself")
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        if (
-            isinstance(trainer.strategy, DeepSpeedStrategy)
-            or not trainer._logger_connector.should_update_logs
-        ):
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if isinstance(trainer.strategy, DeepSpeedStrategy) or not trainer._logger_connector.should_update_logs:
             return
         norm = _norm_of_step(trainer.strategy.model, optimizer) / _loss_scale(trainer, optimizer)
         for logger in trainer.loggers:

@@ -65,13 +65,13 @@ class MetricsFile(Logger):
 
 
 class Table:
-    """A CSV file of which only the last row still changes, keyed by its column `step`."""
+    """A CSV file keyed by its column `step`, made for changing its last row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
         self._last: dict[str, str] = {}
-        self._own: dict[str, str] = {}  # what this process put into the last row
+        self._own: dict[str, str] = {}  # what this process put into the latest row that it wrote
         self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
         self._load()
 
@@ -80,54 +80,72 @@ class Table:
         return int(self._last.get("step", 0))
 
     def put(self, step: int, values: Mapping[str, str]) -> None:
-        """Merges `values` into the last row where that is `step`'s, else appends a row."""
+        """Merges `values` into the row of `step`, or appends one."""
         if _size(self._path) != self._size:
             self._load()  # another process, such as a spawned worker, has written since
-            self._own = {}
+        if self._own.get("step") != str(step):
+            self._own = {"step": str(step)}
+        self._own.update(values)
+        if step < self.last_step and self._amend(step, values):
+            return
         if self._last.get("step") != str(step):
             self._append(step)
         self._last.update(values)
-        self._own.update(values)
         if any(name not in self._columns for name in self._last):
             self._widen()
         self._write_last()
 
     def drop_from(self, step: int) -> None:
-        """Drops the rows of `step` and later, but for what this process has put into the last one."""
+        """Drops the rows of `step` and later, but for what this process has put into its latest one."""
         rows = self._rows()
         kept = [row for row in rows if int(row["step"]) < step]
         if len(kept) == len(rows):
             return
-        own = self._own if self.last_step >= step else {}
+        own = self._own
         self._replace(kept)
-        if own:
-            self._append(step)
-            self.put(step, own)
+        if int(own.get("step", -1)) >= step:
+            self.put(int(own["step"]), own)
+
+    def _amend(self, step: int, values: Mapping[str, str]) -> bool:
+        """An earlier row, which an evaluation of an older checkpoint belongs to; False where there is none."""
+        rows = self._rows()
+        for row in rows:
+            if row["step"] == str(step):
+                row.update(values)
+                self._add_columns(row)
+                self._replace(rows)
+                return True
+        return False
 
     def _append(self, step: int) -> None:
         samples = self._last.get("samples", "") if step >= self.last_step else ""
         self._last = {"step": str(step), "samples": samples}
-        self._own = {}
         self._last_start = self._end
 
     def _widen(self) -> None:
         last, appended = self._last, self._last_start == self._end
-        names = [*self._columns, *(name for name in last if name not in self._columns)]
-        self._columns = sorted(names, key=_column_rank)
+        self._add_columns(last)
         self._replace(self._rows())
         self._last = last
         if appended:
             self._last_start = self._end
 
+    def _add_columns(self, names: Iterable[str]) -> None:
+        added = [name for name in names if name not in self._columns]
+        self._columns = sorted([*self._columns, *added], key=_column_rank)
+
     def _write_last(self) -> None:
         # A merged row is nearly always longer than the one it replaces: then a single call writes it, and a
         # process killed around that leaves the old line or the new one.
         line = _csv(self._columns, [self._last]).encode()
-        with self._path.open("r+b", buffering=0) as file:
+        file = os.open(self._path, os.O_WRONLY)
+        try:
             if self._last_start + len(line) < self._size:
-                file.truncate(self._last_start)
-            file.seek(self._last_start)
-            file.write(line)
+                os.ftruncate(file, self._last_start)
+            os.lseek(file, self._last_start, os.SEEK_SET)
+            os.write(file, line)
+        finally:
+            os.close(file)
         self._end = self._size = self._last_start + len(line)
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
@@ -171,11 +189,14 @@ def _column_rank(name: str) -> int:
     return FIRST_COLUMNS.index(name) if name in FIRST_COLUMNS else len(FIRST_COLUMNS)
 
 
-def _csv(columns: list[str], rows: Iterable[Mapping[str, str]]) -> str:
+def _csv(columns: Iterable[str], rows: Iterable[Mapping[str, str]]) -> str:
     text = io.StringIO(newline="")
-    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([row.get(name, "") for name in columns] for row in rows)
     return text.getvalue()
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

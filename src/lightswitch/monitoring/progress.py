@@ -68,9 +68,7 @@ class Progress(ProgressBar):
         self._meter.start(trainer.global_step)
         self._schedule(trainer.global_step)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.resume()
 
     def on_train_batch_end(
@@ -84,9 +82,7 @@ class Progress(ProgressBar):
         if due and step != self._shown_step:  # a step of many micro-batches is shown when it is whole
             self._show_training(trainer)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._meter.pause()  # until the next batch starts
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

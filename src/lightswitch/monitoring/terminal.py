@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from typing import TextIO
 
 
@@ -64,8 +65,5 @@ def bar(fraction: float, room: int) -> str:
 def _terminal_handlers() -> list[logging.Handler]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", [])]
-    return [h for h in handlers if isinstance(h, logging.StreamHandler) and _is_terminal(h.stream)]
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and not stream.closed and stream.isatty()  # None: a file not opened yet
+    terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in terminals]

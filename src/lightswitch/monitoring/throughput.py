@@ -28,9 +28,7 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter.start(trainer.global_step)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.resume()
 
     def on_train_batch_end(
@@ -48,9 +46,7 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter.pause()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._meter.pause()  # until the next batch starts
 
     def _speed(self, steps_per_second: float) -> dict[str, float]:
