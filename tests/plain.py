@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -81,3 +84,18 @@ class PlainModel(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+
+class Record(pl.Callback):
+    """Writes the samples of each training step, and the weights at the end, a file for each rank and start."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: list, index: int) -> None:
+        with (self.folder / f"samples_{trainer.global_rank}.jsonl").open("a") as file:
+            step, epoch = trainer.global_step, trainer.current_epoch
+            file.write(json.dumps({"epoch": epoch, "step": step, "ids": batch[2].tolist()}) + "\n")
+
+    def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        torch.save(module.state_dict(), self.folder / f"weights_{trainer.global_rank}.pt")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import NoReturn
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
@@ -38,7 +38,7 @@ def of_composition(error: BaseException) -> list[str]:
     """What Hydra found wrong while it composed the config and made the run directory."""
     if isinstance(error, Mistakes):
         return error.problems
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's are OSErrors, too
         return [f"the run directory can't be made: {error}"]
     if isinstance(error, MissingConfigException) and error.options:
         return [_missing_choice(error.missing_cfg_file or "", sorted(error.options))]
