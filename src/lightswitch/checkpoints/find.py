@@ -17,7 +17,7 @@ def newest(run_dir: Path) -> tuple[Path, Position] | None:
     ]
     good = [(path, position) for path, position in found if position is not None]
     # of two at the same place, the one whose validation has run
-    return max(good, key=lambda pair: (pair[1].global_step, not pair[1].validation_due), default=None)
+    return max(good, key=lambda found: (found[1].global_step, not found[1].validation_due), default=None)
 
 
 def _position(path: Path) -> Position | None:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.launch.resume import shown
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 
@@ -36,15 +37,15 @@ def begin(
         trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
     )  # fmt: skip
     log.info("batch      %s", plan)
-    log.info("run        %s", _short(_run_dir()))
+    log.info("run        %s", shown(_run_dir()))
     if checkpoint is not None:
-        log.info("%s %s", "resumes   " if cfg.mode == "fit" else "reads     ", _short(checkpoint))
+        log.info("%s %s", "resumes   " if cfg.mode == "fit" else "reads     ", shown(checkpoint))
 
 
 @rank_zero_only
 def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) -> None:
-    shown = {name: value for name, value in metrics.items() if "/" in name or "loss" in name}
-    rows: dict[str, object] = dict(shown)
+    told = {name: value for name, value in metrics.items() if "/" in name or "loss" in name}
+    rows: dict[str, object] = dict(told)
     rows["seconds in all"] = timedelta(seconds=time.monotonic() - _started)
     log.info("\n%s\n", table(rows))
     for what, command in _next(cfg).items():
@@ -55,18 +56,18 @@ def _next(cfg: DictConfig) -> dict[str, str]:
     """What to type next, each as it can be pasted."""
     run_dir = _run_dir()
     if cfg.mode == "predict":
-        return {"written": _short(run_dir / "predictions")}
+        return {"written": shown(run_dir / "predictions")}
     if cfg.mode != "fit":
-        return {"metrics": _short(run_dir / "metrics.csv")}
+        return {"metrics": shown(run_dir / "metrics.csv")}
     again = [*_typed("run_id", "resume", "trainer.max_steps"), f"run_id={cfg.run_id}"]
     best = run_dir / "checkpoints" / "best.ckpt"
     checkpoint = best if best.exists() else run_dir / "checkpoints" / "last.ckpt"
-    commands = {"metrics": _short(run_dir / "metrics.csv")}
+    commands = {"metrics": shown(run_dir / "metrics.csv")}
     if checkpoint.exists():
         commands["go on"] = shlex.join([*again, f"trainer.max_steps={2 * cfg.trainer.max_steps}"])
-        commands["evaluate"] = shlex.join([*_typed("run_id"), "mode=test", f"ckpt_path={_short(checkpoint)}"])
+        commands["evaluate"] = shlex.join([*_typed("run_id"), "mode=test", f"ckpt_path={shown(checkpoint)}"])
     if (run_dir / "tensorboard").exists():
-        commands["look"] = shlex.join(["tensorboard", "--logdir", _short(run_dir.parent)])
+        commands["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
     return commands
 
 
@@ -79,7 +80,3 @@ def _typed(*without: str) -> list[str]:
 
 def _run_dir() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.batches.position import read_position
+from lightswitch.batches.position import Position, read_position
 from lightswitch.checkpoints.find import newest
 from lightswitch.launch.mistakes import Mistakes
 
+log = logging.getLogger(__name__)
+
 
 def find(cfg: DictConfig) -> Path | None:
-    """
+    """The checkpoint that ``cfg.mode`` reads; None for a run that starts at step 0.
+
     Raises:
         Mistakes: the run differs from the checkpoint's in what decides the sample order.
     """
     if cfg.mode != "fit":
         return Path(cfg.ckpt_path)
-    if cfg.resume == "never":
+    path, position = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
+    if path is None:
         return None
-    if cfg.resume == "auto":
-        found = newest(Path(HydraConfig.get().runtime.output_dir))
-        if found is None:
-            return None
-        path, position = found
-    else:
-        path, position = Path(cfg.resume), read_position(Path(cfg.resume))
-    difference = (
-        position.difference(cfg.seed, cfg.global_batch_size)
-        if position
-        else "it names no position in its data"
-    )
-    if difference:
-        raise Mistakes(
-            [f"{path} can't be resumed: {difference}; start anew with resume=never or another run_id"]
-        )
+    lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it names no position in the data"
+    if lost:
+        raise Mistakes([f"{shown(path)} can't be resumed: {lost}; start anew with resume=never or another run_id"])
+    if position and 0 <= cfg.trainer.max_steps <= position.global_step:
+        log.info("finished   the run stands at step %d already; a higher trainer.max_steps goes on", position.global_step)
     return path
+
+
+def shown(path: Path) -> str:
+    """Relative where it lies below the working directory: as it can be pasted."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _to_resume(resume: str, run_dir: Path) -> tuple[Path | None, Position | None]:
+    if resume == "auto":
+        return newest(run_dir) or (None, None)
+    if resume == "never":
+        return None, None
+    return Path(resume), read_position(Path(resume))

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightswitch.batches.order import EvaluationSlices, TrainingSlices, epoch_order
+from lightswitch.batches.plan import BatchPlan
+
+
+def slices(plan: BatchPlan, samples: int, rank: int, drop_last: bool = False, epoch: int = 0, step: int = 0):
+    sampler = RandomSampler(range(samples))
+    return TrainingSlices(sampler, samples, drop_last, plan, rank, seed=1, epoch=epoch, step=step)
+
+
+@settings(max_examples=60)
+@given(
+    samples=st.integers(1, 90),
+    replicas=st.integers(1, 5),
+    micro=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    drop_last=st.booleans(),
+)
+def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
+    samples: int, replicas: int, micro: int, accumulation: int, drop_last: bool
+) -> None:
+    plan = BatchPlan(micro * replicas * accumulation, micro, replicas, accumulation)
+    whole = BatchPlan(plan.global_batch, plan.global_batch, 1, 1)
+    steps = [batch for _, batch in slices(whole, samples, 0, drop_last)]
+    ranks = [slices(plan, samples, rank, drop_last) for rank in range(replicas)]
+    batches = [[batch for _, batch in rank] for rank in ranks]
+    assert {len(rank) for rank in batches} == {len(steps) * accumulation}
+    for step, expected in enumerate(steps):
+        read: Counter[int] = Counter()
+        weights = 0.0
+        for micro_index in range(accumulation):
+            for rank, sampler in zip(batches, ranks, strict=True):
+                weight = sampler.weight(step, micro_index)
+                weights += weight
+                if weight:  # an empty slice reads one sample, at weight 0
+                    read.update(rank[step * accumulation + micro_index])
+        assert read == Counter(expected)
+        assert weights == pytest.approx(replicas * accumulation)
+
+
+def test_a_resumed_epoch_yields_the_rest_and_the_next_one_all() -> None:
+    plan = BatchPlan(10, 5, 1, 2)
+    whole = [batch for _, batch in slices(plan, 47, 0)]
+    resumed = slices(plan, 47, 0, step=3)
+    assert [batch for _, batch in resumed] == whole[6:]
+    assert len(resumed) == len(whole) == 10
+    resumed.set_epoch(1)
+    assert len([*resumed]) == 10
+
+
+def test_position_is_read_at_the_first_batch_not_when_the_iterator_is_made() -> None:
+    sampler = slices(BatchPlan(10, 10, 1, 1), 50, 0)
+    early = iter(sampler)
+    sampler.set_epoch(4)
+    assert next(early)[0] == 4
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(30)),
+        RandomSampler(range(30), replacement=True, num_samples=30),
+        RandomSampler(range(30), generator=torch.Generator()),
+        WeightedRandomSampler([1.0] * 15 + [9.0] * 15, num_samples=30),
+        SubsetRandomSampler(range(30)),
+        DistributedSampler(range(30), num_replicas=2, rank=1),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_random_order_is_a_function_of_seed_and_epoch_alone(sampler: object) -> None:
+    torch.manual_seed(3)
+    first = list(epoch_order(sampler, 30, seed=1, epoch=2))
+    state = torch.get_rng_state()
+    random.seed(9), np.random.seed(9), torch.rand(5)
+    assert list(epoch_order(sampler, 30, seed=1, epoch=2)) == first
+    assert list(epoch_order(sampler, 30, seed=1, epoch=3)) != first
+    assert list(epoch_order(sampler, 30, seed=2, epoch=2)) != first
+    assert len(first) == 30
+    assert len(state)
+
+
+def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
+    torch.manual_seed(5)
+    epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, epoch=0)
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.rand(1) == drawn
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
+    assert list(epoch_order(SequentialSampler(range(7)), 7, seed=1, epoch=2)) == list(range(7))
+    plain = DistributedSampler(range(7), num_replicas=2, rank=1, shuffle=False)
+    assert list(epoch_order(plain, 7, seed=1, epoch=2)) == list(range(7))
+
+
+@given(samples=st.integers(1, 60), replicas=st.integers(1, 5), batch=st.integers(1, 9))
+def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
+    samples: int, replicas: int, batch: int
+) -> None:
+    if samples < replicas:
+        return
+    order = SequentialSampler(range(samples))
+    ranks = [list(EvaluationSlices(order, samples, batch, replicas, rank)) for rank in range(replicas)]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert [index for rank in ranks for part in rank for index in part] == list(range(samples))
+    assert all(part for rank in ranks for part in rank)
+    if replicas == 1:
+        assert max(map(len, ranks[0])) <= batch

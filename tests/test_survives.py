@@ -1,0 +1,101 @@
+"""Promise 3: the run survives. Started again under its id, it goes on exactly where it stood."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import PLAIN, Finished, Train, runs_in
+
+RUN = (
+    *PLAIN,
+    "model.dropout=0.3",  # a resumed run must draw what the uninterrupted one draws
+    "run_id=mine",
+    "global_batch_size=24",
+    "trainer.val_check_interval=8",
+    "trainer.log_every_n_steps=1",
+    "callbacks.last_checkpoint.every_n_steps=4",
+)
+KEPT = ("samples", "train/loss", "val/loss", "val/accuracy", "test/loss")
+STEPS = 40  # of 9 an epoch
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, f"trainer.max_steps={STEPS}")
+
+
+@pytest.mark.parametrize(
+    ("stops", "switches"),
+    [
+        pytest.param([4], ((), ()), id="in an epoch"),
+        pytest.param([9], ((), ()), id="at an epoch's end"),
+        pytest.param([8], ((), ()), id="at a validation"),
+        pytest.param([5, 18, 31], ((), (), (), ()), id="three times"),
+        pytest.param([13], (("data.workers=2",), ()), id="with loader workers"),
+        pytest.param([13], (("micro_batch_size=6",), ("micro_batch_size=6",)), id="with accumulation"),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    stops: list[int], switches: tuple[tuple[str, ...], ...], uninterrupted: Finished, train: Train
+) -> None:
+    reference = uninterrupted
+    if "micro_batch_size=6" in switches[0]:  # dropout draws anew for each micro batch
+        reference = train(*RUN, f"trainer.max_steps={STEPS}", *switches[0])
+    resumed = None
+    for stop, switch in zip([*stops, STEPS], switches, strict=True):
+        resumed = train(*RUN, f"trainer.max_steps={stop}", *switch, folder=resumed and resumed.folder)
+    assert resumed is not None
+    assert "resumes    runs/plainmodel/mine/checkpoints/" in resumed.out
+    for name in KEPT[:-1]:
+        assert resumed.column(name) == reference.column(name), name
+    assert resumed.column("test/loss")[STEPS] == reference.column("test/loss")[STEPS]
+
+
+def test_a_run_goes_on_at_another_world_size_and_accumulation(train: Train) -> None:
+    legs = (
+        ("strategy=ddp_fork", "trainer.devices=2"),
+        ("strategy=single", "micro_batch_size=6"),
+        ("strategy=ddp_fork", "trainer.devices=3"),
+        ("strategy=ddp_fork", "trainer.devices=2", "micro_batch_size=4"),
+    )
+    run = (*RUN, "model.dropout=0")
+    reference = train(*run, f"trainer.max_steps={STEPS}")
+    resumed = None
+    for stop, leg in zip((7, 17, 27, STEPS), legs, strict=True):
+        resumed = train(*run, f"trainer.max_steps={stop}", *leg, folder=resumed and resumed.folder)
+    assert resumed is not None
+    for name in KEPT[:-1]:
+        expected, found = reference.column(name), resumed.column(name)
+        assert found.keys() == expected.keys(), name
+        assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, name
+
+
+def test_a_finished_run_started_again_trains_nothing(uninterrupted: Finished, train: Train) -> None:
+    before = {name: uninterrupted.column(name) for name in KEPT}
+    again = train(*RUN, f"trainer.max_steps={STEPS}", folder=uninterrupted.folder)
+    assert f"stands at step {STEPS} already" in again.out
+    assert {name: again.column(name) for name in KEPT} == before
+
+
+def test_a_checkpoint_cut_short_is_passed_over_and_the_one_before_it_used(train: Train) -> None:
+    first = train(*RUN, "trainer.max_steps=17")
+    last = first.run_dir / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-1000])
+    second = train(*RUN, "trainer.max_steps=18", folder=first.folder)
+    assert "last.ckpt can't be read and is passed over" in second.out
+    assert "resumes    runs/plainmodel/mine/checkpoints/best.ckpt" in second.out
+
+
+def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternatives(train: Train) -> None:
+    first = train(*RUN, "trainer.max_steps=8")
+    refused = train(*RUN, "global_batch_size=48", "trainer.max_steps=9", folder=first.folder, check=False)
+    assert refused.returncode == 2
+    assert refused.err == (
+        "error: runs/plainmodel/mine/checkpoints/best.ckpt can't be resumed: it was trained with "
+        "global_batch_size=24, this run has 48; start anew with resume=never or another run_id\n"
+    )
+    path = first.run_dir / "checkpoints" / "last.ckpt"
+    moved = train(*RUN, "run_id=other", f"resume={path}", "trainer.max_steps=10", "name=elsewhere")
+    assert sorted(moved.column("train/loss")) == [8, 9]
+    anew = train(*RUN, "resume=never", "trainer.max_steps=3", folder=first.folder)
+    assert sorted(anew.column("train/loss")) == [0, 1, 2]
