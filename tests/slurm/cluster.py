@@ -69,7 +69,7 @@ ip addr add {subnet}.254/24 dev bridge
 ip link set bridge up
 munged --force --key-file=munge.key --socket=munge.socket --pid-file=munge.pid --log-file=munge.log \\
     --seed-file=munge.seed
-exec slurmctld -D -f slurm.conf
+exec slurmctld -D
 """
 
 # the network card comes from outside: the line that `read` waits for says that it is there
@@ -79,7 +79,7 @@ hostname node{node}
 ip link set lo up
 ip addr add {subnet}.{node}/24 dev eth0
 ip link set eth0 up
-exec slurmd -D -N node{node} -f slurm.conf
+exec slurmd -D -N node{node}
 """
 
 
@@ -173,11 +173,10 @@ class Cluster:
             gpus=self.gpus_per_node,
         )
         (self.root / "slurm.conf").write_text(conf)
-        for index in range(self.gpus_per_node):
-            os.mknod(self.root / f"nvidia{index}", stat.S_IFCHR, os.makedev(1, 3))  # /dev/null
-        (self.root / "gres.conf").write_text(
-            f"Name=gpu File={self.root}/nvidia[0-{self.gpus_per_node - 1}]\n"
-        )
+        gpus = [self.root / f"nvidia{index}" for index in range(self.gpus_per_node)]
+        for gpu in gpus:
+            os.mknod(gpu, stat.S_IFCHR, os.makedev(1, 3))  # /dev/null
+        (self.root / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -231,11 +230,8 @@ class Cluster:
         deadline = time.monotonic() + timeout_seconds
         while not ready():
             if time.monotonic() > deadline:
-                logs = {
-                    path.name: path.read_text()[-1000:]
-                    for path in [*self.root.glob("*.out"), *self.root.glob("*.log")]
-                }
-                raise TimeoutError(f"{complaint} in {timeout_seconds} s: {logs}")
+                said = [f"{path.stem}: {path.read_text()[-1000:]}" for path in sorted(self.root.glob("*.out"))]
+                raise TimeoutError("\n".join([f"{complaint} in {timeout_seconds} s", *said]))
             time.sleep(0.1)
 
 
