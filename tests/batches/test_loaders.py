@@ -68,7 +68,7 @@ def test_what_cannot_be_remade_is_told_apart(loader: object, reason: str | None)
 
 
 def test_an_epoch_that_drops_all_it_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 50 samples .* use global_batch_size=50 or fewer"):
+    with pytest.raises(ValueError, match=r"has 50 samples .* use global_batch_size=50 or fewer"):
         training_loader(DataLoader(DATA, 5, drop_last=True), BatchPlan(60, 30, 2, 1), 0, 1, Position())
 
 

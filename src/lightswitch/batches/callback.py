@@ -82,9 +82,7 @@ class GlobalBatch(Callback):
         )
         self._optimizer_steps = trainer.global_step - at.step
         self._batches = at.step * self.plan.accumulation
-        if (
-            at.step == 0
-        ):  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
+        if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
             for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
                 part._restarting = False
         if at.validation_due:
@@ -95,21 +93,19 @@ class GlobalBatch(Callback):
         self._optimizer_steps = trainer.global_step
         self._batches = 0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         place = mix(self.seed, self._epoch_start.global_step, self._batches, trainer.global_rank)
         seed_generators(place, trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         weight = self._weight()
         if weight != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch's
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        logged = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps == 0
+        logged = _is_logged(trainer)
         if logged:
             self._add_loss(outputs)
         self._batches += 1
@@ -153,28 +149,18 @@ class GlobalBatch(Callback):
 
     # Position
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        save_position(
-            checkpoint, replace(self._position(trainer), validation_due=self._validation_due(trainer))
-        )
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        save_position(checkpoint, replace(self._position(trainer), validation_due=self._validation_due(trainer)))
         if "hyper_parameters" in checkpoint:
             checkpoint["hyper_parameters"] = plain_hyper_parameters(checkpoint["hyper_parameters"])
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
-            if (
-                position is not None
-            ):  # what is measured is logged at the step of the weights it is measured on
+            if position is not None:  # what is measured is logged at the step of the weights it is measured on
                 trainer.fit_loop.epoch_loop._batches_that_stepped = position.global_step
         elif position is None:
-            raise ValueError(
-                "this checkpoint was not written by lightswitch: it names no position in the data"
-            )
+            raise ValueError("this checkpoint was not written by lightswitch: it names no position in the data")
         else:
             self._resumed = position
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
@@ -210,6 +196,11 @@ class GlobalBatch(Callback):
         return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
 
 
+def _is_logged(trainer: Trainer) -> bool:
+    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
+    return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
+
+
 def _validate(trainer: Trainer, logged_step: int) -> None:
     """Run the validation that was due where the checkpoint was written; Lightning skips it when it resumes."""
     loop = trainer.fit_loop.epoch_loop
@@ -223,11 +214,7 @@ def _validate(trainer: Trainer, logged_step: int) -> None:
 def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool) -> None:
     if training:
         lost = "batch size and order are its own, and a resumed run starts its epoch anew"
-        shared = (
-            "; every rank reads the same samples unless it splits them itself"
-            if trainer.world_size > 1
-            else ""
-        )
+        shared = "; every rank reads the same samples unless it splits them itself" if trainer.world_size > 1 else ""
         lost += shared
     else:
         lost = "samples may be counted twice" if trainer.world_size > 1 else ""

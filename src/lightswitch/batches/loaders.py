@@ -26,9 +26,7 @@ def obstacle(loader: object) -> str | None:
     return None
 
 
-def training_loader(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position
-) -> DataLoader[Any]:
+def training_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position) -> DataLoader[Any]:
     """``loader`` reading rank ``rank``'s slices of each global batch, from ``at`` on.
 
     Raises:
@@ -60,10 +58,9 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
     batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
     slices: Any = EvaluationSlices(loader.sampler, samples, batch, plan.replicas, rank)
     assert loader.batch_sampler is not None
-    if (
-        type(loader.batch_sampler) is not BatchSampler
-    ):  # Lightning's wrapper records the indices that are predicted
-        slices = type(loader.batch_sampler)(slices)
+    if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the indices that are predicted
+        wrapper: Any = type(loader.batch_sampler)
+        slices = wrapper(slices)
     return _remade(loader, slices, loader.dataset)
 
 

@@ -23,9 +23,7 @@ def exact_mean(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def exact(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, Tensor) and not tensor.is_floating_point():
             reduced = reduce(tensor.double(), *args, **kwargs)
-            is_sum = (
-                str(kwargs.get("reduce_op", args[1] if len(args) > 1 else "mean")).lower().endswith("sum")
-            )
+            is_sum = str(kwargs.get("reduce_op", args[1] if len(args) > 1 else "mean")).lower().endswith("sum")
             return reduced.to(tensor.dtype) if is_sum else reduced
         return reduce(tensor, *args, **kwargs)
 

@@ -15,9 +15,7 @@ from lightswitch.batches.randomness import mix, seed_generators
 def epoch_order(sampler: Any, samples: int, seed: int, epoch: int) -> Sequence[Any]:
     """The indices of an epoch as ``sampler`` draws them under (seed, epoch), the same on every rank."""
     generator = torch.Generator().manual_seed(mix(seed, epoch) >> 1)
-    if isinstance(
-        sampler, DistributedSampler
-    ):  # its shares are cut for another batch: take its wish to shuffle alone
+    if isinstance(sampler, DistributedSampler):  # its shares are cut for another batch: take its wish to shuffle alone
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
     if type(sampler) is SequentialSampler:
         return range(samples)
@@ -42,8 +40,8 @@ def _drawn(sampler: Any, seed: int) -> list[Any]:
 class TrainingSlices(Sampler[Any]):
     """Batch sampler of one rank: its slices of every global batch of an epoch.
 
-    Step k takes ``order[k*G:(k+1)*G]``; micro batch m of rank r is slice ``m * replicas + r`` of it. A last step that is
-    smaller is cut as evenly as it goes. Its length is that of a whole epoch, also when a resumed one yields only the
+    Step k takes ``order[k*G:(k+1)*G]``; micro batch m of rank r is slice ``m * replicas + r`` of it. A last step that
+    is smaller is cut as evenly as it goes. Its length is that of a whole epoch, also when a resumed one yields only the
     rest, so that Lightning's notion of a last batch stays right.
     """
 
@@ -79,7 +77,7 @@ class TrainingSlices(Sampler[Any]):
         # DataLoader makes two iterators and uses one.
         epoch = self.epoch
         first = self._resumed[1] if epoch == self._resumed[0] else 0
-        order = epoch_order(self.base, self._drawable, self.seed, epoch)
+        order = epoch_order(self.base, self.samples, self.seed, epoch)
         for step in range(first, self.steps):
             for micro in range(self.plan.accumulation):
                 begin, end = self._bounds(step, micro)
@@ -99,18 +97,12 @@ class TrainingSlices(Sampler[Any]):
     def step_samples(self, step: int) -> int:
         return min(self.plan.global_batch, self.samples - step * self.plan.global_batch)
 
-    @property
-    def _drawable(self) -> int:
-        return len(self.base.dataset) if isinstance(self.base, DistributedSampler) else self.samples
-
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
         slices = self.plan.replicas * self.plan.accumulation
         index = micro * self.plan.replicas + self.rank
         samples, offset = self.step_samples(step), step * self.plan.global_batch
         begin, end = offset + samples * index // slices, offset + samples * (index + 1) // slices
-        return min(
-            begin, self.samples - 1
-        ), end  # an empty slice still names one sample, to be read at weight 0
+        return min(begin, self.samples - 1), end  # an empty slice still names one sample, to be read at weight 0
 
 
 class EvaluationSlices(Sampler[Any]):

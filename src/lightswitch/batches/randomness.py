@@ -31,9 +31,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed python's, numpy's and torch's generators; of the accelerators', only ``device``'s."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(
-        seed
-    )  # torch.manual_seed asks every backend there is: 20 times slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is: 20 times slower
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(seed)
 

@@ -12,9 +12,7 @@ log = logging.getLogger(__name__)
 
 def newest(run_dir: Path) -> tuple[Path, Position] | None:
     """The checkpoint that stands furthest in training, whoever wrote it; None where there is none yet."""
-    found = [
-        (path, _position(path)) for path in [*run_dir.glob("checkpoints/*.ckpt"), *run_dir.glob("*.ckpt")]
-    ]
+    found = [(path, _position(path)) for path in [*run_dir.glob("checkpoints/*.ckpt"), *run_dir.glob("*.ckpt")]]
     good = [(path, position) for path, position in found if position is not None]
     # of two at the same place, the one whose validation has run
     return max(good, key=lambda found: (found[1].global_step, not found[1].validation_due), default=None)

@@ -10,8 +10,8 @@ from lightswitch.launch import placement
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
 _PARTIAL = ("optimizer", "scheduler")
-_VALUED_FLAGS = ("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package")
-_VALUED_FLAGS += ("--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i")
+_VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
+_VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
 
 
 def normalised(arguments: list[str]) -> list[str]:

@@ -37,21 +37,24 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
-    trainer = None
-    if not problems:
-        trainer = _instantiated(
-            cfg,
-            "trainer",
-            problems,
-            callbacks=[*engine, *_switched_on(callbacks)],
-            logger=_switched_on(loggers),
-            plugins=cluster,
-            **plan.trainer_arguments(cfg.trainer),
-            accumulate_grad_batches=plan.accumulation,
-        )
+    _raise(problems)
+    trainer = _instantiated(
+        cfg,
+        "trainer",
+        problems,
+        callbacks=[*engine, *_switched_on(callbacks)],
+        logger=_switched_on(loggers),
+        plugins=cluster,
+        **plan.trainer_arguments(cfg.trainer),
+        accumulate_grad_batches=plan.accumulation,
+    )
+    _raise(problems)
+    return model, data, trainer
+
+
+def _raise(problems: list[str]) -> None:
     if problems:
         raise Mistakes(problems)
-    return model, data, trainer
 
 
 def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: Any) -> Any:
@@ -78,9 +81,7 @@ def _scale_learning_rate(cfg: DictConfig, plan: BatchPlan) -> None:
     if rule == "none":
         return
     tuned = cfg.optimizer.lr
-    cfg.optimizer.lr = scaled_learning_rate(
-        tuned, rule, plan.global_batch, cfg.lr_scaling.reference_batch_size
-    )
+    cfg.optimizer.lr = scaled_learning_rate(tuned, rule, plan.global_batch, cfg.lr_scaling.reference_batch_size)
     log.info(
         "learning rate %g tuned at a global batch of %d becomes %g at %d (%s rule)",
         tuned, cfg.lr_scaling.reference_batch_size, cfg.optimizer.lr, plan.global_batch, rule,

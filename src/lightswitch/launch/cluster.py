@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 
-from lightning.pytorch.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightswitch.launch import placement
 
@@ -29,9 +27,7 @@ def detect() -> ClusterEnvironment:
 
 def by_environment() -> ClusterEnvironment:
     """One process a terminal, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK exported."""
-    os.environ.setdefault(
-        "LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30)))
-    )
+    os.environ.setdefault("LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30))))
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "env")
     return TorchElasticEnvironment()
 

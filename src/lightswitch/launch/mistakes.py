@@ -46,17 +46,13 @@ def of_composition(error: BaseException) -> list[str]:
         return [f"{error.override}: {str(error).splitlines()[0]}"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        return [
-            f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"
-        ]
+        return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"]
     return [_in_one_line(f"{error}\n{cause or ''}")]
 
 
 def _missing_choice(file: str, choices: list[str]) -> str:
     group, _, choice = file.rpartition("/")
-    return (
-        f"{group}={choice}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
-    )
+    return f"{group}={choice}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
 
 
 def _in_one_line(text: str) -> str:

@@ -24,9 +24,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
     """A process that Lightning started itself counts as local; its rank is then its LOCAL_RANK."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return _from_counts("torchrun", environ)
-    if (
-        int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-    ):  # set by srun alone; a batch script's own shell has it not
+    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # set by srun alone; a batch script's own shell has it not
         return _from_slurm(environ)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
         return _from_counts("env", environ)
@@ -42,6 +40,4 @@ def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
     nodes = int(environ["SLURM_STEP_NUM_NODES"])
-    return Placement(
-        "slurm", nodes, int(environ["SLURM_STEP_NUM_TASKS"]) // nodes, int(environ["SLURM_PROCID"])
-    )
+    return Placement("slurm", nodes, int(environ["SLURM_STEP_NUM_TASKS"]) // nodes, int(environ["SLURM_PROCID"]))

@@ -210,9 +210,7 @@ def _processes(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
 
 def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
     targets = [str((node or {}).get("_target_")) for node in (cfg["callbacks"] or {}).values()]
-    if cfg["trainer"].get("enable_checkpointing", True) and not any(
-        "Checkpoint" in target for target in targets
-    ):
+    if cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in target for target in targets):
         yield (
             "every checkpoint callback was removed, and Lightning would add one of its own; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"

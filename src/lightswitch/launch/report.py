@@ -25,9 +25,7 @@ _started = time.monotonic()
 
 
 @rank_zero_only
-def begin(
-    cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, checkpoint: Path | None
-) -> None:
+def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, checkpoint: Path | None) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     log.info("model      %s, %.2f M parameters", type(model).__name__, parameters / 1e6)

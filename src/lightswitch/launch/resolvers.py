@@ -12,9 +12,7 @@ from lightswitch.launch.run_id import new_run_id
 def register() -> None:
     OmegaConf.register_new_resolver("new_run_id", lambda: new_run_id(), replace=True)
     OmegaConf.register_new_resolver("run_name", _run_name, replace=True)
-    OmegaConf.register_new_resolver(
-        "launched_devices", lambda: placement.detect().devices_per_node or 1, replace=True
-    )
+    OmegaConf.register_new_resolver("launched_devices", lambda: placement.detect().devices_per_node or 1, replace=True)
     OmegaConf.register_new_resolver("launched_nodes", lambda: placement.detect().nodes, replace=True)
 
 

@@ -30,7 +30,9 @@ def find(cfg: DictConfig) -> Path | None:
     if lost:
         raise Mistakes([f"{shown(path)} can't be resumed: {lost}; start anew with resume=never or another run_id"])
     if position and 0 <= cfg.trainer.max_steps <= position.global_step:
-        log.info("finished   the run stands at step %d already; a higher trainer.max_steps goes on", position.global_step)
+        log.info(
+            "finished   the run stands at step %d already; a higher trainer.max_steps goes on", position.global_step
+        )
     return path
 
 

@@ -51,6 +51,4 @@ def _of_torchrun(place: placement.Placement, given: str) -> str:
 
 
 def _nothing_in_common(what: str) -> str:
-    return (
-        f"{what}: the processes can't agree on a run directory by themselves; give each the same run_id=NAME"
-    )
+    return f"{what}: the processes can't agree on a run directory by themselves; give each the same run_id=NAME"

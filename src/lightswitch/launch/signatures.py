@@ -78,9 +78,7 @@ def _scope(module: str) -> _Scope | None:
     for depth, _ in enumerate(rest, start=2):
         if spec is None:
             break
-        spec = PathFinder.find_spec(
-            ".".join([top, *rest][:depth]), list(spec.submodule_search_locations or [])
-        )
+        spec = PathFinder.find_spec(".".join([top, *rest][:depth]), list(spec.submodule_search_locations or []))
     if spec is None:
         raise LookupError(f"there is no module {module}")
     origin = spec.origin or ""

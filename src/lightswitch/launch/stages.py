@@ -13,9 +13,7 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
-def fit(
-    model: LightningModule, data: LightningDataModule | None, trainer: Trainer, checkpoint: Path | None
-) -> Metrics:
+def fit(model: LightningModule, data: LightningDataModule | None, trainer: Trainer, checkpoint: Path | None) -> Metrics:
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     return _metrics(trainer)
 
@@ -24,11 +22,7 @@ def test_best(model: LightningModule, data: LightningDataModule | None, trainer:
     """Test the best checkpoint by the monitored metric, or the last weights where nothing was monitored."""
     if trainer.interrupted or not (_has(model, "test_step") and (_has(data, "test_dataloader"))):
         return {}
-    best = (
-        None
-        if trainer.fast_dev_run
-        else next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
-    )
+    best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
     trainer.test(model, datamodule=data, ckpt_path=best, verbose=False)
     return _metrics(trainer)
 
@@ -57,4 +51,4 @@ def _best_path(callback: object) -> str | None:
 
 
 def _has(owner: object, hook: str) -> bool:
-    return owner is not None and is_overridden(hook, owner)  # type: ignore[arg-type]
+    return owner is not None and is_overridden(hook, owner)
