@@ -55,6 +55,10 @@ class Progress(ProgressBar):
     def disable(self) -> None:
         self._enabled = False
 
+    @property
+    def is_enabled(self) -> bool:  # `LightningModule.print` asks for it
+        return self._enabled
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._line is not None:
             self._line.clear()

@@ -1,0 +1,1 @@
+"""LightningDataModules: plain DataLoaders over map-style datasets with a batched fast path."""

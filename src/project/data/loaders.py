@@ -1,0 +1,71 @@
+"""The loaders that the data modules share, over data sets that hand out whole batches."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+Pair: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, of one sample or of a batch
+
+
+class BatchedDataset(Dataset[Pair], ABC):
+    """A map-style data set whose `__getitems__` indexes once for a batch, in place of collating single samples."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitems__(self, indices: Sequence[int]) -> Pair: ...
+
+    def __getitem__(self, index: int) -> Pair:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+
+class BatchedData(LightningDataModule, ABC):
+    """Train, validation and test loaders over the data sets that `load` reads when a run begins."""
+
+    def __init__(self, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.splits: dict[str, BatchedDataset] = {}
+
+    @abstractmethod
+    def load(self) -> dict[str, BatchedDataset]:
+        """The data sets of `train`, `val` and `test`."""
+
+    def setup(self, stage: str) -> None:
+        self.splits = self.splits or self.load()
+
+    def train_dataloader(self) -> DataLoader[Pair]:
+        return self.loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Pair]:
+        return self.loader("val")
+
+    def test_dataloader(self) -> DataLoader[Pair]:
+        return self.loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Pair]:
+        return self.loader("test")
+
+    def loader(self, split: str, shuffle: bool = False) -> DataLoader[Pair]:
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.num_workers > 0,
+            collate_fn=collate,
+        )
+
+
+def collate(batch: Any) -> Any:
+    """A batch from `__getitems__` as it is; single samples, from a wrapper that knows only those, stacked."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)

@@ -1,0 +1,85 @@
+"""Text files as bytes: 256 tokens, no tokenizer."""
+
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from project.data.loaders import BatchedData, BatchedDataset
+from project.data.windows import Windows
+
+HELD_OUT_BYTES = 2**18  # at most, for validation and for test each: enough for a loss to within about 0.01 nats
+
+
+class TextFiles(BatchedData):
+    """The bytes of the files that `files` names: paths or globs (`**` for any depth).
+
+    The files are joined in an order that depends on their names only and looks random, and the end of the whole is
+    held out. Raises FileNotFoundError for a pattern without a file, ValueError for too little text.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        context: int,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(batch_size, num_workers, pin_memory)
+        self.context = context
+        self.files = found([files] if isinstance(files, str) else files)
+        self.check_length(sum(file.stat().st_size for file in self.files))
+
+    def check_length(self, text_bytes: int) -> None:
+        if held_out_bytes(text_bytes) <= self.context:
+            raise ValueError(
+                f"found {text_bytes} bytes of text in {len(self.files)} files; expected at least "
+                f"{10 * (self.context + 1)}, for a tenth must hold a window of {self.context} and the byte after it; "
+                "give more data.files, or a smaller model.context"
+            )
+
+    def load(self) -> dict[str, BatchedDataset]:
+        text = np.frombuffer(b"".join(file.read_bytes() for file in self.files), dtype=np.uint8)
+        return {split: Windows(part, self.context) for split, part in parts(text).items()}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class PythonSource(TextFiles):
+    """The top-level modules of this Python's standard library: about 4.7 MB that are on every machine."""
+
+    def __init__(self, context: int, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
+        # Names with a leading underscore are left out: _sysconfigdata_* holds this machine's paths and flags.
+        pattern = Path(sysconfig.get_path("stdlib"), "[!_]*.py")
+        super().__init__(str(pattern), context, batch_size, num_workers, pin_memory)
+
+
+def found(patterns: Sequence[str]) -> list[Path]:
+    """Each file once, in the order of a hash of its name: neighbours in the alphabet are often alike."""
+    files: set[Path] = set()
+    for pattern in patterns:
+        matches = {Path(match) for match in glob(str(Path(pattern).expanduser()), recursive=True)}
+        if not (matches := {match for match in matches if match.is_file()}):
+            raise FileNotFoundError(
+                f"data.files: no file matches {pattern}; give paths or globs of text files, as in "
+                "'data.files=[~/books/*.txt]'"
+            )
+        files |= matches
+    return sorted(files, key=lambda file: (zlib.crc32(file.name.encode()), file))
+
+
+def held_out_bytes(text_bytes: int) -> int:
+    return min(text_bytes // 10, HELD_OUT_BYTES)
+
+
+def parts(text: NDArray[np.uint8]) -> dict[str, NDArray[np.uint8]]:
+    """Contiguous pieces, so that no byte of one is in another."""
+    held_out = held_out_bytes(len(text))
+    train, val, test = np.split(text, [len(text) - 2 * held_out, len(text) - held_out])
+    return {"train": train, "val": val, "test": test}

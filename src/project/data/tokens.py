@@ -1,0 +1,68 @@
+"""nanoGPT's token files: `train.bin`, `val.bin` and perhaps `test.bin`, token ids as raw uint16."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from project.data.loaders import BatchedData, BatchedDataset
+from project.data.windows import Windows
+
+CHECKED_TOKENS = 2**20  # of each file: enough to meet the wrong vocabulary, without reading a large file through
+
+
+class TokenFiles(BatchedData):
+    """The memory-mapped files of `folder`, in nanoGPT's format; without a `test.bin`, `val.bin` is the test too.
+
+    Raises FileNotFoundError for missing files, and ValueError for one that is too short, is not uint16 or, in its
+    first million tokens, has an id that the model's vocabulary has not.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        context: int,
+        vocab_size: int,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(batch_size, num_workers, pin_memory)
+        self.context = context
+        self.files = found(Path(folder).expanduser())
+        for file in self.files.values():
+            check(file, context, vocab_size)
+
+    def load(self) -> dict[str, BatchedDataset]:
+        return {split: Windows(mapped(file), self.context) for split, file in self.files.items()}
+
+
+def found(folder: Path) -> dict[str, Path]:
+    files = {split: folder / f"{split}.bin" for split in ("train", "val", "test")}
+    if not files["test"].is_file():
+        files["test"] = files["val"]
+    if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+        raise FileNotFoundError(
+            f"data.folder: {folder} has no {' and no '.join(missing)}; expected nanoGPT's token files (raw uint16), "
+            "as its data/*/prepare.py writes them; type data.folder=<where they are>"
+        )
+    return files
+
+
+def check(file: Path, context: int, vocab_size: int) -> None:
+    size_bytes = file.stat().st_size
+    if size_bytes % 2 or size_bytes < 2 * (context + 1):
+        raise ValueError(
+            f"{file} has {size_bytes} bytes; expected 2 for each token, and more than {context} "
+            "tokens; write it as numpy.uint16, or take a smaller model.context"
+        )
+    largest = int(mapped(file)[:CHECKED_TOKENS].max())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{file} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
+            "set model.vocab_size to the tokenizer's size (GPT-2's is 50257), or choose the model that fits"
+        )
+
+
+def mapped(file: Path) -> NDArray[np.uint16]:
+    return np.memmap(file, dtype=np.uint16, mode="r")

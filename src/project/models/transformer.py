@@ -1,0 +1,185 @@
+"""The transformer that the GPT and the vision transformer share.
+
+Every layer that owns parameters sets them in its own `reset_parameters`, which its constructor calls: so initial
+values are the same whether a layer is built on its final device, built on the meta device and filled later, or
+partitioned as it is built.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides a transformer's parameters; `mlp_width` None stands for the usual multiple of `width`."""
+
+    layers: int
+    heads: int
+    width: int
+    mlp_width: int | None = None
+    dropout: float = 0.0
+    norm: Literal["layer", "rms"] = "rms"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = False
+    causal: bool = True
+    init_std: float = 0.02
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} does not divide over {self.heads} heads; "
+                f"use width={self.heads * math.ceil(self.width / self.heads)} or another number of heads"
+            )
+        for name, choices in (("norm", ("layer", "rms")), ("mlp", ("gelu", "swiglu"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; use {' or '.join(choices)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; expected 0 or more and less than 1, as in dropout=0.1")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden_width(self) -> int:
+        """4 × width; with swiglu's third matrix 8/3 × width, rounded up to 64, for about as many parameters."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return 4 * self.width if self.mlp == "gelu" else 64 * math.ceil(8 * self.width / 3 / 64)
+
+    @property
+    def residual_std(self) -> float:
+        """Each layer adds twice to the residual stream, so its variance would grow with depth (GPT-2, §2.3)."""
+        return self.init_std / math.sqrt(2 * self.layers)
+
+
+class Transformer(nn.Module):
+    """A stack of pre-norm blocks and the last norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.norm = norm(shape)
+
+    def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:  # (batch, time, width)
+        for block in self.blocks:
+            x = block(x, rotation)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = norm(shape)
+        self.mlp = MLP(shape)
+        self.gradient_checkpointing = shape.gradient_checkpointing
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        # Inside the block, so that hooks which gather the block's parameters lie outside what is computed again.
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            y: Tensor = checkpoint(self.residual, x, rotation, use_reentrant=False)
+            return y
+        return self.residual(x, rotation)
+
+    def residual(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.qkv = Linear(shape.width, 3 * shape.width, bias=shape.bias, std=shape.init_std)
+        self.output = Linear(shape.width, shape.width, bias=shape.bias, std=shape.residual_std)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.shape.heads, self.shape.head_width))  # (batch, time, 3, heads, head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head)
+        if rotation is not None:
+            q, k = rotate(qkv[:, :, :2], rotation).permute(2, 0, 3, 1, 4)
+        dropout = self.shape.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.shape.causal)
+        z: Tensor = self.dropout(self.output(y.transpose(1, 2).flatten(2)))
+        return z
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gated = shape.mlp == "swiglu"
+        hidden = shape.hidden_width
+        self.input = Linear(shape.width, 2 * hidden if self.gated else hidden, bias=shape.bias, std=shape.init_std)
+        self.output = Linear(hidden, shape.width, bias=shape.bias, std=shape.residual_std)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.input(x)
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+        else:
+            hidden = F.gelu(hidden)
+        y: Tensor = self.dropout(self.output(hidden))
+        return y
+
+
+class Linear(nn.Linear):
+    """Normal weights of a scale to choose and zero biases, in place of torch's uniform ones."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """Normal weights of a scale to choose, in place of torch's 1."""
+
+    def __init__(self, entries: int, width: int, *, std: float) -> None:
+        self.std = std
+        super().__init__(entries, width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+def norm(shape: Shape) -> nn.Module:
+    if shape.norm == "rms":
+        return nn.RMSNorm(shape.width, eps=1e-5)
+    return nn.LayerNorm(shape.width, eps=1e-5, bias=shape.bias)
+
+
+def rotary(time: int, head_width: int, like: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) as complex numbers of length 1: (time, 1, 1, head_width / 2).
+
+    Computed in each forward, not kept in a buffer, so that there is nothing to shard, save or cast to 16 bits.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=dtype, device=like.device) / head_width)
+    angle = torch.outer(torch.arange(time, dtype=dtype, device=like.device), frequency)
+    return torch.polar(torch.ones_like(angle), angle)[:, None, None]
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:  # (batch, time, 2, heads, head)
+    pairs = torch.view_as_complex(torch.unflatten(x.to(rotation.real.dtype), -1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)

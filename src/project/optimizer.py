@@ -1,0 +1,34 @@
+"""What a model's `configure_optimizers` returns, from the optimizer and the schedule that its constructor was given."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+OptimizerFactory = Callable[..., Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+def configured(
+    model: nn.Module, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
+) -> OptimizerLRScheduler:
+    """One optimizer over the decay groups, and a schedule that advances with each optimizer step."""
+    built = optimizer(decay_groups(model))
+    if scheduler is None:
+        return built
+    return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler(built), "interval": "step"}}
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The matrices of linear layers and embeddings, which decay, then all else, which does not.
+
+    Chosen by the kind of module: a parameter's number of dimensions is lost where a strategy flattens or partitions it.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            groups[name == "weight" and isinstance(module, nn.Linear | nn.Embedding)].append(parameter)
+    return [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
