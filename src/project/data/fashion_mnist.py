@@ -20,7 +20,7 @@ UNSIGNED_BYTE = 8  # IDX's code for the one type of number that these files hold
 
 
 class FashionMNIST(BatchedData):
-    """The four files of `folder`, gzipped or not; the last `val_images` images of the training set validate.
+    """The four files of `folder`, gzipped or not; the last twelfth of the training set validates.
 
     Raises FileNotFoundError for missing files.
     """
@@ -29,26 +29,22 @@ class FashionMNIST(BatchedData):
         self,
         folder: str,
         image_size: int,
-        val_images: int = 5000,
         batch_size: int = 64,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         super().__init__(batch_size, num_workers, pin_memory)
         self.image_size = image_size
-        self.val_images = val_images
+        val = val_images
         self.files = found(Path(folder).expanduser())
 
     def load(self) -> dict[str, BatchedDataset]:
         arrays = {name: read_idx(file) for name, file in self.files.items()}
         images, labels = arrays["train images"], arrays["train labels"]
-        if not 0 < self.val_images < len(labels):
-            raise ValueError(
-                f"data.val_images is {self.val_images}; expected 1 to {len(labels) - 1} of the {len(labels)} training images"
-            )
+        val = len(labels) // 12  # 5,000 of 60,000
         return {
-            "train": self.images(images[: -self.val_images], labels[: -self.val_images]),
-            "val": self.images(images[-self.val_images :], labels[-self.val_images :]),
+            "train": self.images(images[:-val], labels[:-val]),
+            "val": self.images(images[-val:], labels[-val:]),
             "test": self.images(arrays["test images"], arrays["test labels"]),
         }
 
