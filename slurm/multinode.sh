@@ -19,15 +19,17 @@ cd "$SLURM_SUBMIT_DIR" # this script itself runs as a copy in Slurm's spool fold
 
 python=python
 [[ ! -x .venv/bin/python ]] || python=.venv/bin/python
+gpus_per_node=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+gpus_per_node=${gpus_per_node##*:} # h100:8 is 8
 tasks_per_node=${SLURM_NTASKS:+$((SLURM_NTASKS / SLURM_NNODES))}
-tasks_per_node=${tasks_per_node:-${SLURM_GPUS_ON_NODE:-1}}
+tasks_per_node=${tasks_per_node:-${gpus_per_node:-1}}
 cpus_per_task=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks_per_node))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_task}
 
-# a task picks its GPU among all of its node's; a step of an exclusive job gets none unless it asks
+# each task sees all GPUs of its node and takes its own; a step of an exclusive job gets none unless it asks
 unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU
-gpus=(${SLURM_GPUS_ON_NODE:+"--gpus-per-node=$SLURM_GPUS_ON_NODE"})
+gpus=(${gpus_per_node:+"--gpus-per-node=$gpus_per_node"})
 
 # the trainer takes its nodes and devices from what srun tells each task
-exec srun --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" --cpus-per-task="$cpus_per_task" "${gpus[@]}" \
-  --kill-on-bad-exit=1 "$python" train.py "$@"
+exec srun --nodes="$SLURM_NNODES" --ntasks-per-node="$tasks_per_node" --cpus-per-task="$cpus_per_task" \
+  "${gpus[@]}" --kill-on-bad-exit=1 "$python" train.py "$@"

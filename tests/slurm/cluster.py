@@ -15,7 +15,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -105,9 +105,7 @@ class Cluster:
         self._cards = 0
 
     def __enter__(self) -> Cluster:
-        self.root = Path(
-            tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
-        )  # a socket's path has at most 107 bytes
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path has at most 107 bytes
         try:
             self._write_files()
             self._start_head()
@@ -148,14 +146,12 @@ class Cluster:
         os.kill(self.first_pids.pop(f"node{node}"), signal.SIGKILL)
         process.communicate()
 
-    def run(
-        self, *command: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Runs a command on the head, as one who is logged in there does."""
         inside = ["nsenter", f"--target={self.first_pids['head']}", "--net", "--uts", "--mount"]
         return subprocess.run(
             [*inside, f"--wdns={cwd or Path.cwd()}", *command],
-            env={**self._environment(), **(environment or {})},
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -221,9 +217,7 @@ class Cluster:
         subprocess.run([*in_head_network, "set", card, "master", "bridge", "up"], check=True)
 
     def _environment(self) -> dict[str, str]:
-        outside = {
-            name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))
-        }
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**outside, "PATH": PATH, "SLURM_CONF": str(self.root / "slurm.conf")}
 
     def _until(self, ready: Callable[[], bool], complaint: str, timeout_seconds: float = 30) -> None:
@@ -242,9 +236,7 @@ def _descendant(pid: int, generations: int) -> int:
     for _ in range(generations):
         while not (children := process.children()):
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"process {process.pid} ({process.status()}) started none in its namespaces"
-                )
+                raise TimeoutError(f"process {process.pid} ({process.status()}) started none in its namespaces")
             time.sleep(0.01)
         process = children[0]
     return process.pid

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,18 +37,9 @@ class Job:
         return path.read_text() if path.exists() else ""
 
 
-def submit(
-    cluster: Cluster,
-    script: Path,
-    *arguments: str,
-    cwd: Path,
-    environment: Mapping[str, str] | None = None,
-    **options: str | int,
-) -> Job:
+def submit(cluster: Cluster, script: Path, *arguments: str, cwd: Path, **options: str | int) -> Job:
     """Runs sbatch in `cwd`; ntasks_per_node=2 becomes --ntasks-per-node=2."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    submitted = cluster.run(
-        "sbatch", "--parsable", *flags, str(script), *arguments, cwd=cwd, environment=environment
-    )
+    submitted = cluster.run("sbatch", "--parsable", *flags, str(script), *arguments, cwd=cwd)
     assert submitted.returncode == 0, submitted.stderr
     return Job(cluster, submitted.stdout.strip().split(";")[0])
