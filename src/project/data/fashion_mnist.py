@@ -35,7 +35,6 @@ class FashionMNIST(BatchedData):
     ) -> None:
         super().__init__(batch_size, num_workers, pin_memory)
         self.image_size = image_size
-        val = val_images
         self.files = found(Path(folder).expanduser())
 
     def load(self) -> dict[str, BatchedDataset]:
