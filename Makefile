@@ -1,6 +1,5 @@
 # `make train` sets up .venv and trains; `make help` lists the rest.
-# A machine without a GPU is spared PyTorch's CUDA packages (several GB) by
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU builds> spares several GB of CUDA packages.
 
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python

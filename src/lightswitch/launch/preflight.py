@@ -145,7 +145,7 @@ def _unknown(path: str, key: str, accepted: Signature, target: str) -> Iterator[
 
 
 def _fits(value: Any, parameter: Parameter) -> bool:
-    if parameter.kinds is None or parameter.literals is None or isinstance(value, dict):
+    if isinstance(value, dict) or parameter.kinds is None or parameter.literals is None:
         return True
     number = float in parameter.kinds and type(value) is int
     return number or type(value) in parameter.kinds or value in parameter.literals

@@ -42,7 +42,7 @@ def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: Batch
 
 @rank_zero_only
 def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) -> None:
-    told = {name: value for name, value in metrics.items() if "/" in name or "loss" in name}
+    told = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows: dict[str, object] = dict(told)
     rows["seconds in all"] = timedelta(seconds=time.monotonic() - _started)
     log.info("\n%s\n", table(rows))

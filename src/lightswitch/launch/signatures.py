@@ -14,9 +14,25 @@ _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(No
 
 @dataclass(frozen=True)
 class Parameter:
+    """Its annotation is followed when it is asked for: that may take one module after another to parse."""
+
     name: str
-    kinds: frozenset[type] | None  # None: anything
-    literals: frozenset[object] | None  # of typing.Literal, when the annotation is nothing else
+    _scope: _Scope
+    _annotation: ast.expr | None
+
+    @property
+    def kinds(self) -> frozenset[type] | None:
+        """None: anything."""
+        return self._accepted[0]
+
+    @property
+    def literals(self) -> frozenset[object] | None:
+        """Those of typing.Literal. None: anything."""
+        return self._accepted[1]
+
+    @functools.cached_property
+    def _accepted(self) -> _Accepted:
+        return _accepted(self._scope, self._annotation)
 
 
 @dataclass(frozen=True)
@@ -126,12 +142,8 @@ def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:
     if not isinstance(node, ast.FunctionDef):
         return None
     arguments = [*node.args.posonlyargs, *node.args.args][skip:] + node.args.kwonlyargs
-    return Signature({a.arg: _parameter(scope, a) for a in arguments}, open_ended=node.args.kwarg is not None)
-
-
-def _parameter(scope: _Scope, argument: ast.arg) -> Parameter:
-    kinds, literals = _accepted(scope, argument.annotation)
-    return Parameter(argument.arg, kinds, literals)
+    parameters = {a.arg: Parameter(a.arg, scope, a.annotation) for a in arguments}
+    return Signature(parameters, open_ended=node.args.kwarg is not None)
 
 
 _Accepted = tuple[frozenset[type] | None, frozenset[object] | None]
