@@ -84,7 +84,7 @@ def _train(arguments: tuple[str, ...], folder: Path, out: Path, err: Path) -> No
         stream.flush()
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1 if stream is sys.stdout else 2)
     os.chdir(folder)
-    sys.path.insert(0, str(CHECKOUT))
+    sys.path[:0] = [str(CHECKOUT), str(folder)]
     sys.argv = [str(CHECKOUT / "train.py"), *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
     runpy.run_path(sys.argv[0], run_name="__main__")

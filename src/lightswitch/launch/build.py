@@ -64,7 +64,9 @@ def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: 
     except InstantiationException as error:
         if not isinstance(error.__cause__, _ABOUT_ARGUMENTS):
             raise
-        problems.append(f"{getattr(error, 'full_key', None) or name}: {error.__cause__}")
+        key = getattr(error, "full_key", None) or name
+        told = str(error.__cause__)
+        problems.append(told if told.startswith(name) else f"{key}: {told}")
         return None
 
 
