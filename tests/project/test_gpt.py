@@ -1,0 +1,164 @@
+"""The GPT: what its options do, and that its outputs are what they claim."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from project.models.transformer import rotary, rotate
+
+OPTIONS = [
+    {},
+    {"norm": "rms", "mlp": "swiglu", "position": "rotary", "tied": False},
+    {"norm": "layer", "mlp": "gelu", "position": "learned", "bias": True},
+    {"dropout": 0.1, "gradient_checkpointing": True},
+]
+
+
+def windows(batch: int = 4, vocab_size: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(vocab_size, (batch, 9), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_later_token_changes_no_earlier_logits(gpt, options):
+    model = gpt(**options).eval()
+    ids, _ = windows()
+    changed = ids.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 11
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(after[:, :5], before[:, :5])
+    assert not torch.allclose(after[:, 5:], before[:, 5:])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_kind_of_block_learns_a_batch(gpt, options):
+    model = gpt(**options)
+    optimizer = model.configure_optimizers()
+    first = model.training_step(windows(), 0)
+    for _ in range(30):
+        loss = model.training_step(windows(), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5 * first
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    rotation = rotary(32, 8, like=q)
+    turned = rotate(torch.stack([q, k]).expand(1, 32, 2, 8).unsqueeze(3), rotation)[0, :, :, 0]  # (time, 2, head)
+    scores = turned[:, 0] @ turned[:, 1].T
+    torch.testing.assert_close(scores[3, 1], scores[27, 25])
+    torch.testing.assert_close(scores[0, 0], q @ k)
+    assert not torch.isclose(scores[3, 1], scores[3, 2])
+
+
+def test_rotary_angles_stay_exact_in_16_bits():
+    half, full = (rotary(1024, 8, like=torch.zeros(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    torch.testing.assert_close(half, full)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(gpt):
+    plain, checkpointed = (gpt(dropout=0.2, gradient_checkpointing=on) for on in (False, True))
+    for model in (plain, checkpointed):
+        torch.manual_seed(3)
+        model.training_step(windows(), 0).backward()
+    for (name, p), q in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_a_tied_head_is_the_embedding(gpt):
+    tied, untied = gpt(), gpt(tied=False)
+    assert not [name for name in tied.state_dict() if "head" in name]
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 11 * 16
+    with torch.no_grad():
+        tied.tokens.weight[4] = 0
+    assert (tied(windows()[0])[..., 4] == 0).all()
+
+
+def test_only_matrices_of_linear_layers_and_embeddings_decay(gpt):
+    model = gpt(bias=True, position="learned", tied=False)
+    optimizer = model.configure_optimizers()
+    names = {id(p): name for name, p in model.named_parameters()}
+    decaying, others = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert decaying | others == set(names.values())
+    assert others == {name for name in names.values() if name.endswith("bias") or "norm" in name}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+
+def test_residual_projections_begin_smaller_with_depth(gpt):
+    model = gpt(layers=8, width=64, init_std=0.02)
+    for block in model.transformer.blocks:
+        assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)  # √(2 · 8) = 4
+        assert block.mlp.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+
+
+def test_weights_made_on_the_meta_device_are_those_of_the_constructor(gpt):
+    expected = gpt(position="learned", bias=True, tied=False)
+    with torch.device("meta"):
+        model = gpt(position="learned", bias=True, tied=False)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if list(module.parameters(recurse=False)):
+            module.reset_parameters()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_generation_continues_the_prompt_within_the_context(gpt):
+    model, (ids, _) = gpt().eval(), windows()
+    text = model.generate(ids, 12, top_k=3, generator=torch.Generator().manual_seed(0))
+    again = model.generate(ids, 12, top_k=3, generator=torch.Generator().manual_seed(0))
+    assert text.shape == (4, 20)
+    assert torch.equal(text, again)
+    assert torch.equal(text[:, :8], ids)
+
+
+def test_generation_at_temperature_zero_or_top_one_takes_the_likeliest(gpt):
+    model, (ids, _) = gpt().eval(), windows()
+    likeliest = model.generate(ids, 5, temperature=0)
+    assert torch.equal(likeliest[:, 8], model(ids)[:, -1].argmax(-1))
+    assert torch.equal(model.generate(ids, 5, top_k=1), likeliest)
+
+
+def test_prediction_is_the_log_likelihood_of_each_sequence(gpt):
+    model, (ids, targets) = gpt().eval(), windows()
+    expected = torch.stack([-F.cross_entropy(model(ids)[i], targets[i], reduction="sum") for i in range(4)])
+    torch.testing.assert_close(model.predict_step((ids, targets), 0), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 15}, r"width 15 does not divide over 2 heads; use width=16"),
+        ({"width": 18, "heads": 6}, r"a head has 3 .*use width=24, or position=learned"),
+        ({"layers": 0}, r"layers is 0; expected at least 1"),
+        ({"context": 0}, r"context is 0; expected at least 1"),
+        ({"norm": "batch"}, r"norm is 'batch'; use layer or rms"),
+        ({"mlp": "relu"}, r"mlp is 'relu'; use gelu or swiglu"),
+        ({"position": "none"}, r"position is 'none'; use learned or rotary"),
+        ({"dropout": 1.0}, r"dropout is 1.0; .* as in dropout=0.1"),
+    ],
+)
+def test_an_impossible_shape_is_refused_with_what_to_type(gpt, options, message):
+    with pytest.raises(ValueError, match=message):
+        gpt(**options)
+
+
+def test_a_window_longer_than_the_context_is_refused(gpt):
+    with pytest.raises(ValueError, match=r"9 tokens, but the model's context is 8; set data.context=8"):
+        gpt()(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_an_impossible_temperature_is_refused(gpt):
+    with pytest.raises(ValueError, match="temperature -1"):
+        gpt().generate(windows()[0], 1, temperature=-1)
+
+
+def test_an_optimizer_without_groups_of_its_own_takes_the_groups(gpt):
+    optimizer = gpt(optimizer=partial(torch.optim.SGD, lr=0.1)).configure_optimizers()
+    assert len(optimizer.param_groups) == 2

@@ -1,0 +1,99 @@
+"""Digits and Fashion-MNIST."""
+
+import gzip
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from project.data import digits
+from project.data.digits import Digits
+from project.data.fashion_mnist import FILES, FashionMNIST, read_idx
+from project.data.images import Images
+
+
+def write_idx(file: Path, values: np.ndarray) -> None:
+    content = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
+    file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    for name, stem in FILES.items():
+        count = 24 if "train" in name else 10
+        values = random.integers(0, 256, (count, 28, 28)) if "images" in name else np.arange(count) % 10
+        write_idx(tmp_path / (f"{stem}.gz" if "labels" in name else stem), values)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["plain", "zipped.gz"])
+def test_an_idx_file_is_read_as_written(tmp_path, name):
+    values = np.arange(24).reshape(2, 3, 4)
+    write_idx(tmp_path / name, values)
+    assert np.array_equal(read_idx(tmp_path / name), values)
+
+
+def test_a_file_that_is_no_idx_or_is_cut_is_refused(tmp_path):
+    file = tmp_path / "images"
+    file.write_bytes(b"<html>")
+    with pytest.raises(ValueError, match="begins with 3c68746d; expected an IDX file"):
+        read_idx(file)
+    write_idx(file, np.arange(24).reshape(2, 3, 4))
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"holds 20 values for a shape of \(2, 3, 4\); fetch it again"):
+        read_idx(file)
+
+
+def test_fashion_mnist_splits_its_files(folder):
+    data = FashionMNIST(str(folder), image_size=32)
+    data.setup("fit")
+    assert {split: len(images) for split, images in data.splits.items()} == {"train": 22, "val": 2, "test": 10}
+    image, label = data.splits["val"][1]
+    assert (image.shape, label.item()) == ((1, 32, 32), 23 % 10)
+    expected = read_idx(folder / FILES["train images"])[23] / 255 * 2 - 1
+    assert np.allclose(image[0, 2:-2, 2:-2], expected, atol=1e-6)
+    assert (image[0, :2] == -1).all()
+
+
+def test_missing_files_are_listed_at_once_with_what_to_fetch(folder):
+    (folder / FILES["test labels"]).with_suffix(".gz").unlink()
+    (folder / FILES["train images"]).unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        FashionMNIST(str(folder), image_size=28)
+    text = str(error.value)
+    assert "has no train-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz; fetch them from https://" in text
+    assert "dataset-fashion-mnist and type data.folder=/usr/share/datasets/fashion-mnist" in text
+
+
+def test_a_batch_of_images_is_its_single_samples_stacked():
+    images = Images(np.arange(5 * 16).reshape(5, 4, 4), np.arange(5), brightest=80, image_size=6)
+    batch, labels = images.__getitems__([4, 1])
+    assert batch.shape == (2, 1, 6, 6)
+    for row, index in enumerate((4, 1)):
+        assert torch.equal(images[index][0], batch[row])
+        assert images[index][1] == labels[row] == index
+
+
+def test_images_larger_than_asked_for_are_refused():
+    with pytest.raises(ValueError, match=r"images of 4 × 4, larger than data.image_size=3; use data.image_size=4"):
+        Images(np.zeros((1, 4, 4)), np.zeros(1), brightest=1, image_size=3)
+
+
+def test_the_digits_are_all_there_once_from_black_to_white():
+    data = Digits(image_size=8)
+    data.setup("fit")
+    images = torch.cat([split.images for split in data.splits.values()])
+    assert len(images) == 1797
+    assert {split: len(part) for split, part in data.splits.items()} == {"train": 1257, "val": 180, "test": 360}
+    batch, _ = next(iter(data.train_dataloader()))
+    assert (batch.min(), batch.max()) == (-1, 1)
+
+
+def test_without_scikit_learn_one_line_names_the_extra(monkeypatch):
+    monkeypatch.setattr(digits, "find_spec", lambda name: None if name == "sklearn" else find_spec(name))
+    with pytest.raises(ModuleNotFoundError, match=r"type pip install -e '\.\[digits\]'"):
+        Digits(image_size=8)
