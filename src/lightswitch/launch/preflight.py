@@ -148,7 +148,7 @@ def _fits(value: Any, parameter: Parameter) -> bool:
     if isinstance(value, dict) or parameter.kinds is None or parameter.literals is None:
         return True
     number = float in parameter.kinds and type(value) is int
-    return number or type(value) in parameter.kinds or value in parameter.literals
+    return number or type(value) in parameter.kinds or value in tuple(parameter.literals)  # a list has no hash
 
 
 def _expected(parameter: Parameter) -> str:
