@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
@@ -20,9 +21,6 @@ from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 
 log = logging.getLogger(__name__)
-
-_started = time.monotonic()
-
 
 @rank_zero_only
 def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, checkpoint: Path | None) -> None:
@@ -42,9 +40,8 @@ def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: Batch
 
 @rank_zero_only
 def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) -> None:
-    told = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
-    rows: dict[str, object] = dict(told)
-    rows["seconds in all"] = timedelta(seconds=time.monotonic() - _started)
+    rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
+    rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
     for what, command in _next(cfg).items():
         log.info("%-10s %s", what, command)
