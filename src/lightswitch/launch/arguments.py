@@ -8,6 +8,7 @@ from lightswitch.launch import placement
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
+_GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
 _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
@@ -17,7 +18,7 @@ _VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
 def normalised(arguments: list[str]) -> list[str]:
     """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied."""
     flags, overrides = _split(arguments)
-    overrides = [_addable(override) for override in overrides]
+    overrides = [_addable(_choosing(override)) for override in overrides]
     return flags + _emptied(overrides) + overrides + _quiet_ranks()
 
 
@@ -29,6 +30,16 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         belongs = bool(flags) and flags[-1] in _VALUED_FLAGS
         (flags if argument.startswith("-") or belongs else overrides).append(argument)
     return flags, overrides
+
+
+def _choosing(override: str) -> str:
+    """`precision=16` is a name, though it reads as a number, and `debug=null` means none; Hydra crashes on both."""
+    group, _, choice = override.partition("=")
+    if group not in _GROUPS:
+        return override
+    if choice == "null":
+        return f"~{group}"
+    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else override
 
 
 def _addable(override: str) -> str:

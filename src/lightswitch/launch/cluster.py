@@ -11,6 +11,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from lightswitch.launch import placement
 
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
 
 def detect() -> ClusterEnvironment:
     """The environment of the launcher that started this process.
@@ -26,7 +28,14 @@ def detect() -> ClusterEnvironment:
 
 
 def by_environment() -> ClusterEnvironment:
-    """One process a terminal, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK exported."""
+    """One process a terminal, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK exported.
+
+    Raises:
+        ValueError: some are not.
+    """
+    missing = [name for name in _RENDEZVOUS if name not in os.environ]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not exported; each process needs {', '.join(_RENDEZVOUS)}")
     os.environ.setdefault("LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30))))
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "env")
     return TorchElasticEnvironment()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -40,19 +42,26 @@ def of_composition(error: BaseException) -> list[str]:
         return error.problems
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's are OSErrors, too
         return [f"the run directory can't be made: {error}"]
-    if isinstance(error, MissingConfigException) and error.options:
-        return [_missing_choice(error.missing_cfg_file or "", sorted(error.options))]
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
-        return [f"{error.override}: {str(error).splitlines()[0]}"]
+        return [f"{str(error.override).removeprefix('++')}: {str(error).splitlines()[0]}"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"]
     return [_in_one_line(f"{error}\n{cause or ''}")]
 
 
-def _missing_choice(file: str, choices: list[str]) -> str:
-    group, _, choice = file.rpartition("/")
+def _missing_choice(error: MissingConfigException) -> str:
+    group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    choices = sorted(error.options or _files_of(group, str(error)))
     return f"{group}={choice}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
+
+
+def _files_of(group: str, message: str) -> set[str]:
+    """For one choice of a list, `callbacks=[default,…]`, Hydra names its search path and not the choices."""
+    folders = re.findall(r"path=file://(.+)", message)
+    return {file.stem for folder in folders for file in Path(folder, group).glob("*.yaml")}
 
 
 def _in_one_line(text: str) -> str:
