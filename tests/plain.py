@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -97,3 +98,24 @@ class Record(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         torch.save(module.state_dict(), self.folder / f"weights_{trainer.global_rank}.pt")
+
+
+class PartialModel(PlainModel):
+    """Keeps a partial among its hyperparameters, as templates do whose config makes the optimizer."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], width: int = 16) -> None:
+        super().__init__(width)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.hparams.optimizer(self.parameters())
+
+
+class OwnBatches(BatchSampler):
+    """Stands for the samplers that sort samples into batches of like length."""
+
+
+class OwnBatchesData(PlainData):
+    def train_dataloader(self) -> DataLoader:
+        points = Points(self.samples)
+        return DataLoader(points, batch_sampler=OwnBatches(SequentialSampler(points), 10, drop_last=False))

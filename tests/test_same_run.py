@@ -67,6 +67,15 @@ def test_epochs_are_shuffled_differently(alone: Finished) -> None:
     assert steps[0, 0] != tuple(range(24))
 
 
+def test_a_loader_that_cannot_be_remade_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
+    run = train(*RUN, "data._target_=tests.plain.OwnBatchesData", "strategy=ddp_fork", "trainer.devices=2")
+    assert (
+        "a data loader runs as it is, because it has a batch sampler of its own, OwnBatches: batch size and order are "
+        "its own, and a resumed run starts its epoch anew; every rank reads the same samples"
+    ) in run.out
+    assert _samples_of_steps(run.run_dir)[0, 0] == tuple(sorted([*range(10), *range(10)]))
+
+
 def _samples_of_steps(run_dir: Path) -> dict[tuple[int, int], tuple[int, ...]]:
     """Sorted sample ids by (epoch, step), over all ranks and micro batches.
 

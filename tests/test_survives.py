@@ -99,3 +99,11 @@ def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternati
     assert sorted(moved.column("train/loss")) == [8, 9]
     anew = train(*RUN, "resume=never", "trainer.max_steps=3", folder=first.folder)
     assert sorted(anew.column("train/loss")) == [0, 1, 2]
+
+
+def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Train) -> None:
+    model = ("model._target_=tests.plain.PartialModel", "model.optimizer={_target_: torch.optim.SGD, _partial_: true}")
+    data = ("data._target_=tests.plain.PlainData", "model.optimizer.lr=0.1", "run_id=mine", "global_batch_size=20")
+    first = train(*model, *data, "trainer.max_steps=3")
+    second = train(*model, *data, "trainer.max_steps=6", folder=first.folder)
+    assert "resumes    runs/partialmodel/mine/checkpoints/last.ckpt" in second.out
