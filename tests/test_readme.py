@@ -41,7 +41,8 @@ def test_its_model_trains_from_two_files(train: Train, tmp_path: Path, monkeypat
     assert MODEL is not None
     imports = (
         "from collections.abc import Callable\nfrom lightning.pytorch import LightningModule\n"
-        "from torch import Tensor, nn\nfrom torch.nn.functional import cross_entropy\nfrom torch.optim import Optimizer\n"
+        "from torch import Tensor, nn\nfrom torch.nn.functional import cross_entropy\n"
+        "from torch.optim import Optimizer\n"
     )
     folder = tmp_path / "1"
     (folder / "conf" / "model").mkdir(parents=True)
