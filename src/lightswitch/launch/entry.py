@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -75,7 +77,10 @@ def _share_config_store() -> None:
 
 
 def _remove_empty_run_directory() -> None:
-    """Hydra makes it before anything is checked."""
+    """Hydra makes it before anything is checked; each process of a launcher is here at about the same time."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    if {path.name for path in run_dir.iterdir()} <= {".hydra"}:
-        shutil.rmtree(run_dir)
+    if {path.name for path in run_dir.glob("*")} <= {".hydra"}:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    for folder in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, run_dir.parents):
+        with contextlib.suppress(OSError):  # there are other runs in it
+            folder.rmdir()

@@ -30,9 +30,9 @@ def exit_with(problems: list[str]) -> NoReturn:
     raise SystemExit(EXIT_CODE)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
     """' Did you mean X?' for the most similar choice, or nothing."""
-    close = get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    close = get_close_matches(word, list(choices), n=1, cutoff=alike)
     return f" Did you mean {close[0]}?" if close else ""
 
 

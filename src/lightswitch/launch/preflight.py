@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchError, BatchPlan, scaled_learning_rate
-from lightswitch.launch import placement
+from lightswitch.launch import nodes, placement
 from lightswitch.launch.mistakes import Mistakes, nearest
-from lightswitch.launch.signatures import Parameter, Signature, signature
 
 MODES = ("fit", "validate", "test", "predict")
-_HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+_AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
+_FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
+    "accumulate_grad_batches": "the batch: set micro_batch_size",
+    "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
+    "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
+    "plugins": "the group cluster: type cluster=torchrun or another of it",
+}
 _KNOBS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "run_id": (str, int),
@@ -42,12 +47,15 @@ def check(cfg: DictConfig) -> BatchPlan:
     plain: Any = _resolved(cfg)
     typed = list(hydra.overrides.task)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
-    _raise(_misspelt_knobs(plain, typed), _wrong_knobs(plain), _nodes(plain, typed_nodes))
+    _raise(_misspelt_knobs(plain, typed), _wrong_knobs(plain), nodes.problems(plain, typed_nodes))
+    _raise(_wrong_counts(plain["trainer"]))
     _raise(
-        _nodes(plain, plain.keys() - typed_nodes),
+        nodes.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
         _processes(plain["trainer"], sweep=hydra.mode == RunMode.MULTIRUN),
+        _cluster(plain),
         _checkpoints(plain),
+        _loggers(plain),
         _run_directory(Path(hydra.runtime.output_dir)),
         _files(plain),
         _devices_present(plain["trainer"]),
@@ -85,79 +93,34 @@ def _misspelt_knobs(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
 def _wrong_knobs(cfg: dict[str, Any]) -> Iterator[str]:
     for knob, kinds in _KNOBS.items():
         if type(cfg[knob]) not in kinds:
-            yield f"{knob}={cfg[knob]}: found {type(cfg[knob]).__name__}, expected {_names(kinds)}"
+            yield f"{knob}={cfg[knob]}: found {type(cfg[knob]).__name__}, expected {nodes.names(kinds)}"
     if cfg["mode"] not in MODES:
         yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
-    rule = cfg["lr_scaling"]["rule"]
+    if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
+        yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
+    yield from _wrong_scaling(**cfg["lr_scaling"])
+
+
+def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
+    if type(reference_batch_size) is not int or reference_batch_size < 1:
+        yield f"lr_scaling.reference_batch_size={reference_batch_size}: it counts samples, so it is at least 1"
+        return
     try:
-        scaled_learning_rate(1.0, rule, 1, cfg["lr_scaling"]["reference_batch_size"])
-    except (ValueError, TypeError) as error:
+        scaled_learning_rate(1.0, rule, 1, reference_batch_size)
+    except ValueError as error:
         yield str(error)
 
 
-def _nodes(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
-    """Of the nodes that name code, the arguments that the code does not take."""
-    for key in (key for key in cfg if key in keys):
-        yield from _node_problems(key, cfg[key])
-        if key in ("callbacks", "logger"):
-            yield from _unfinished_nodes(key, cfg[key] or {})
-
-
-def _unfinished_nodes(group: str, nodes: dict[str, Any]) -> Iterator[str]:
-    whole = [name for name, node in nodes.items() if node is None or "_target_" in node]
-    for name in nodes.keys() - set(whole):
-        yield f"{group}.{name} is not switched on.{nearest(name, whole)} To switch it on: {group}=[default,{name}]"
-
-
-def _node_problems(path: str, node: Any) -> Iterator[str]:
-    """Problems of a node that names code, and of the nodes in it."""
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from _node_problems(f"{path}.{index}", item)
-    if not isinstance(node, dict):
-        return
-    for key, value in node.items():
-        yield from _node_problems(f"{path}.{key}", value)
-    if isinstance(node.get("_target_"), str):
-        yield from _against_signature(path, node)
-
-
-def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
+def _wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
+    nodes, devices = trainer["num_nodes"], trainer["devices"]
+    if type(nodes) is not int or nodes < 1:
+        yield f"trainer.num_nodes={nodes}: use a number from 1"
     try:
-        accepted = signature(node["_target_"])
-    except LookupError as error:
-        yield f"{path}._target_={node['_target_']}: {error.args[0]}"
-        return
-    if accepted is None:
-        return
-    for key, value in node.items():
-        if key in _HYDRA_KEYS:
-            continue
-        if key not in accepted.parameters:
-            yield from _unknown(path, key, accepted, node["_target_"])
-        elif not _fits(value, accepted.parameters[key]):
-            yield f"{path}.{key}={value}: found {type(value).__name__}, expected {_expected(accepted.parameters[key])}"
-
-
-def _unknown(path: str, key: str, accepted: Signature, target: str) -> Iterator[str]:
-    if not accepted.open_ended:
-        yield f"{path}.{key}: {target.rpartition('.')[2]} takes no {key}.{nearest(key, accepted.parameters)}"
-
-
-def _fits(value: Any, parameter: Parameter) -> bool:
-    if isinstance(value, dict) or parameter.kinds is None or parameter.literals is None:
-        return True
-    number = float in parameter.kinds and type(value) is int
-    return number or type(value) in parameter.kinds or value in tuple(parameter.literals)  # a list has no hash
-
-
-def _expected(parameter: Parameter) -> str:
-    literals = sorted(str(literal) for literal in parameter.literals or ())
-    return ", ".join([*literals, _names(tuple(parameter.kinds or ()))]).strip(", ")
-
-
-def _names(kinds: tuple[type, ...]) -> str:
-    return " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in kinds))
+        wrong = devices not in _AS_MANY_AS_THERE_ARE and _devices(devices) < 1
+    except ValueError:
+        wrong = True
+    if wrong:
+        yield f"trainer.devices={devices}: use a number from 1, a list of GPUs such as [0,1], -1 or auto"
 
 
 # What was asked for
@@ -165,8 +128,8 @@ def _names(kinds: tuple[type, ...]) -> str:
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:
     trainer = cfg["trainer"]
-    if "accumulate_grad_batches" in trainer:
-        yield "trainer.accumulate_grad_batches follows from the batch: set micro_batch_size, and leave it out"
+    for argument in _FOLLOWS.keys() & trainer.keys():
+        yield f"trainer.{argument} follows from {_FOLLOWS[argument]}, and leave it out"
     try:
         _plan(cfg)
     except BatchError as error:
@@ -182,11 +145,13 @@ def _devices(devices: int | str | list[int]) -> int:
     """The number of devices a node that `Trainer(devices=)` means."""
     if isinstance(devices, list):
         return len(devices)
-    if devices in ("auto", -1, "-1"):
+    if devices in _AS_MANY_AS_THERE_ARE:
         from lightning.pytorch.accelerators import CUDAAccelerator
 
         return max(1, CUDAAccelerator.auto_device_count())
-    return len(devices.split(",")) if isinstance(devices, str) and "," in devices else int(devices)
+    if isinstance(devices, str) and "," in devices:  # "2," is the one GPU with the index 2
+        return len([index for index in devices.split(",") if index.strip()])
+    return int(devices)
 
 
 def _processes(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
@@ -209,7 +174,7 @@ def _processes(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
 
 
 def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
-    targets = [str((node or {}).get("_target_")) for node in (cfg["callbacks"] or {}).values()]
+    targets = _targets(cfg.get("callbacks"))
     if cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in target for target in targets):
         yield (
             "every checkpoint callback was removed, and Lightning would add one of its own; "
@@ -217,6 +182,27 @@ def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
         )
     if cfg["mode"] != "fit" and not cfg["ckpt_path"]:
         yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
+
+
+def _loggers(cfg: dict[str, Any]) -> Iterator[str]:
+    if _targets(cfg.get("logger")):
+        return
+    for name, node in (cfg.get("callbacks") or {}).items():
+        if str((node or {}).get("_target_")).endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
+            yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"
+
+
+def _targets(nodes: dict[str, Any] | None) -> list[str]:
+    return [str(node.get("_target_")) for node in (nodes or {}).values() if node]
+
+
+def _cluster(cfg: dict[str, Any]) -> Iterator[str]:
+    name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
+    wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
+    found = placement.detect().launcher
+    if wanted and wanted != found and cfg["trainer"]["num_nodes"] * _devices(cfg["trainer"]["devices"]) > 1:
+        starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
+        yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"
 
 
 def _run_directory(run_dir: Path) -> Iterator[str]:
@@ -245,6 +231,8 @@ def _devices_present(trainer: dict[str, Any]) -> Iterator[str]:
     if name == "auto" and CUDAAccelerator.is_available():
         name = "gpu"
     if name not in ("gpu", "cuda", "mps"):
+        if count in (-1, "-1") or isinstance(count, list) or "," in str(count):
+            yield f"trainer.devices={count} names GPUs, and the run is on {'cpu' if name == 'auto' else name}; use a number of processes or auto"
         return
     present = kinds[name].auto_device_count() if kinds[name].is_available() else 0
     if not present:

@@ -59,7 +59,8 @@ def _next(cfg: DictConfig) -> dict[str, str]:
     checkpoint = best if best.exists() else run_dir / "checkpoints" / "last.ckpt"
     commands = {"metrics": shown(run_dir / "metrics.csv")}
     if checkpoint.exists():
-        commands["go on"] = shlex.join([*again, f"trainer.max_steps={2 * cfg.trainer.max_steps}"])
+        if cfg.trainer.max_steps > 0:  # -1: epochs are counted
+            commands["go on"] = shlex.join([*again, f"trainer.max_steps={2 * cfg.trainer.max_steps}"])
         commands["evaluate"] = shlex.join([*_typed("run_id"), "mode=test", f"ckpt_path={shown(checkpoint)}"])
     if (run_dir / "tensorboard").exists():
         commands["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])

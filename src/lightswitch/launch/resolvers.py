@@ -18,5 +18,6 @@ def register() -> None:
 
 def _run_name(*, _root_: DictConfig) -> str:
     """The model's choice, or its class where it was named on the command line."""
-    choice = HydraConfig.get().runtime.choices.get("model")
+    hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # a sweep names its directory before it has jobs
+    choice = hydra.runtime.choices.get("model")
     return choice or str(_root_.model._target_).rpartition(".")[2].lower()

@@ -38,6 +38,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Signature:
     parameters: dict[str, Parameter]
+    required: frozenset[str]  # without a default
     open_ended: bool  # takes **kwargs
 
 
@@ -141,9 +142,15 @@ def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
 def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:
     if not isinstance(node, ast.FunctionDef):
         return None
-    arguments = [*node.args.posonlyargs, *node.args.args][skip:] + node.args.kwonlyargs
-    parameters = {a.arg: Parameter(a.arg, scope, a.annotation) for a in arguments}
-    return Signature(parameters, open_ended=node.args.kwarg is not None)
+    positional = [*node.args.posonlyargs, *node.args.args]
+    without_default = positional[skip : len(positional) - len(node.args.defaults)]
+    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    without_default += [argument for argument, default in keywords if default is None]
+    return Signature(
+        parameters={a.arg: Parameter(a.arg, scope, a.annotation) for a in positional[skip:] + node.args.kwonlyargs},
+        required=frozenset(a.arg for a in without_default),
+        open_ended=node.args.kwarg is not None,
+    )
 
 
 _Accepted = tuple[frozenset[type] | None, frozenset[object] | None]
