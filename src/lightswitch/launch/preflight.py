@@ -232,7 +232,8 @@ def _devices_present(trainer: dict[str, Any]) -> Iterator[str]:
         name = "gpu"
     if name not in ("gpu", "cuda", "mps"):
         if count in (-1, "-1") or isinstance(count, list) or "," in str(count):
-            yield f"trainer.devices={count} names GPUs, and the run is on {'cpu' if name == 'auto' else name}; use a number of processes or auto"
+            found = "cpu" if name == "auto" else name
+            yield f"trainer.devices={count} names GPUs, and the run is on {found}; use a number of processes or auto"
         return
     present = kinds[name].auto_device_count() if kinds[name].is_available() else 0
     if not present:
