@@ -1,52 +1,44 @@
-"""Learning rates as functions of the optimizer step: warm-up, then decay to a fraction of the optimizer's rate."""
+"""Learning rates as functions of the optimizer step."""
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def cosine(
-    optimizer: Optimizer, total_steps: int, warmup_fraction: float = 0.05, final_fraction: float = 0.1
-) -> LambdaLR:
-    """Half a cosine from the optimizer's rate to `final_fraction` of it (Loshchilov and Hutter 2016)."""
-    return _warmed_up(
-        optimizer,
-        total_steps,
-        warmup_fraction,
-        final_fraction,
-        lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    )
+@dataclass(frozen=True)
+class WarmupDecay:
+    """A straight rise to the optimizer's rate over the first part of the run, then a fall to a fraction of it.
 
+    Called with an optimizer, it gives the scheduler. Raises ValueError for a run without a known last step.
+    """
 
-def linear(
-    optimizer: Optimizer, total_steps: int, warmup_fraction: float = 0.05, final_fraction: float = 0.0
-) -> LambdaLR:
-    return _warmed_up(optimizer, total_steps, warmup_fraction, final_fraction, lambda done: 1 - done)
+    total_steps: int
+    decay: Literal["cosine", "linear"] = "cosine"
+    warmup_fraction: float = 0.05
+    final_fraction: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.total_steps < 1:
+            raise ValueError(
+                f"scheduler.total_steps is {self.total_steps}, but the rate falls towards a known last step; "
+                "set trainer.max_steps=1000 (or any positive number), or scheduler=constant"
+            )
+        if not 0 <= self.warmup_fraction < 1:
+            raise ValueError(f"scheduler.warmup_fraction is {self.warmup_fraction}; expected at least 0, less than 1")
+        if self.decay not in ("cosine", "linear"):
+            raise ValueError(f"scheduler.decay is {self.decay!r}; use cosine or linear")
 
-def _warmed_up(
-    optimizer: Optimizer,
-    total_steps: int,
-    warmup_fraction: float,
-    final_fraction: float,
-    decay: Callable[[float], float],
-) -> LambdaLR:
-    """`decay` leads from 1 to 0 as its argument, the part that is done, goes from 0 to 1."""
-    if total_steps < 1:
-        raise ValueError(
-            f"scheduler.total_steps is {total_steps}, and the rate decays towards a known last step; "
-            "set trainer.max_steps=1000 (or any positive number), or scheduler=constant"
-        )
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"scheduler.warmup_fraction is {warmup_fraction}; expected 0 or more and less than 1")
-    warmup_steps = round(total_steps * warmup_fraction)
+    def __call__(self, optimizer: Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, self.factor)
 
-    def factor(step: int) -> float:
+    def factor(self, step: int) -> float:
+        """What the optimizer's rate is multiplied by; the cosine is Loshchilov and Hutter's (2016)."""
+        warmup_steps = round(self.total_steps * self.warmup_fraction)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
-        done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
-        return final_fraction + (1 - final_fraction) * decay(done)
-
-    return LambdaLR(optimizer, factor)
+        done = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
+        left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.final_fraction + (1 - self.final_fraction) * left

@@ -1,16 +1,15 @@
 """The models and data are plain Lightning: a stock Trainer runs them, and what they log is right."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project import schedule
 from project.data.loaders import collate
 from project.data.text import TextFiles
+from project.schedule import WarmupDecay
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def text(tmp_path):
 
 
 def test_a_gpt_learns_a_text_under_a_schedule(gpt, trainer, text):
-    model = gpt(vocab_size=256, scheduler=partial(schedule.cosine, total_steps=60))
+    model = gpt(vocab_size=256, scheduler=WarmupDecay(total_steps=60))
     run = trainer(max_steps=60)
     run.fit(model, text)
     (tested,) = run.test(model, text, verbose=False)

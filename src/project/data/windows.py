@@ -24,5 +24,5 @@ class Windows(BatchedDataset):
         return len(self.windows)
 
     def __getitems__(self, indices: Sequence[int]) -> Pair:
-        tokens = torch.from_numpy(self.windows[indices].astype(np.int64))
-        return tokens[:, :-1], tokens[:, 1:]  # each (batch, context)
+        tokens = self.windows[indices].astype(np.int64)
+        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # each (batch, context)
