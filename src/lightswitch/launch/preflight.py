@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchError, BatchPlan, scaled_learning_rate
 from lightswitch.launch import nodes, placement
@@ -72,9 +72,13 @@ def _raise(*checks: Iterator[str]) -> None:
 def _resolved(cfg: DictConfig) -> Any:
     try:
         return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise Mistakes([f"{error.full_key}: there is no default; type {error.full_key}=VALUE"]) from error
+    except InterpolationKeyError as error:
+        found = str(error).splitlines()[0]
+        raise Mistakes([f"{error.full_key}: {found}; type {error.full_key}=VALUE, or make another choice"]) from error
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise Mistakes([f"{key}: {str(error).splitlines()[0]}"]) from error
+        raise Mistakes([f"{error.full_key}: {str(error).splitlines()[0]}"]) from error
 
 
 # What was typed
@@ -228,15 +232,21 @@ def _devices_present(trainer: dict[str, Any]) -> Iterator[str]:
     kinds = {"gpu": CUDAAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator, "cpu": CPUAccelerator}
     if name not in (*kinds, "auto", "tpu"):
         yield f"trainer.accelerator={name} is unknown.{nearest(name, kinds)} Choices: auto, {', '.join(kinds)}, tpu"
-    if name == "auto" and CUDAAccelerator.is_available():
-        name = "gpu"
+    if name == "auto":
+        name = "gpu" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else "cpu"
+    if name == "cpu":
+        yield from _on_cpu(count, trainer.get("precision"))
     if name not in ("gpu", "cuda", "mps"):
-        if count in (-1, "-1") or isinstance(count, list) or "," in str(count):
-            found = "cpu" if name == "auto" else name
-            yield f"trainer.devices={count} names GPUs, and the run is on {found}; use a number of processes or auto"
         return
     present = kinds[name].auto_device_count() if kinds[name].is_available() else 0
     if not present:
         yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
     elif _devices(count) > present:
         yield f"trainer.devices={count}: this machine has {present} of {name}; use trainer.devices={present}"
+
+
+def _on_cpu(devices: int | str | list[int], precision: object) -> Iterator[str]:
+    if devices in (-1, "-1") or isinstance(devices, list) or "," in str(devices):
+        yield f"trainer.devices={devices} names GPUs, and the run is on the CPU; use a number of processes or auto"
+    if precision in (16, "16", "16-mixed"):
+        yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
