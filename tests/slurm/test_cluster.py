@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -53,14 +55,14 @@ def test_a_crashed_node_is_lost_and_comes_back() -> None:
 
 def test_two_clusters_do_not_meet_and_leave_nothing() -> None:
     networks_before = os.listdir("/sys/class/net")
-    processes_before = psutil.Process().children(recursive=True)
+    processes_before = _below(psutil.Process())
     with Cluster(nodes=1) as first, Cluster(nodes=2) as second:
         assert (first.idle_nodes(), second.idle_nodes()) == (1, 2)
         assert os.listdir("/sys/class/net") == networks_before
         roots = [first.root, second.root]
-        processes = [p for p in psutil.Process().children(recursive=True) if p not in processes_before]
-        assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in processes}
-    assert not _alive(processes)
+        started = {p: name for p, name in _below(psutil.Process()).items() if p not in processes_before}
+    assert {"munged", "slurmctld", "slurmd"} <= set(started.values())
+    assert not _alive(started)
     assert not any(root.exists() for root in roots)
 
 
@@ -76,19 +78,26 @@ with Cluster(nodes=1) as cluster:
     ) as starter:
         assert starter.stdout is not None
         root = Path(starter.stdout.readline().strip())
-        processes = psutil.Process(starter.pid).children(recursive=True)
+        started = _below(psutil.Process(starter.pid))
         starter.kill()
-    assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in processes}
-    assert not _alive(processes)
     shutil.rmtree(root)
+    assert {"munged", "slurmctld", "slurmd"} <= set(started.values())
+    assert not _alive(started)
 
 
-def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run after 5 seconds; a zombie that waits for its new parent does not."""
-    deadline = time.monotonic() + 5
-    while alive := [process for process in processes if _runs(process)]:
-        if time.monotonic() > deadline:
-            break
+def _below(parent: psutil.Process) -> dict[psutil.Process, str]:
+    """The names of all processes below one."""
+    names = {}
+    for process in parent.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names[process] = process.name()
+    return names
+
+
+def _alive(processes: Iterable[psutil.Process], timeout_seconds: float = 5) -> list[psutil.Process]:
+    """Those that do not end in time; a zombie that waits for its new parent has ended."""
+    deadline = time.monotonic() + timeout_seconds
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive
 
