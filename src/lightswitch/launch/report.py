@@ -22,6 +22,7 @@ from lightswitch.monitoring.summary import table
 
 log = logging.getLogger(__name__)
 
+
 @rank_zero_only
 def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, checkpoint: Path | None) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
