@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
+from lightswitch.launch import processes
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
 from lightswitch.launch.process_logging import ProcessLogging
@@ -31,6 +32,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     Raises:
         Mistakes: with what each constructor says of its arguments, all at once.
     """
+    processes.leave_group_at_exit()
     _scale_learning_rate(cfg, plan)
     engine = [GlobalBatch(plan, cfg.seed), PredictionWriter(), ProcessLogging(_job_logging())]
     problems: list[str] = []
