@@ -21,7 +21,7 @@ def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
 
 def _unfinished_nodes(group: str, nodes: dict[str, Any]) -> Iterator[str]:
     whole = [name for name, node in nodes.items() if node is None or "_target_" in node]
-    for name in nodes.keys() - set(whole):
+    for name in (name for name in nodes if name not in whole):
         yield f"{group}.{name} is not switched on.{nearest(name, whole)} To switch it on: {group}=[default,{name}]"
 
 
@@ -59,8 +59,9 @@ def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
 def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[str]:
     if node.get("_partial_") or "_args_" in node:
         return
-    for key in accepted.required - node.keys():
-        yield f"{path}.{key}: {_short(node)} needs it; give {path}.{key}=VALUE"
+    for key in accepted.parameters:
+        if key in accepted.required and key not in node:
+            yield f"{path}.{key}: {_short(node)} needs it; give {path}.{key}=VALUE"
 
 
 def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> Iterator[str]:

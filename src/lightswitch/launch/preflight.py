@@ -132,8 +132,9 @@ def _wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:
     trainer = cfg["trainer"]
-    for argument in _FOLLOWS.keys() & trainer.keys():
-        yield f"trainer.{argument} follows from {_FOLLOWS[argument]}, and leave it out"
+    for argument, source in _FOLLOWS.items():
+        if argument in trainer:
+            yield f"trainer.{argument} follows from {source}, and leave it out"
     try:
         _plan(cfg)
     except BatchError as error:

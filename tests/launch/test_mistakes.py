@@ -1,0 +1,121 @@
+"""Mistakes in what was typed: one line each, exit code 2, before torch is imported."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import CHECKOUT, PLAIN
+from tests.launch.mistaken import TRAIN, Answer, answers
+
+PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
+MISTAKES = {
+    "strategy=fdsp": "strategy=fdsp: there is no such strategy. Did you mean ddp? "
+    "Choices: auto, ddp, ddp_fork, ddp_spawn, single",
+    "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-true? Choices: {PRECISIONS}",
+    "precision=16": f"precision=16: there is no such precision. Choices: {PRECISIONS}",
+    "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "
+    "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, grad_norm, "
+    "lr_monitor, model_summary, progress, throughput",
+    "debug=one_bach": "debug=one_bach: there is no such debug. Did you mean one_batch? "
+    "Choices: anomaly, limit, one_batch, overfit, profiler",
+    "seeed=3": "seeed: there is no such key. Did you mean seed?",
+    "+seeed=3": "seeed: there is no such key. Did you mean seed?",
+    "trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
+    "+trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
+    "model.wdth=3": "model.wdth: PlainModel takes no wdth. Did you mean width?",
+    "data.sample=3": "data.sample: PlainData takes no sample. Did you mean samples?",
+    "callbacks.throughput.every=3": "callbacks.throughput.every: Throughput takes no every.",
+    "callbacks.early_stopping.patience=3": "callbacks.early_stopping is not switched on. "
+    "To switch it on: callbacks=[default,early_stopping]",
+    "callbacks.throughputt.x=3": "callbacks.throughputt is not switched on. Did you mean throughput? "
+    "To switch it on: callbacks=[default,throughputt]",
+    "strategy=ddp trainer.strategy.start_methd=fork": "trainer.strategy.start_methd: DDPStrategy takes no start_methd. "
+    "Did you mean start_method?",
+    "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
+    "EarlyStopping needs it; give callbacks.stop.monitor=VALUE",
+    "model._target_=tests.plain.PlainModl": "model._target_=tests.plain.PlainModl: tests.plain has no PlainModl",
+    "model._target_=tests.plan.PlainModel": "model._target_=tests.plan.PlainModel: there is no module tests.plan",
+    "trainer.max_steps=many": "trainer.max_steps=many: found str, expected int",
+    "trainer.devices=2.5": "trainer.devices=2.5: found float, expected int or list or str",
+    "trainer.precision=12": "trainer.precision=12: found int, expected 16, 16-mixed, 16-true, 32, 32-true, 64, "
+    "64-true, bf16, bf16-mixed, bf16-true, transformer-engine, transformer-engine-float16, null",
+    "model.width=3.5": "model.width=3.5: found float, expected int",
+    "seed=abc": "seed=abc: found str, expected int",
+    "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",
+    "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
+    "mode=train": "mode=train: use one of fit, validate, test, predict",
+    "lr_scaling.rule=cubic": "lr_scaling.rule is 'cubic'; use one of: none, linear, sqrt",
+    "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: it counts samples, so it is at least 1",
+    "trainer.num_nodes=0": "trainer.num_nodes=0: use a number from 1",
+    "trainer.devices=0": "trainer.devices=0: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
+    "trainer.devices=two": "trainer.devices=two: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
+    "cluster=manual cluster.node_rank=0": "cluster.main_address: there is no default; type cluster.main_address=VALUE",
+    "model=vit data=text": "model.image_size: Interpolation key 'data.image_size' not found; "
+    "type model.image_size=VALUE, or make another choice",
+    "trainer.max_steps": "trainer.max_steps: Error parsing override 'trainer.max_steps'",
+    "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
+    "~callbacks.thruput": "Could not delete from config. 'callbacks.thruput' does not exist.",
+    "hydra.run.dir=/proc/run": "the run directory can't be made: [Errno 2] No such file or directory: '/proc/run'",
+}
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    commands = {mistake: [*_plain(mistake), *mistake.split()] for mistake in MISTAKES}
+    commands["several"] = [*PLAIN, "trainer.max_stps=1", "seed=x", "mode=train", "model.wdth=3"]
+    commands["--help"] = ["--help"]
+    commands["--cfg"] = ["strategy=ddp", "--cfg", "job"]
+    return answers(commands, tmp_path_factory.mktemp("mistaken"))
+
+
+def _plain(mistake: str) -> tuple[str, ...]:
+    return () if mistake.startswith("model=") else PLAIN
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_a_line_before_torch_is_imported(mistake: str, answered: dict[str, Answer]) -> None:
+    answer = answered[mistake]
+    assert answer.err == f"error: {MISTAKES[mistake]}\n"
+    assert (answer.returncode, answer.out) == (2, "")
+    assert answer.imported == []
+    assert answer.left == []
+
+
+def test_mistakes_are_told_all_at_once(answered: dict[str, Answer]) -> None:
+    assert answered["several"].err.splitlines() == [
+        "error: seed=x: found str, expected int",
+        "error: mode=train: use one of fit, validate, test, predict",
+        "error: trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
+        "error: model.wdth: PlainModel takes no wdth. Did you mean width?",
+    ]
+
+
+def test_help_shows_commands_and_choices_and_imports_no_torch(answered: dict[str, Answer]) -> None:
+    answer = answered["--help"]
+    assert (answer.returncode, answer.err, answer.imported, answer.left) == (0, "", [], [])
+    assert "python train.py strategy=ddp trainer.devices=2" in answer.out
+    assert "strategy: auto, ddp, ddp_fork, ddp_spawn, single" in answer.out
+
+
+def test_a_config_can_be_shown_without_a_run(answered: dict[str, Answer]) -> None:
+    answer = answered["--cfg"]
+    assert (answer.returncode, answer.err, answer.imported, answer.left) == (0, "", [], [])
+    assert "_target_: lightning.pytorch.strategies.DDPStrategy" in answer.out
+
+
+def test_a_mistake_costs_less_than_a_second_of_cpu(tmp_path) -> None:
+    def seconds(mistake: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, TRAIN, mistake], cwd=tmp_path, env={"PYTHONPATH": str(CHECKOUT)}, stderr=-3
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 2
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    for mistake in ("strategy=fdsp", "trainer.max_stps=1"):
+        assert min(seconds(mistake) for _ in range(3)) < 1

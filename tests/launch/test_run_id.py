@@ -1,0 +1,70 @@
+"""One name for all processes of a run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from lightswitch.launch.mistakes import Mistakes
+from lightswitch.launch.run_id import new_run_id
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+EXPORTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_JOB_ID": "17"}, "17"),
+        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}, "17_2"),
+        ({**TORCHRUN, "SLURM_JOB_ID": "17"}, "17"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
+        ({"LIGHTSWITCH_RUN_ID": "inherited", "SLURM_JOB_ID": "17"}, "inherited"),
+    ],
+)
+def test_a_launcher_names_the_run(environ: dict[str, str], expected: str) -> None:
+    assert new_run_id(environ) == expected
+
+
+def test_the_clock_names_a_run_that_no_launcher_started() -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}", new_run_id({}))
+
+
+def test_two_runs_in_the_same_second_differ() -> None:
+    assert len({new_run_id({}) for _ in range(100)}) == 100
+
+
+def test_a_process_asks_once_and_its_children_inherit_the_answer() -> None:
+    environ: dict[str, str] = {}
+    named = new_run_id(environ)
+    assert new_run_id(environ) == named
+    assert new_run_id(dict(environ)) == named
+
+
+def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
+    script = (
+        "from lightswitch.launch.run_id import new_run_id\n"
+        "import os; print(new_run_id({**os.environ, 'RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '2',"
+        "'TORCHELASTIC_RUN_ID': 'none'}))"
+    )
+    names = {subprocess.check_output([sys.executable, "-c", script], text=True).strip() for _ in range(2)}
+    (named,) = names
+    assert named.endswith(f"_{psutil.Process().pid}")
+
+
+def test_torchrun_on_several_nodes_needs_an_id() -> None:
+    with pytest.raises(Mistakes, match=r"torchrun on several nodes without --rdzv-id.*give each the same run_id=NAME"):
+        new_run_id({**TORCHRUN, "WORLD_SIZE": "4"})
+
+
+def test_processes_started_one_by_one_need_an_id() -> None:
+    with pytest.raises(Mistakes, match=r"processes started one by one.*give each the same run_id=NAME"):
+        new_run_id(dict(EXPORTED))
+
+
+def test_a_single_process_with_exported_variables_needs_none() -> None:
+    assert new_run_id({**EXPORTED, "WORLD_SIZE": "1"})
