@@ -9,7 +9,7 @@ PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test lint types format constraints clean
+.PHONY: help train test lint types format bench constraints clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -32,6 +32,11 @@ types: $(INSTALLED) ## check types
 format: $(INSTALLED) ## format the code, and mend what ruff can mend
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
 	$(PYTHON) -m ruff format .
+
+bench: $(INSTALLED) ## measure the speed, in about five minutes of a quiet machine (docs/speed.md)
+	$(PYTHON) -m benchmarks.startup
+	$(PYTHON) -m benchmarks.step
+	$(PYTHON) -m benchmarks.data
 
 # nvidia's and triton's packages are left out: torch names the exact ones itself where it needs them
 constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows, for every Python from 3.10
