@@ -13,6 +13,8 @@ from torchmetrics import MeanMetric
 from project.models.transformer import Embedding, Linear, Shape, Transformer, rotary
 from project.optimizer import OptimizerFactory, SchedulerFactory, configured
 
+PROMPT_TOKENS = 32  # of the test set, before the sample that a test run shows
+
 Batch = tuple[Tensor, Tensor]  # token ids and the ids that follow them, each (batch, time)
 
 
@@ -126,13 +128,12 @@ class GPT(LightningModule):
         return getattr(getattr(self.trainer, "datamodule", None), "decode", None)
 
     def continuation(self, ids: Tensor) -> Tensor:
-        """The first window's first half, continued.
+        """The beginning of the first window, continued.
 
         Within the test step and not after the last one, for there every strategy has the parameters at hand.
         """
         generator = torch.Generator(ids.device).manual_seed(0)
-        prompt = ids[:1, : max(1, self.context // 2)]
-        return self.generate(prompt, self.sample_tokens, temperature=0.8, generator=generator)[0]
+        return self.generate(ids[:1, :PROMPT_TOKENS], self.sample_tokens, temperature=0.8, generator=generator)[0]
 
     def show(self, text: str) -> None:
         self.print(f"\n{text}\n")
