@@ -93,6 +93,12 @@ def test_a_package_hands_on_names_of_its_modules(source: str) -> None:
     assert _read(f"{source}.Renamed") == _read(f"{source}.parts.Part")
 
 
+def test_folders_without_init_are_packages(source: str, tmp_path: Path) -> None:
+    (tmp_path / source / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / source / "deep" / "deeper" / "part.py").write_text(PARTS)
+    assert list(_read(f"{source}.deep.deeper.part.Part").parameters) == ["width", "mode", "rate", "sizes"]
+
+
 def test_a_name_is_found_under_a_condition(source: str) -> None:
     assert list(_read(f"{source}.parts.Conditional").parameters) == ["x"]
 

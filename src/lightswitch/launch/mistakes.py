@@ -38,8 +38,8 @@ def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
 
 def of_composition(error: BaseException) -> list[str]:
     """What Hydra found wrong while it composed the config and made the run directory."""
-    if isinstance(error, Mistakes):
-        return error.problems
+    if (mistakes := _mistakes_behind(error)) is not None:
+        return mistakes.problems
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's are OSErrors, too
         return [f"the run directory can't be made: {error}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
@@ -50,6 +50,13 @@ def of_composition(error: BaseException) -> list[str]:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"]
     return [_in_one_line(f"{error}\n{cause or ''}")]
+
+
+def _mistakes_behind(error: BaseException | None) -> Mistakes | None:
+    """Of a value that is made while the config is composed, OmegaConf hands on the text in a sentence of its own."""
+    while error is not None and not isinstance(error, Mistakes):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _missing_choice(error: MissingConfigException) -> str:

@@ -92,10 +92,11 @@ def _scope(module: str) -> _Scope | None:
     """None for what has no Python source."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)  # of a top-level name: imports nothing
-    for depth, _ in enumerate(rest, start=2):
+    for part in rest:
         if spec is None:
             break
-        spec = PathFinder.find_spec(".".join([top, *rest][:depth]), list(spec.submodule_search_locations or []))
+        # by its last name alone: under its full one, Python looks for the parent of a folder without __init__.py
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     if spec is None:
         raise LookupError(f"there is no module {module}")
     origin = spec.origin or ""
