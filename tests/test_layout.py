@@ -1,72 +1,136 @@
-"""DESIGN: arrows point down only, and conf ties the project to the engine."""
+"""The arrows of the design point down only, read from the import statements."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
+from hydra.utils import get_object
 
-from lightswitch.launch.signatures import signature
-from tests.conftest import CHECKOUT
-
-ENGINE = sorted((CHECKOUT / "src" / "lightswitch").rglob("*.py"))
-PROJECT = sorted((CHECKOUT / "src" / "project").rglob("*.py"))
+CHECKOUT = Path(__file__).parents[1]
+SOURCES = sorted((CHECKOUT / "src").rglob("*.py"))
 CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
-BELOW = {  # what each part of the engine may import
-    "launch": {"launch", "planning", "strategies", "checkpoints", "batches", "monitoring"},
-    "strategies": {"strategies", "checkpoints", "batches"},
-    "checkpoints": {"checkpoints", "batches"},
-    "batches": {"batches"},
-    "monitoring": {"monitoring"},
+
+# What each part may import of the others. Monitoring stands beside the line and imports none of it.
+BELOW = {
+    "launch": {"planning", "strategies", "checkpoints", "batches", "monitoring"},
+    "planning": {"batches"},
+    "strategies": {"checkpoints", "batches"},
+    "checkpoints": {"batches"},
+    "batches": set(),
+    "monitoring": set(),
 }
-BEFORE_TORCH = ("launch/entry", "launch/arguments", "launch/preflight", "launch/nodes", "launch/signatures",
-                "launch/mistakes", "launch/placement", "launch/run_id", "launch/resolvers", "batches/plan")  # fmt: skip
+# Read before torch is imported: to answer a mistake, --help, or what a run would cost.
+WITHOUT_TORCH = (
+    "lightswitch.launch.entry",
+    "lightswitch.launch.preflight",
+    "lightswitch.launch.nodes",
+    "lightswitch.launch.signatures",
+    "lightswitch.launch.mistakes",
+    "lightswitch.launch.placement",
+    "lightswitch.launch.run_id",
+    "lightswitch.launch.arguments",
+    "lightswitch.launch.resolvers",
+    "lightswitch.batches.plan",
+)
 
 
-def imports(path: Path, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return found | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+def _module(path: Path) -> str:
+    parts = path.relative_to(CHECKOUT / "src").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
-def test_the_engine_imports_what_lies_below_and_nothing_of_the_project(path: Path) -> None:
-    part = path.relative_to(CHECKOUT / "src" / "lightswitch").parts[0]
-    for name in imports(path):
-        assert not name.startswith("project"), name
-        if name.startswith("lightswitch.") and part in BELOW:
-            assert name.split(".")[1] in BELOW[part], name
+def _imports(path: Path) -> Iterator[str]:
+    """The full names of modules, wherever in the file they are imported."""
+    package = _module(path) if path.name == "__init__.py" else _module(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", PROJECT, ids=lambda path: path.stem)
-def test_the_project_imports_nothing_of_the_engine(path: Path) -> None:
-    assert not [name for name in imports(path) if name.startswith(("lightswitch", "train"))]
+@pytest.mark.parametrize("path", [p for p in SOURCES if len(_module(p).split(".")) > 1], ids=_module)
+def test_imports_point_down(path: Path) -> None:
+    own, *rest = _module(path).split(".")
+    for name in _imports(path):
+        top, *inner = name.split(".")
+        if top not in ("lightswitch", "project", "train", "tests"):
+            continue
+        assert top == own, f"{_module(path)} imports {name}"
+        if own == "lightswitch" and inner[0] != rest[0]:
+            assert inner[0] in BELOW[rest[0]], f"{_module(path)} imports {name}"
 
 
-@pytest.mark.parametrize("name", BEFORE_TORCH)
-def test_what_runs_before_torch_is_imported_imports_none_of_it(name: str) -> None:
-    heavy = ("torch", "lightning", "deepspeed", "numpy")
-    path = CHECKOUT / "src" / "lightswitch" / f"{name}.py"
-    assert not [found for found in imports(path, top_level_only=True) if found.split(".")[0] in heavy]
+def test_every_part_of_the_engine_has_its_place() -> None:
+    parts = {path.name for path in (CHECKOUT / "src" / "lightswitch").iterdir() if (path / "__init__.py").exists()}
+    assert parts <= BELOW.keys()
+
+
+def test_the_entry_point_imports_only_what_happens_around_fit() -> None:
+    tree = ast.parse((CHECKOUT / "train.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert all(module.startswith("lightswitch.launch") for module in modules if module.startswith("lightswitch"))
+    assert not any(module.startswith("project") for module in modules)
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if _module(p).startswith("lightswitch.")], ids=_module)
+def test_the_engine_names_no_file_of_conf(path: Path) -> None:
+    files = [f"{path.parent.name}/{path.stem}" for path in CONF]
+    for text in _strings(ast.parse(path.read_text())):
+        assert not any(file in text for file in ["conf/", *files]), text
+
+
+def _strings(tree: ast.Module) -> Iterator[str]:
+    """All but docstrings."""
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+def test_what_runs_before_torch_imports_none() -> None:
+    script = (
+        f"import sys\nfor name in {WITHOUT_TORCH}:\n    __import__(name)\n"
+        "print({'torch', 'lightning'} & sys.modules.keys())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
+
+
+def _targets() -> dict[str, str]:
+    found = {}
+    for path in CONF:
+        for target in re.findall(r"^\s*_target_: (\S+)$", path.read_text(), re.MULTILINE):
+            found[target] = str(path.relative_to(CHECKOUT))
+    return found
+
+
+@pytest.mark.parametrize("target", _targets())
+def test_what_conf_names_is_there(target: str) -> None:
+    if target == "lightning.pytorch.loggers.WandbLogger":  # the class is there without the package it needs
+        return
+    assert callable(get_object(target))
 
 
 @pytest.mark.parametrize("path", CONF, ids=lambda path: str(path.relative_to(CHECKOUT / "conf")))
-def test_a_config_says_what_it_is_for_and_names_code_that_is_there(path: Path) -> None:
-    text = path.read_text()
-    lines = text.splitlines()
-    assert lines[1 if lines[0].startswith("# @package ") else 0].startswith("# ")
-    assert "# @package" not in "\n".join(lines[1:])  # Hydra reads it in the first line alone
-    for target in targets(yaml.safe_load(text)):
-        signature(target)  # raises LookupError
+def test_a_choice_says_on_top_what_it_is(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    if any(line.startswith("# @package") for line in lines):
+        assert lines[0].startswith("# @package "), "Hydra reads it from the first line alone"
+        lines = lines[1:]
+    assert re.match(r"# \S", lines[0]), lines[0]
 
 
-def targets(node: object) -> list[str]:
-    if isinstance(node, list):
-        return [target for item in node for target in targets(item)]
-    if not isinstance(node, dict):
-        return []
-    own = [node["_target_"]] if "_target_" in node else []
-    return own + [target for value in node.values() for target in targets(value)]
+@pytest.mark.parametrize("path", CONF, ids=lambda path: str(path.relative_to(CHECKOUT / "conf")))
+def test_a_strategy_or_precision_sits_in_the_trainer(path: Path) -> None:
+    if path.parent.name in ("strategy", "precision"):
+        assert path.read_text().startswith("# @package trainer\n")
+    if path.parent.name in ("experiment", "debug"):
+        assert path.read_text().startswith("# @package _global_\n")
