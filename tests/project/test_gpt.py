@@ -125,6 +125,13 @@ def test_generation_at_temperature_zero_or_top_one_takes_the_likeliest(gpt):
     assert torch.equal(model.generate(ids, 5, top_k=1), likeliest)
 
 
+def test_a_diverged_model_still_gives_tokens(gpt):
+    model, (ids, _) = gpt().eval(), windows()
+    with torch.no_grad():
+        model.tokens.weight.fill_(float("nan"))
+    assert model.generate(ids, 3).max() < 11
+
+
 def test_prediction_is_the_log_likelihood_of_each_sequence(gpt):
     model, (ids, targets) = gpt().eval(), windows()
     expected = torch.stack([-F.cross_entropy(model(ids)[i], targets[i], reduction="sum") for i in range(4)])
