@@ -13,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import resolvers
+from lightswitch.launch import composition, resolvers
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 
@@ -38,8 +37,10 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         @functools.wraps(main)
         def guarded(cfg: DictConfig) -> None:
             nonlocal composed
+            if not composed:  # the jobs of a sweep follow one another here
+                gc.freeze()  # what is there stays: not to be looked through now, all at once
+                gc.enable()
             composed = True
-            gc.enable()
             try:
                 main(cfg)
             except Mistakes as mistakes:
@@ -53,7 +54,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
             gc.disable()  # until the config is composed: of the many small objects that takes, few are garbage
-            _share_config_store()
+            composition.shorten()
             resolvers.register()
             sys.argv[1:] = normalised(sys.argv[1:])
             try:
@@ -66,14 +67,6 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
-
-
-def _share_config_store() -> None:
-    """Hydra 1.3 copies its whole store of built-in configs for each group that `--help` lists: half of its time.
-
-    The store is one for the process and hands out copies of what it holds, so that a copy of it is of no use.
-    """
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
 
 def _remove_empty_run_directory() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -212,6 +213,9 @@ def _union(parts: list[_Accepted]) -> _Accepted:
 def _named(scope: _Scope, node: ast.expr) -> tuple[_Scope, ast.stmt] | None:
     if not isinstance(node, ast.Name) or node.id not in scope.names:
         return None
+    bound = scope.names[node.id]
+    if isinstance(bound, ast.ImportFrom) and _absolute(scope, bound) in sys.stdlib_module_names:
+        return None  # a class such as Path or timedelta, in a file that takes longer to parse than all others
     try:
         return _find(scope.module, node.id)
     except LookupError:
