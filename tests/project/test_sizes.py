@@ -20,7 +20,7 @@ def gpt2(layers: int, width: int) -> int:
 
 SIZES = {
     # bytes; 2 norms, attention and 3 matrices of 64 × 192 a layer; the last norm
-    "gpt": 256 * 64 + 3 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 192) + 64,
+    "gpt": 256 * 64 + 2 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 192) + 64,
     "gpt2": gpt2(12, 768),
     "gpt2_medium": gpt2(24, 1024),
     "gpt2_large": gpt2(36, 1280),
