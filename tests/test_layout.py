@@ -114,8 +114,6 @@ def _targets() -> dict[str, str]:
 
 @pytest.mark.parametrize("target", _targets())
 def test_what_conf_names_is_there(target: str) -> None:
-    if target == "lightning.pytorch.loggers.WandbLogger":  # the class is there without the package it needs
-        return
     assert callable(get_object(target))
 
 
