@@ -175,3 +175,31 @@ def test_predictions_are_written_in_the_order_of_the_data(trained: Finished, tra
 def _predictions(run_dir: Path) -> torch.Tensor:
     files = sorted((run_dir / "predictions").glob("rank_*.pt"))
     return torch.cat([batch for file in files for batch in torch.load(file)])
+
+
+@pytest.mark.parametrize("asked", ["resume=cut.ckpt", "mode=test ckpt_path=cut.ckpt"])
+def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
+    asked: str, trained: Finished, train: Train, tmp_path
+) -> None:
+    whole = (trained.run_dir / "checkpoints" / "last.ckpt").read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    refused = train(*PLAIN, *asked.split(), folder=tmp_path, check=False)
+    assert refused.err.startswith("error: cut.ckpt can't be read as a checkpoint: ")
+    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ("seed=7", "it was trained with seed=42, this run has 7"),
+        ("global_batch_size=32", "it was trained with global_batch_size=64, this run has 32"),
+    ],
+)
+def test_a_run_of_another_order_is_not_resumed(other: str, difference: str, trained: Finished, train: Train) -> None:
+    checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
+    refused = train(*PLAIN, f"resume={checkpoint}", other, check=False)
+    assert refused.err == (
+        f"error: {checkpoint} can't be resumed: {difference}; start anew with resume=never or another run_id\n"
+    )
+    assert refused.returncode == 2

@@ -19,9 +19,10 @@ def find(cfg: DictConfig) -> Path | None:
     """The checkpoint that ``cfg.mode`` reads; None for a run that starts at step 0.
 
     Raises:
-        Mistakes: the run differs from the checkpoint's in what decides the sample order.
+        Mistakes: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
     """
     if cfg.mode != "fit":
+        _position(Path(cfg.ckpt_path))
         return Path(cfg.ckpt_path)
     path, position = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
     if path is None:
@@ -46,4 +47,12 @@ def _to_resume(resume: str, run_dir: Path) -> tuple[Path | None, Position | None
         return newest(run_dir) or (None, None)
     if resume == "never":
         return None, None
-    return Path(resume), read_position(Path(resume))
+    return Path(resume), _position(Path(resume))
+
+
+def _position(path: Path) -> Position | None:
+    try:
+        return read_position(path)
+    except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
+        found = str(error).partition("\n")[0] or type(error).__name__
+        raise Mistakes([f"{shown(path)} can't be read as a checkpoint: {found}"]) from error
