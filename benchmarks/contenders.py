@@ -39,8 +39,9 @@ def raw_seconds(model: LightningModule, data: LightningDataModule, loss: Callabl
             start = time.process_time()
         if step == WARMUP_STEPS + steps:
             break
-        optimizer.zero_grad()
-        loss(batch).backward()
+        value = loss(batch)
+        optimizer.zero_grad()  # where Lightning does it: memory is then used again in the same order
+        value.backward()
         clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         if schedule is not None:
