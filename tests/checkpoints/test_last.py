@@ -10,7 +10,13 @@ import torch
 from lightswitch.checkpoints.last import LastCheckpoint
 from tests.conftest import PLAIN, Train
 
-RUN = (*PLAIN, "run_id=mine", "trainer.val_check_interval=100", "trainer.limit_val_batches=0")
+RUN = (
+    *PLAIN,
+    "trainer.accelerator=cpu",
+    "run_id=mine",
+    "trainer.val_check_interval=100",
+    "trainer.limit_val_batches=0",
+)
 
 WATCH = """
 import os

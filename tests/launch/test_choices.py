@@ -13,7 +13,8 @@ import torch
 
 from tests.conftest import PLAIN, Finished, Train, runs_in
 
-SHORT = (*PLAIN, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
+ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
+SHORT = (*ON_CPU, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
 DEBUG = ("anomaly", "limit", "one_batch", "overfit", "profiler")
 
 
@@ -30,7 +31,7 @@ def debugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Run directories of a sweep over all debug choices."""
     train = runs_in(tmp_path_factory.mktemp("debug"))
     record = ("callbacks.record._target_=tests.plain.Record", "callbacks.record.folder=${hydra:runtime.output_dir}")
-    swept = train("-m", *PLAIN, *record, "run_id=mine", "trainer.max_steps=20", f"debug={','.join(DEBUG)}")
+    swept = train("-m", *ON_CPU, *record, "run_id=mine", "trainer.max_steps=20", f"debug={','.join(DEBUG)}")
     return {choice: swept.folder / f"runs/plainmodel/mine/{number}" for number, choice in enumerate(DEBUG)}
 
 
@@ -112,7 +113,15 @@ def test_mlflow_stands_beside_the_default_loggers(train: Train) -> None:
 # optimizer and scheduler
 
 
-TINY_GPT = ("data=text", "model.context=8", "model.width=16", "model.layers=1", "model.sample_tokens=0", "run_id=mine")
+TINY_GPT = (
+    "trainer.accelerator=cpu",
+    "data=text",
+    "model.context=8",
+    "model.width=16",
+    "model.layers=1",
+    "model.sample_tokens=0",
+    "run_id=mine",
+)
 
 
 @pytest.fixture
@@ -154,7 +163,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, train: Train) -> None:
     checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
-    swept = train("-m", *PLAIN, "run_id=again", "mode=validate,test", f"ckpt_path={checkpoint}")
+    swept = train("-m", *ON_CPU, "run_id=again", "mode=validate,test", f"ckpt_path={checkpoint}")
     validated, tested = (swept.folder / f"runs/plainmodel/again/{number}" for number in (0, 1))
     assert column(validated, "val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-6)}
     assert column(tested, "test/loss").keys() == {4}
@@ -165,8 +174,8 @@ def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, trai
 def test_predictions_are_written_in_the_order_of_the_data(trained: Finished, train: Train) -> None:
     checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
     run = ("mode=predict", f"ckpt_path={checkpoint}")
-    alone = train(*PLAIN, *run)
-    shared = train(*PLAIN, *run, "strategy=ddp_fork", "trainer.devices=2")
+    alone = train(*ON_CPU, *run)
+    shared = train(*ON_CPU, *run, "strategy=ddp_fork", "trainer.devices=2")
     one, two = _predictions(alone.run_dir), _predictions(shared.run_dir)
     assert len(one) == 41
     assert torch.equal(one, two)

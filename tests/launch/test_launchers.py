@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import CHECKOUT, PLAIN
 from tests.launch.witness import WITNESS, witnesses
 
-RUN = (*PLAIN, *WITNESS, "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1")
+RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
 TRAIN_PY = str(CHECKOUT / "train.py")
 TIMEOUT_SECONDS = 120
 

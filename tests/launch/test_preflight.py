@@ -53,7 +53,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("request_", REFUSED)
 def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, train: Train) -> None:
-    refused = train(*PLAIN, *request_.split(), check=False)
+    on_cpu = () if "accelerator" in request_ else ("trainer.accelerator=cpu",)
+    refused = train(*PLAIN, *on_cpu, *request_.split(), check=False)
     assert refused.err == f"error: {REFUSED[request_]}\n"
     assert (refused.returncode, refused.out) == (2, "")
     assert list(refused.folder.iterdir()) == []
@@ -162,9 +163,9 @@ def test_a_bug_in_a_constructor_keeps_its_traceback(train: Train, constructors: 
 
 
 def test_a_refused_start_leaves_an_earlier_run_alone(train: Train) -> None:
-    run = (*PLAIN, "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
+    run = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
     first = train(*run)
     kept = {path: path.stat().st_size for path in first.run_dir.rglob("*.c*")}  # checkpoints, metrics.csv
-    refused = train(*run, "trainer.accelerator=gqu", folder=first.folder, check=False)
+    refused = train(*run, "resume=nowhere.ckpt", folder=first.folder, check=False)
     assert refused.returncode == 2
     assert {path: path.stat().st_size for path in first.run_dir.rglob("*.c*")} == kept
