@@ -98,7 +98,9 @@ def test_every_model_goes_with_the_data_of_its_kind(model: str, data: str, compo
     assert isinstance(instantiate(cfg.data, _convert_="all"), pl.LightningDataModule)
     with torch.device("meta"):  # 27 GB of weights in gpt_7b
         made = instantiate(cfg.model, _convert_="all")
+        assert made.configure_optimizers()
     assert isinstance(made, pl.LightningModule)
+    assert sum(parameter.numel() for parameter in made.parameters()) > 1e5
 
 
 @pytest.mark.parametrize("precision", choices("precision"))
@@ -140,6 +142,11 @@ def test_every_logger_is_made(choice: str, composed: Composed, monkeypatch: pyte
     made = instantiate(composed(f"logger={choice}").logger, _convert_="all")
     assert made
     assert all(isinstance(logger, pl.loggers.Logger) for logger in made.values())
+
+
+@pytest.mark.parametrize("choice", choices("trainer"))
+def test_every_trainer_is_made(choice: str, composed: Composed) -> None:
+    assert isinstance(instantiate(composed(f"trainer={choice}").trainer, _convert_="all"), pl.Trainer)
 
 
 @pytest.mark.parametrize("choice", choices("cluster"))
@@ -185,7 +192,9 @@ def test_the_strategy_in_use_is_the_one_asked_for(strategy: str, strategies: Fin
 
 
 @pytest.mark.parametrize(
-    "switches", [("strategy=single",), ("strategy=ddp_fork", "trainer.devices=2")], ids=["single", "ddp_fork"]
+    "switches",
+    [("strategy=single",), ("strategy=auto",), ("strategy=ddp_fork", "trainer.devices=2")],
+    ids=["single", "auto", "ddp_fork"],
 )
 def test_every_precision_trains(switches: tuple[str, ...], train: Train) -> None:
     swept = train("-m", *SHORT, *switches, f"precision={','.join(PRECISIONS_ON_CPU)}")

@@ -167,6 +167,9 @@ def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, trai
     validated, tested = (swept.folder / f"runs/plainmodel/again/{number}" for number in (0, 1))
     assert column(validated, "val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-6)}
     assert column(tested, "test/loss").keys() == {4}
+    shared = train(*ON_CPU, "mode=validate", f"ckpt_path={checkpoint}", "strategy=ddp_fork", "trainer.devices=2")
+    assert shared.column("val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-5)}
+    assert column(tested, "test/loss") == pytest.approx(trained.column("test/loss"), abs=1e-6)
     assert not list(swept.folder.rglob("*.ckpt"))
     assert f"reads      {checkpoint}" in swept.out
 
