@@ -29,16 +29,11 @@ LOG_STEPS = 50  # Lightning's own default
 CLIP_NORM = 1.0
 
 
-def raw_seconds(model: LightningModule, data: LightningDataModule, loss: Callable[[Any], Tensor], steps: int) -> float:
-    """CPU seconds a step of a loop that does nothing but train."""
+def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[[Any], Tensor]) -> Iterator[None]:
+    """A loop that does nothing but train; it stops after each step."""
     data.setup("fit")
     optimizer, schedule = _unpacked(model.configure_optimizers())
-    start = 0.0
-    for step, batch in enumerate(_endless(data.train_dataloader())):
-        if step == WARMUP_STEPS:
-            start = time.process_time()
-        if step == WARMUP_STEPS + steps:
-            break
+    for batch in _endless(data.train_dataloader()):
         value = loss(batch)
         optimizer.zero_grad()  # where Lightning does it: memory is then used again in the same order
         value.backward()
@@ -46,29 +41,29 @@ def raw_seconds(model: LightningModule, data: LightningDataModule, loss: Callabl
         optimizer.step()
         if schedule is not None:
             schedule.step()
-    return (time.process_time() - start) / steps
+        yield
 
 
-def engine_seconds(overrides: list[str], folder: Path, steps: int) -> float:
-    """CPU seconds a step of `python train.py`, with all that is on by default."""
-    with composed(overrides, folder, steps) as cfg:
+def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
+    """`python train.py`, with all that is on by default."""
+    with composed(overrides, folder, turns.steps) as cfg:
         model, data, trainer = build.build(cfg, preflight.check(cfg))
-        return _fit_seconds(trainer, model, data, steps)
+        _fit(trainer, model, data, turns)
 
 
-def peer_seconds(model: LightningModule, data: LightningDataModule, folder: Path, steps: int) -> float:
-    """CPU seconds a step of a plain Trainer with TensorBoard, bar and checkpoints."""
+def with_peer(model: LightningModule, data: LightningDataModule, folder: Path, turns: Turns) -> None:
+    """A plain Trainer with TensorBoard, bar and checkpoints."""
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=WARMUP_STEPS + steps + 1,
+        max_steps=turns.steps,
         limit_val_batches=0,
         gradient_clip_val=CLIP_NORM,
         log_every_n_steps=LOG_STEPS,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=CHECKPOINT_STEPS, save_last=True)],
         logger=TensorBoardLogger(folder),
     )
-    return _fit_seconds(trainer, model, data, steps)
+    _fit(trainer, model, data, turns)
 
 
 @contextlib.contextmanager
@@ -77,7 +72,7 @@ def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictCon
     resolvers.register()
     common = [
         f"hydra.run.dir={folder}",
-        f"trainer.max_steps={WARMUP_STEPS + steps + 1}",
+        f"trainer.max_steps={steps}",
         "trainer.limit_val_batches=0",  # a step's time is asked for
         "trainer.accelerator=cpu",
         f"callbacks.last_checkpoint.every_n_steps={CHECKPOINT_STEPS}",
@@ -90,16 +85,38 @@ def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictCon
         yield OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"])
 
 
-class Stopwatch(Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.start = self.end = 0.0
+class Turns(Callback):
+    """Takes turns between a Trainer's steps and those of a plain loop: whatever slows the machine slows both.
+
+    Afterwards, `seconds` and `raw_seconds` hold the CPU time of a step, a turn each.
+    """
+
+    def __init__(self, raw: Iterator[None], count: int, steps_each: int) -> None:
+        self.raw = raw
+        self.steps_each = steps_each
+        self.steps = WARMUP_STEPS + count * steps_each + 1  # the last one ends the last turn
+        self.seconds: list[float] = []
+        self.raw_seconds: list[float] = []
+        self._began = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == WARMUP_STEPS:
-            self.start = time.process_time()
-        if trainer.global_step == WARMUP_STEPS + self.steps:
-            self.end = time.process_time()
+        turn, step = divmod(trainer.global_step - WARMUP_STEPS, self.steps_each)
+        if turn < 0 or step:
+            return
+        now = time.process_time()
+        if turn:
+            self.seconds.append((now - self._began) / self.steps_each)
+        else:
+            self._run_raw()  # to warm up, too
+            now = time.process_time()
+        if len(self.raw_seconds) * self.steps_each < self.steps - WARMUP_STEPS - 1:
+            self._run_raw()
+            self.raw_seconds.append((time.process_time() - now) / self.steps_each)
+        self._began = time.process_time()
+
+    def _run_raw(self) -> None:
+        for _ in range(self.steps_each):
+            next(self.raw)
 
 
 class Terminal(io.StringIO):
@@ -109,13 +126,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def _fit_seconds(trainer: Trainer, model: LightningModule, data: LightningDataModule | None, steps: int) -> float:
-    watch = Stopwatch(steps)
-    trainer.callbacks.append(watch)  # type: ignore[attr-defined]
+def _fit(trainer: Trainer, model: LightningModule, data: LightningDataModule | None, turns: Turns) -> None:
+    trainer.callbacks.append(turns)  # type: ignore[attr-defined]
     terminal = Terminal()
     with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
         trainer.fit(model, datamodule=data)
-    return (watch.end - watch.start) / steps
 
 
 def _unpacked(configured: Any) -> tuple[torch.optim.Optimizer, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from hydra.utils import instantiate
 
 from benchmarks import mlp
-from benchmarks.contenders import LOG_STEPS, composed, engine_seconds, peer_seconds, raw_seconds
-from benchmarks.results import Row, interleaved, options, publish, row
+from benchmarks.contenders import CHECKPOINT_STEPS, LOG_STEPS, Turns, composed, raw_steps, with_engine, with_peer
+from benchmarks.results import Row, options, publish, row
+
+RAW = "raw PyTorch"
+PEER = "the peer's way"
 
 
 def main() -> None:
@@ -29,56 +32,67 @@ def main() -> None:
 
 
 def mlp_rows(quick: bool) -> list[Row]:
-    steps, rounds = (20, 1) if quick else (1000, 7)
-    samples = 32 * (steps + 100)  # within one epoch
+    """Each turn has one checkpoint in it."""
+    turns, steps, rounds = (2, 5, 1) if quick else (6, CHECKPOINT_STEPS, 2)
+    samples = 32 * (turns * steps + 100)  # one epoch holds them
     overrides = [
         *("model._target_=benchmarks.mlp.MLP", "data._target_=benchmarks.mlp.PointsData", f"data.samples={samples}"),
         *("global_batch_size=32", f"trainer.log_every_n_steps={LOG_STEPS}"),
     ]
-
-    def raw() -> float:
-        model = mlp.MLP()
-        return raw_seconds(
-            model, mlp.PointsData(samples), lambda batch: F.cross_entropy(model.net(batch[0]), batch[1]), steps
-        )
-
-    def peer(folder: Path) -> float:
-        return peer_seconds(mlp.PeerMLP(), mlp.PointsData(samples), folder, steps)
-
-    contenders = {
-        "MLP": _in_folder(lambda folder: engine_seconds(overrides, folder, steps)),
-        "raw PyTorch": raw,
-        "the peer's way": _in_folder(peer),
-    }
-    seconds = interleaved(contenders, rounds)
+    ours, peers = Times(), Times()
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            with_engine(overrides, Path(folder), ours.take(Turns(_raw_mlp(samples), turns, steps)))
+        with tempfile.TemporaryDirectory() as folder:
+            module, data = mlp.PeerMLP(), mlp.PointsData(samples)
+            with_peer(module, data, Path(folder), peers.take(Turns(_raw_mlp(samples), turns, steps)))
     return [
-        row("MLP", "raw PyTorch", seconds, "≤ 2.5"),
-        row("MLP", "the peer's way", seconds, "≤ 0.45"),
-        row("the peer's way", "raw PyTorch", seconds),
+        row("MLP", RAW, ours.against_raw("MLP"), "≤ 2.5"),
+        row("MLP", PEER, {"MLP": ours.seconds, PEER: peers.to_scale(ours)}, "≤ 0.45"),
+        row(PEER, RAW, peers.against_raw(PEER)),
     ]
 
 
 def gpt_rows(quick: bool) -> list[Row]:
-    steps, rounds = (3, 1) if quick else (60, 9)
-
-    def raw(folder: Path) -> float:
-        with composed([], folder, steps) as cfg:
+    turns, steps = (2, 2) if quick else (30, 10)
+    times = Times()
+    with tempfile.TemporaryDirectory() as folder:
+        with composed([], Path(folder), steps) as cfg:
             model, data = instantiate(cfg.model), instantiate(cfg.data)
-        return raw_seconds(model, data, model.loss, steps)
-
-    contenders = {
-        "GPT": _in_folder(lambda folder: engine_seconds([], folder, steps)),
-        "raw PyTorch": _in_folder(raw),
-    }
-    return [row("GPT", "raw PyTorch", interleaved(contenders, rounds), "≤ 1.03")]
+        with_engine([], Path(folder), times.take(Turns(raw_steps(model, data, model.loss), turns, steps)))
+    return [row("GPT", RAW, times.against_raw("GPT"), "≤ 1.03")]
 
 
-def _in_folder(seconds: Callable[[Path], float]) -> Callable[[], float]:
-    def run() -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            return seconds(Path(folder))
+def _raw_mlp(samples: int) -> Iterator[None]:
+    model = mlp.MLP()
+    return raw_steps(model, mlp.PointsData(samples), lambda batch: F.cross_entropy(model.net(batch[0]), batch[1]))
 
-    return run
+
+class Times:
+    """CPU seconds a step in the turns of one contender's runs."""
+
+    def __init__(self) -> None:
+        self.runs: list[Turns] = []
+
+    def take(self, turns: Turns) -> Turns:
+        self.runs.append(turns)
+        return turns
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for run in self.runs for seconds in run.seconds]
+
+    @property
+    def raw(self) -> list[float]:
+        return [seconds for run in self.runs for seconds in run.raw_seconds]
+
+    def against_raw(self, name: str) -> dict[str, list[float]]:
+        return {name: self.seconds, RAW: self.raw}
+
+    def to_scale(self, other: Times) -> list[float]:
+        """The seconds, had the plain loop beside them been as fast as beside `other`."""
+        scale = other.raw
+        return [mine * there / here for mine, here, there in zip(self.seconds, self.raw, scale, strict=True)]
 
 
 if __name__ == "__main__":
