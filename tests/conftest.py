@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
 import os
 import runpy
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +26,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a few processes share two cores; and sums
 torch.set_num_threads(1)
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lightswitch.launch.build", "lightning.pytorch", "torchmetrics.classification"])
+_context.set_forkserver_preload(
+    ["lightswitch.launch.build", "lightning.pytorch", "torchmetrics.classification", "deepspeed"]
+)
 
 
 @dataclass(frozen=True)
@@ -55,22 +61,28 @@ def train(tmp_path: Path) -> Train:
 
 
 def runs_in(tmp_path: Path) -> Train:
-    """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran."""
+    """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
+
+    With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script.
+    """
     count = 0
 
-    def run(*arguments: str, folder: Path | None = None, timeout_seconds: int = 200, check: bool = True) -> Finished:
+    def run(
+        *arguments: str, ranks: int = 0, folder: Path | None = None, timeout_seconds: int = 200, check: bool = True
+    ) -> Finished:
         nonlocal count
         count += 1
         folder = folder or tmp_path / str(count)
         folder.mkdir(exist_ok=True)
-        out, err = tmp_path / f"{count}.out", tmp_path / f"{count}.err"
-        process = _context.Process(target=_train, args=(arguments, folder, out, err))
-        process.start()
-        process.join(timeout_seconds)
-        if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-        finished = Finished(process.exitcode, out.read_text(), err.read_text(), folder)
+        written = [tmp_path / f"{count}.{rank}" for rank in range(max(1, ranks))]
+        environments: list[dict[str, str]] = _as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
+        processes = [
+            _context.Process(target=_train, args=(arguments, folder, path, environment))
+            for path, environment in zip(written, environments, strict=True)
+        ]
+        codes = _run(processes, timeout_seconds)
+        out, err = ("".join(Path(f"{path}.{stream}").read_text() for path in written) for stream in ("out", "err"))
+        finished = Finished(next((code for code in codes if code), 0), out, err, folder)
         if check:
             assert finished.returncode == 0, f"{' '.join(arguments)}\n{finished.out}\n{finished.err}"
         return finished
@@ -78,12 +90,39 @@ def runs_in(tmp_path: Path) -> Train:
     return run
 
 
-def _train(arguments: tuple[str, ...], folder: Path, out: Path, err: Path) -> None:
+def _as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": run_id}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _run(processes: list[multiprocessing.process.BaseProcess], timeout_seconds: int) -> list[int]:
+    """Exit codes; where one fails the others, which may wait for it, are ended."""
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout_seconds
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], 5)
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + 10)
+    for process in processes:
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment: dict[str, str]) -> None:
     os.setsid()  # so that a time-out ends the processes it has started, too
-    for stream, path in ((sys.stdout, out), (sys.stderr, err)):
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1 if stream is sys.stdout else 2)
+        path = f"{written}.{'out' if number == 1 else 'err'}"
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(folder)
+    os.environ.update(environment)
     sys.path[:0] = [str(CHECKOUT), str(folder)]
     sys.argv = [str(CHECKOUT / "train.py"), *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]

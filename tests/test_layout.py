@@ -37,6 +37,7 @@ WITHOUT_TORCH = (
     "lightswitch.launch.arguments",
     "lightswitch.launch.resolvers",
     "lightswitch.batches.plan",
+    "lightswitch.strategies.limits",
 )
 
 

@@ -15,6 +15,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from lightswitch.batches.plan import BatchError, BatchPlan, scaled_learning_rate
 from lightswitch.launch import nodes, placement
 from lightswitch.launch.mistakes import Mistakes, nearest
+from lightswitch.strategies import limits
 
 MODES = ("fit", "validate", "test", "predict")
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
@@ -52,6 +53,7 @@ def check(cfg: DictConfig) -> BatchPlan:
     _raise(
         nodes.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
+        _strategy(plain),
         _processes(plain["trainer"], sweep=hydra.mode == RunMode.MULTIRUN),
         _cluster(plain),
         _checkpoints(plain),
@@ -159,19 +161,25 @@ def _devices(devices: int | str | list[int]) -> int:
     return int(devices)
 
 
+def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
+    trainer = cfg["trainer"]
+    strategy = trainer.get("strategy")
+    if not isinstance(strategy, dict):
+        strategy = {"_target_": str(strategy)}
+    devices = _devices(trainer["devices"])
+    yield from limits.problems(
+        limits.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], devices, _accelerator(trainer) != "cpu")
+    )
+
+
 def _processes(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
     strategy = trainer.get("strategy") or {}
     method = strategy.get("start_method") if isinstance(strategy, dict) else str(strategy)
-    nodes, devices = trainer["num_nodes"], trainer["devices"]
-    if nodes > 1 and method in ("spawn", "fork", "ddp_spawn", "ddp_fork"):
-        yield f"strategy ddp_{method} starts processes on one node, and trainer.num_nodes={nodes}; use strategy=ddp"
-    if str(strategy.get("_target_") if isinstance(strategy, dict) else "").endswith("single.Single"):
-        if nodes * _devices(devices) > 1:
-            yield f"strategy=single is one device, and {nodes} × {devices} are asked for; use strategy=ddp"
-    elif sweep and _devices(devices) > 1 and not method:
+    nodes, devices = trainer["num_nodes"], _devices(trainer["devices"])
+    if sweep and devices > 1 and not method:
         yield "a sweep starts its jobs in one process; with trainer.devices > 1 use strategy=ddp_spawn"
     place = placement.detect()
-    if place.is_external and (place.nodes, place.devices_per_node) != (nodes, _devices(devices)):
+    if place.is_external and (place.nodes, place.devices_per_node) != (nodes, devices):
         yield (
             f"{place.launcher} started {place.nodes} nodes × {place.devices_per_node} processes, and the trainer has "
             f"num_nodes={nodes}, devices={devices}; leave both out, they follow the launcher"
@@ -233,8 +241,7 @@ def _devices_present(trainer: dict[str, Any]) -> Iterator[str]:
     kinds = {"gpu": CUDAAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator, "cpu": CPUAccelerator}
     if name not in (*kinds, "auto", "tpu"):
         yield f"trainer.accelerator={name} is unknown.{nearest(name, kinds)} Choices: auto, {', '.join(kinds)}, tpu"
-    if name == "auto":
-        name = "gpu" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else "cpu"
+    name = _accelerator(trainer)
     if name == "cpu":
         yield from _on_cpu(count, trainer.get("precision"))
     if name not in ("gpu", "cuda", "mps"):
@@ -244,6 +251,16 @@ def _devices_present(trainer: dict[str, Any]) -> Iterator[str]:
         yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
     elif _devices(count) > present:
         yield f"trainer.devices={count}: this machine has {present} of {name}; use trainer.devices={present}"
+
+
+def _accelerator(trainer: dict[str, Any]) -> str:
+    """The one in use; what `auto` stands for on this machine."""
+    from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+    name = str(trainer.get("accelerator", "auto"))
+    if name != "auto":
+        return name
+    return "gpu" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else "cpu"
 
 
 def _on_cpu(devices: int | str | list[int], precision: object) -> Iterator[str]:
