@@ -34,12 +34,12 @@ PAIRS = [
     for data in choices("data")
     if (data in LANGUAGE_DATA) == model.startswith("gpt")
 ]
-STRATEGIES = {  # on one device; in one process, ddp comes last, for it leaves a process group behind
+STRATEGIES = {  # on one device; each finds its process as if it were the first of the sweep
+    "ddp": ("DDPStrategy", "_SubprocessScriptLauncher", None),
     "ddp_fork": ("DDPStrategy", "_MultiProcessingLauncher", "fork"),
     "ddp_spawn": ("DDPStrategy", "_MultiProcessingLauncher", "spawn"),
     "auto": ("SingleDeviceStrategy", None, None),
     "single": ("Single", None, None),
-    "ddp": ("DDPStrategy", "_SubprocessScriptLauncher", None),
 }
 PRECISIONS_ON_CPU = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
 

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import composition, resolvers
+from lightswitch.launch import composition, processes, resolvers
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 
@@ -41,8 +41,10 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 gc.freeze()  # what is there stays: not to be looked through now, all at once
                 gc.enable()
             composed = True
+            environ = dict(os.environ)
             try:
                 main(cfg)
+                processes.take_back(environ)
             except Mistakes as mistakes:
                 _remove_empty_run_directory()
                 exit_with(mistakes.problems)
