@@ -56,7 +56,7 @@ class PlainData(pl.LightningDataModule):
 class PlainModel(pl.LightningModule):
     """Logs the way tutorials do, without sync_dist, and records the samples it was given."""
 
-    def __init__(self, width: int = 16, lr: float = 0.05, dropout: float = 0.0) -> None:
+    def __init__(self, width: int = 16, lr: float = 0.05, dropout: float = 0.0, eps: float = 1e-8) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 4))
@@ -82,7 +82,7 @@ class PlainModel(pl.LightningModule):
         self.log(f"{stage}/loss", nn.functional.cross_entropy(logits, batch[1]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, eps=self.hparams.eps)
 
 
 class Record(pl.Callback):

@@ -60,6 +60,15 @@ def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, train:
     assert list(refused.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "eps"), [("optimizer=adamw", "default eps"), ("optimizer=adam optimizer.eps=1e-5", "eps=1e-05")]
+)
+def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, eps: str, train: Train) -> None:
+    refused = train("precision=16-true", *optimizer.split(), check=False)
+    assert f"and the {eps} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4" in refused.err
+    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+
+
 def test_all_problems_are_told_at_once(train: Train) -> None:
     refused = train(
         *PLAIN,

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchError, BatchPlan, scaled_learning_rate
-from lightswitch.launch import nodes, placement
+from lightswitch.launch import nodes, placement, precision
 from lightswitch.launch.mistakes import Mistakes, nearest
 from lightswitch.strategies import limits
 
@@ -61,6 +61,7 @@ def check(cfg: DictConfig) -> BatchPlan:
         _run_directory(Path(hydra.runtime.output_dir)),
         _files(plain),
         _devices_present(plain["trainer"]),
+        precision.problems(plain, _accelerator(plain["trainer"])),
     )
     return _plan(plain)
 
@@ -243,7 +244,7 @@ def _devices_present(trainer: dict[str, Any]) -> Iterator[str]:
         yield f"trainer.accelerator={name} is unknown.{nearest(name, kinds)} Choices: auto, {', '.join(kinds)}, tpu"
     name = _accelerator(trainer)
     if name == "cpu":
-        yield from _on_cpu(count, trainer.get("precision"))
+        yield from _on_cpu(count)
     if name not in ("gpu", "cuda", "mps"):
         return
     present = kinds[name].auto_device_count() if kinds[name].is_available() else 0
@@ -263,8 +264,6 @@ def _accelerator(trainer: dict[str, Any]) -> str:
     return "gpu" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else "cpu"
 
 
-def _on_cpu(devices: int | str | list[int], precision: object) -> Iterator[str]:
+def _on_cpu(devices: int | str | list[int]) -> Iterator[str]:
     if devices in (-1, "-1") or isinstance(devices, list) or "," in str(devices):
         yield f"trainer.devices={devices} names GPUs, and the run is on the CPU; use a number of processes or auto"
-    if precision in (16, "16", "16-mixed"):
-        yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
