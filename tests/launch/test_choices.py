@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -193,8 +194,9 @@ def _predictions(run_dir: Path) -> torch.Tensor:
 def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
     asked: str, trained: Finished, train: Train, tmp_path
 ) -> None:
-    whole = (trained.run_dir / "checkpoints" / "last.ckpt").read_bytes()
-    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    shutil.copytree(trained.run_dir / "checkpoints" / "last.ckpt", tmp_path / "cut.ckpt")
+    whole = (tmp_path / "cut.ckpt" / "trainer.pt").read_bytes()
+    (tmp_path / "cut.ckpt" / "trainer.pt").write_bytes(whole[: len(whole) // 2])
     refused = train(*PLAIN, *asked.split(), folder=tmp_path, check=False)
     assert refused.err.startswith("error: cut.ckpt can't be read as a checkpoint: ")
     assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 KEY = "position"  # of a checkpoint
@@ -34,12 +33,6 @@ class Position:
 def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
     """None for a checkpoint that was written by something else."""
     return Position(**checkpoint[KEY]) if KEY in checkpoint else None
-
-
-def read_position(path: Path) -> Position | None:
-    import torch
-
-    return saved_position(torch.load(path, map_location="meta", mmap=True, weights_only=True))
 
 
 def save_position(checkpoint: dict[str, Any], position: Position) -> None:

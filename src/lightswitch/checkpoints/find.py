@@ -5,23 +5,47 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lightswitch.batches.position import Position, read_position
+import torch
+
+from lightswitch.batches.position import Position, saved_position
+from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.reader import UnfitCheckpoint
 
 log = logging.getLogger(__name__)
 
 
-def newest(run_dir: Path) -> tuple[Path, Position] | None:
-    """The checkpoint that stands furthest in training, whoever wrote it; None where there is none yet."""
-    found = [(path, _position(path)) for path in [*run_dir.glob("checkpoints/*.ckpt"), *run_dir.glob("*.ckpt")]]
-    good = [(path, position) for path, position in found if position is not None]
+def newest(run_dir: Path, thoroughly: bool) -> tuple[Path, Position] | None:
+    """The good checkpoint that stands furthest in training, whoever wrote it; None where there is none yet.
+
+    Args:
+        thoroughly: compare checksums, too. One process of a run does, and hands the path to the others.
+    """
+    found = [*run_dir.glob("checkpoints/*.ckpt"), *run_dir.glob("*.ckpt"), *run_dir.glob("checkpoints/*.ckpt.previous")]
+    good = [(path, position) for path in found if (position := _good(path, thoroughly)) is not None]
     # of two at the same place, the one whose validation has run
     return max(good, key=lambda found: (found[1].global_step, not found[1].validation_due), default=None)
 
 
-def _position(path: Path) -> Position | None:
+def position_of(path: Path, thoroughly: bool) -> Position | None:
+    """Where a checkpoint stands in training; None for one that was written by something else.
+
+    Raises:
+        UnfitCheckpoint: it can't be read, or it isn't what was written.
+    """
+    found = directory.damage(path) if thoroughly and path.is_dir() else None
     try:
-        position = read_position(path)
-    except Exception as error:  # torch raises many kinds for a file that was cut short
-        log.warning("%s can't be read and is passed over: %s", path, str(error).splitlines()[0])
+        if found is None:
+            if path.is_dir():
+                return saved_position(directory.read_state(path))
+            return saved_position(torch.load(path, map_location="meta", mmap=True, weights_only=True))
+    except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
+        found = str(error).partition("\n")[0] or type(error).__name__
+    raise UnfitCheckpoint(f"{path} can't be read as a checkpoint: {found}")
+
+
+def _good(path: Path, thoroughly: bool) -> Position | None:
+    try:
+        return position_of(path, thoroughly)
+    except UnfitCheckpoint as error:
+        log.warning("%s; it is passed over", error)
         return None
-    return position

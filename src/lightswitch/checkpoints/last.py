@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        """Written beside and renamed into place, so that `last.ckpt` is whole at any moment."""
         self._saved_step = trainer.global_step
-        if getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
-            return
-        partial = self.path.with_name("last.ckpt.partial")
-        trainer.save_checkpoint(partial)
-        if trainer.is_global_zero:
-            os.replace(partial, self.path)
+        if not getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
+            trainer.save_checkpoint(self.path)

@@ -6,8 +6,10 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightswitch.checkpoints.portable import PortableCheckpoints
 
-class Single(SingleDeviceStrategy):
+
+class Single(PortableCheckpoints, SingleDeviceStrategy):
     """Lightning's single-device strategy on the Trainer's accelerator; Lightning's own wants the device's name."""
 
     def __init__(self) -> None:

@@ -1,0 +1,53 @@
+"""Parameters under their own names, whatever wraps the modules they are in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def own_name(name: str) -> str:
+    """Without what torch.compile, FSDP and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Each once, under the first of its names."""
+    return {own_name(name): parameter for name, parameter in module.named_parameters()}
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """`state_dict` with a tensor that has several names under the first of them."""
+    first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    every |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    others = {own_name(name) for name in every - first}
+    named = {own_name(name): value for name, value in module.state_dict().items()}
+    return {name: value for name, value in named.items() if name not in others}
+
+
+def groups_of(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, with names in place of parameters."""
+    names = names_of(module)
+    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """Names by the parameters' identity."""
+    return {id(parameter): name for name, parameter in parameters(module).items()}
+
+
+def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """`<name>.<key>` of every tensor of an optimizer's state by name."""
+    return {
+        f"{name}.{key}": value
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    }

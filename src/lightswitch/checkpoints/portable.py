@@ -1,0 +1,136 @@
+"""What makes the checkpoints of a Lightning strategy the same as those of every other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightswitch.checkpoints import directory, names
+from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
+from lightswitch.checkpoints.safe import safe
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+else:
+    Strategy = object
+
+
+class PortableCheckpoints(Strategy):
+    """Stands before a strategy among the bases of a class. Parameters and optimizer states go by the parameters' names.
+
+    A strategy that spreads tensors in a way of its own overrides `lightning_module_state_dict`, `optimizer_state`,
+    `load_model_state_dict` and `load_optimizer_state_dict`; those here do for plain tensors and DTensors.
+    """
+
+    _checkpoint_group: dist.ProcessGroup | None = None
+    _reader: Reader
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # tensors are read into where the strategy has put them
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return names.state_of(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer's
+        assert self.lightning_module is not None
+        of = names.names_of(self.lightning_module)
+        state = {of[id(parameter)]: values for parameter, values in optimizer.state.items()}
+        return {"state": state, "param_groups": names.groups_of(optimizer, self.lightning_module)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        tensors, state = _split(checkpoint)
+        directory.write(Path(self.broadcast(filepath)), tensors, state, self._ranks())
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._reader = Reader(Path(self.broadcast(checkpoint_path)), self._ranks())
+        return {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        live = {name: value for name, value in names.state_of(module).items() if isinstance(value, Tensor)}
+        self._reader.check_model(live, strict)
+        saved = self._reader.names("model.")
+        self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})
+        if extra := checkpoint.get("extra_state"):
+            module.load_state_dict(extra, strict=False)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        parameters = names.parameters(self.lightning_module)
+        for index, (optimizer, saved) in enumerate(
+            zip(self.optimizers, checkpoint["optimizer_states"], strict=True)  # as many: checked by check_optimizers
+        ):
+            state = self._read_optimizer_state(f"optimizer.{index}.", saved["state"], parameters)
+            groups = names.groups_of(optimizer, self.lightning_module)
+            self._check_groups(groups, saved["param_groups"])
+            _load_by_position(optimizer, state, saved["param_groups"])
+
+    def _read_optimizer_state(
+        self, prefix: str, values: dict[str, Any], parameters: Mapping[str, Tensor]
+    ) -> dict[str, dict[str, Any]]:
+        state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values.items()}
+        targets: dict[str, Tensor] = {}
+        for full_name in self._reader.names(prefix):
+            name, _, key = full_name.rpartition(".")
+            shape = self._reader.shapes[prefix + full_name]
+            like = parameters[name].detach()
+            tensor = torch.zeros_like(like) if shape == like.shape and like.dim() else torch.zeros(shape)
+            state.setdefault(name, {})[key] = targets[prefix + full_name] = tensor
+        self._reader.fill(targets)
+        return state
+
+    def _check_groups(self, live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+        if [group["params"] for group in live] != [group["params"] for group in saved]:
+            raise UnfitCheckpoint(
+                f"{self._reader.path} is of another optimizer: its {len(saved)} parameter groups are not the "
+                f"{len(live)} of this one"
+            )
+
+    def _ranks(self) -> dist.ProcessGroup | None:
+        """A group of its own, of all ranks on their CPUs: NCCL's hands on no objects of the CPU's."""
+        if self._checkpoint_group is None and dist.is_available() and dist.is_initialized():
+            self._checkpoint_group = dist.new_group(backend="gloo")
+        return self._checkpoint_group
+
+
+def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of model and optimizers, and all else."""
+    weights = checkpoint.pop("state_dict")
+    tensors = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
+    checkpoint["extra_state"] = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+    optimizers = checkpoint.pop("optimizer_states", [])
+    for index, optimizer in enumerate(optimizers):
+        found = names.tensors_in(optimizer["state"])
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
+        optimizer["state"] = {
+            name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+            for name, values in optimizer["state"].items()
+        }
+    if optimizers:
+        checkpoint["optimizer_states"] = optimizers
+    return tensors, safe(checkpoint)
+
+
+def _load_by_position(optimizer: Optimizer, state: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """As `Optimizer.load_state_dict` takes it: parameters are numbers there."""
+    number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    optimizer.load_state_dict(
+        {
+            "state": {number[name]: values for name, values in state.items()},
+            "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
+        }
+    )
