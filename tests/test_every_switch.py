@@ -35,10 +35,10 @@ PAIRS = [
     if (data in LANGUAGE_DATA) == model.startswith("gpt")
 ]
 STRATEGIES = {  # on one device; each finds its process as if it were the first of the sweep
-    "ddp": ("DDPStrategy", "_SubprocessScriptLauncher", None),
-    "ddp_fork": ("DDPStrategy", "_MultiProcessingLauncher", "fork"),
-    "ddp_spawn": ("DDPStrategy", "_MultiProcessingLauncher", "spawn"),
-    "auto": ("SingleDeviceStrategy", None, None),
+    "ddp": ("DDP", "_SubprocessScriptLauncher", None),
+    "ddp_fork": ("DDP", "_MultiProcessingLauncher", "fork"),
+    "ddp_spawn": ("DDP", "_MultiProcessingLauncher", "spawn"),
+    "auto": ("Single", None, None),
     "single": ("Single", None, None),
 }
 PRECISIONS_ON_CPU = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import PLAIN, Finished, Train, runs_in
+from tests.tiny import MODELS, NO_CHECKPOINTS
 
 RUN = (
     *PLAIN,
@@ -49,6 +50,32 @@ def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: F
     first, *others = (torch.load(path) for path in sorted(switched.run_dir.glob("weights_*.pt")))
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+REPLICAS = {
+    "ddp": ("strategy=ddp", 2),
+    "ddp, four devices": ("strategy=ddp", 4),
+    "ddp_spawn": ("strategy=ddp_spawn", 0),
+    "ddp_fork": ("strategy=ddp_fork", 0),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finished]:
+    train = runs_in(tmp_path_factory.mktemp(request.param))
+    return request.param, train(*MODELS[request.param], *NO_CHECKPOINTS, "strategy=single")
+
+
+@pytest.mark.parametrize("switch", REPLICAS)
+def test_replicas_keep_the_losses_of_a_model(switch: str, model_alone: tuple[str, Finished], train: Train) -> None:
+    model, alone = model_alone
+    strategy, ranks = REPLICAS[switch]
+    devices = () if ranks else ("trainer.devices=2",)
+    run = train(*MODELS[model], *NO_CHECKPOINTS, strategy, *devices, ranks=ranks)
+
+    expected, found = alone.column("train/loss"), run.column("train/loss")
+    assert len(found) == 50
+    assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5
 
 
 def test_an_epoch_reads_each_sample_once(alone: Finished) -> None:

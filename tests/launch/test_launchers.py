@@ -66,8 +66,8 @@ def test_torchrun_starts_one_run(start: Start, tmp_path: Path) -> None:
     run_dir = _the_run(tmp_path)
     first, second = witnesses(run_dir)
     assert [first["local_rank"], second["local_rank"]] == [0, 1]
-    assert (first["world_size"], first["strategy"], first["cluster"]) == (2, "DDPStrategy", "TorchElasticEnvironment")
-    assert out.count("strategy   DDPStrategy, precision 32-true, 1 node × 2 CPU") == 1
+    assert (first["world_size"], first["strategy"], first["cluster"]) == (2, "DDP", "TorchElasticEnvironment")
+    assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
 
 
 def test_torchrun_decides_the_number_of_devices(start: Start, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port:
     seen = witnesses(run_dir)
     assert [place["node_rank"] for place in seen] == [0, 1]
     assert [place["cluster"] for place in seen] == ["LightningEnvironment"] * 2
-    assert [out.count("strategy   DDPStrategy, precision 32-true, 2 nodes × 1 CPU") for out in outs] == [1, 0]
+    assert [out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for out in outs] == [1, 0]
 
 
 def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port: str) -> None:
@@ -110,10 +110,10 @@ def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port:
     outs = [_finish(rank) for rank in ranks]
     seen = witnesses(_the_run(tmp_path))
     assert [(place["world_size"], place["local_rank"], place["strategy"]) for place in seen] == [
-        (2, 0, "DDPStrategy"),
-        (2, 1, "DDPStrategy"),
+        (2, 0, "DDP"),
+        (2, 1, "DDP"),
     ]
-    assert ["strategy   DDPStrategy" in out for out in outs] == [True, False]
+    assert ["strategy   DDP" in out for out in outs] == [True, False]
 
 
 def test_processes_started_one_by_one_need_a_run_id(start: Start, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, 
     seen = witnesses(_the_run(tmp_path))
     assert [place["local_rank"] for place in seen] == [0, 1]
     assert seen[0]["launcher"] == "_SubprocessScriptLauncher"
-    assert out.count("strategy   DDPStrategy, precision 32-true, 1 node × 2 CPU") == 1
+    assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
 
 
 def _finish(process: subprocess.Popen[str]) -> str:

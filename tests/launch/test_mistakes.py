@@ -33,7 +33,7 @@ MISTAKES = {
     "To switch it on: callbacks=[default,early_stopping]",
     "callbacks.throughputt.x=3": "callbacks.throughputt is not switched on. Did you mean throughput? "
     "To switch it on: callbacks=[default,throughputt]",
-    "strategy=ddp trainer.strategy.start_methd=fork": "trainer.strategy.start_methd: DDPStrategy takes no start_methd. "
+    "strategy=ddp trainer.strategy.start_methd=fork": "trainer.strategy.start_methd: DDP takes no start_methd. "
     "Did you mean start_method?",
     "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
     "EarlyStopping needs it; give callbacks.stop.monitor=VALUE",
@@ -104,7 +104,7 @@ def test_help_shows_commands_and_choices_and_imports_no_torch(answered: dict[str
 def test_a_config_can_be_shown_without_a_run(answered: dict[str, Answer]) -> None:
     answer = answered["--cfg"]
     assert (answer.returncode, answer.err, answer.imported, answer.left) == (0, "", [], [])
-    assert "_target_: lightning.pytorch.strategies.DDPStrategy" in answer.out
+    assert "_target_: lightswitch.strategies.ddp.DDP" in answer.out
 
 
 def test_a_mistake_costs_less_than_a_second_of_cpu(tmp_path) -> None:

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch.launch import composition, processes, resolvers
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
+from lightswitch.strategies.limits import Refused
 
 Main = Callable[[DictConfig], None]
 
@@ -48,6 +49,8 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except Mistakes as mistakes:
                 _remove_empty_run_directory()
                 exit_with(mistakes.problems)
+            except Refused as refused:
+                exit_with([str(refused)])
 
         hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
 

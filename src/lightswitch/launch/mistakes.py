@@ -15,6 +15,19 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 EXIT_CODE = 2
 
+_STRATEGIES = {  # that Lightning knows by these names: what to type here
+    "dp": "DataParallel is gone from Lightning; use strategy=ddp, which starts a process for each device",
+    "ddp_notebook": "use strategy=ddp_fork",
+    "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
+    "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
+    "fsdp2": "use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
+    "fsdp_cpu_offload": "use strategy=fsdp_offload",
+    "fsdp_native": "use strategy=fsdp, or strategy=fsdp1 for the older one",
+    "model_parallel": "use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
+    "single_device": "use strategy=single",
+    "xla": "there is no strategy for TPUs here",
+}
+
 
 class Mistakes(Exception):
     """Problems of the user's, a line each."""
@@ -61,6 +74,8 @@ def _mistakes_behind(error: BaseException | None) -> Mistakes | None:
 
 def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    if group == "strategy" and choice in _STRATEGIES:
+        return f"strategy={choice}: {_STRATEGIES[choice]}"
     choices = sorted(error.options or _files_of(group, str(error)))
     return f"{group}={choice}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
 

@@ -1,0 +1,23 @@
+"""The strategy of those who make no choice."""
+
+from __future__ import annotations
+
+from lightning.fabric.utilities.device_parser import _select_auto_accelerator
+from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
+from lightning.pytorch.strategies import Strategy
+
+from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.single import Single
+
+
+def auto(accelerator: str, devices: int | str | list[int], num_nodes: int) -> Strategy:
+    """One device as it is, several under ddp. The arguments are the Trainer's."""
+    return DDP() if num_nodes > 1 or _devices(accelerator, devices) > 1 else Single()
+
+
+def _devices(accelerator: str, devices: int | str | list[int]) -> int:
+    """As the Trainer counts them."""
+    name = {"auto": _select_auto_accelerator(), "gpu": "cuda" if CUDAAccelerator.is_available() else "mps"}
+    kind = AcceleratorRegistry.get(name.get(accelerator, accelerator))
+    count = kind.auto_device_count() if devices == "auto" else devices
+    return len(kind.get_parallel_devices(kind.parse_devices(count)))

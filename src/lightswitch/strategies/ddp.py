@@ -1,0 +1,111 @@
+"""A replica of the model on each device; gradients are averaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Literal
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
+
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.strategies.limits import Refused
+
+log = logging.getLogger(__name__)
+
+
+class DDP(PortableCheckpoints, DDPStrategy):
+    """Lightning's DDPStrategy, with all that it takes as plain values.
+
+    `comm_hook` makes the gradients smaller for their way: rounded to 16 bits, or as products of two thin matrices
+    (PowerSGD, Vogels et al. 2019), of rank `matrix_approximation_rank` and from step `start_powerSGD_iter` on.
+    """
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1000,
+        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        timeout_seconds: float = default_pg_timeout.total_seconds(),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self.comm_hook = comm_hook
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powersgd_iter = start_powerSGD_iter
+        self._all_are_used = find_unused_parameters or static_graph  # both cope with those that are not
+
+    def _register_ddp_hooks(self) -> None:
+        """On every device: Lightning registers hooks on CUDA, and elsewhere drops them without a word."""
+        assert isinstance(self.model, DistributedDataParallel)
+        if self.comm_hook == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.comm_hook == "bf16":
+            # Under another name: by its own, torch refuses it without NCCL, though gloo adds bfloat16 as well.
+            self.model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+        elif self.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=self.matrix_approximation_rank,
+                start_powerSGD_iter=self.start_powersgd_iter,
+            )
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            if self.is_global_zero:
+                log.warning("PowerSGD changes the gradients, and what it keeps of them is in no checkpoint")
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """But for a static graph's first backward pass, which DDP must see whole. What it averages stays averaged."""
+        assert isinstance(self.model, DistributedDataParallel)
+        first = self.model.static_graph and not self.model._static_graph_delay_allreduce_enqueued
+        with nullcontext() if first else self.model.no_sync():
+            yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """
+        Raises:
+            Refused: a parameter took no part in the first step, so that the gradients of the others were not averaged.
+        """
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self._all_are_used or not self.lightning_module.automatic_optimization or not self._is_synchronised:
+            return
+        parameters = self.lightning_module.named_parameters()
+        unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+        if unused:
+            raise Refused(
+                f"{_listed(unused)} took no part in the loss, and ddp waits for every gradient; freeze what is not "
+                "used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
+            )
+        self._all_are_used = True
+
+    @property
+    def _is_synchronised(self) -> bool:
+        """Not so in the micro batches before the last one of a step."""
+        return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+
+
+def _listed(names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more parameters" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
