@@ -1,0 +1,260 @@
+"""Fully sharded data parallelism on torch's `fully_shard` (FSDP2), for a LightningModule that knows nothing of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from lightswitch.strategies.clipping import clip_by_norm
+from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
+from lightswitch.strategies.limits import Refused
+from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
+from lightswitch.strategies.units import find_units
+
+log = logging.getLogger(__name__)
+
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class FSDP(ModelParallelStrategy):
+    """Shards parameters, gradients and optimizer state; the model's repeated blocks are gathered one at a time.
+
+    Runs on CUDA and on the CPU. What is built in `configure_model` is built once, on the CPU of global rank 0, and
+    handed out unit by unit, so that no device ever holds the whole model.
+
+    Args:
+        sharding_strategy: FULL_SHARD; SHARD_GRAD_OP, which keeps what it gathered for the backward pass; NO_SHARD,
+            a replica on each device; HYBRID_SHARD, replicas that are each sharded over ``shard_size`` devices.
+        shard_size: of HYBRID_SHARD; None for the devices of a node.
+        units: what is gathered at once, by class name or path; None for the model's repeated blocks.
+        activation_checkpointing: compute a unit's activations again in the backward pass instead of keeping them.
+        cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
+        param_dtype: what parameters are gathered and computed in; None for their own.
+        reduce_dtype: what gradients are summed in; None for ``param_dtype``.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: Sharding = "FULL_SHARD",
+        shard_size: int | None = None,
+        units: list[str] | None = None,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds))
+        self.sharding_strategy = sharding_strategy
+        self.shard_size = shard_size
+        self.units = units
+        self.activation_checkpointing = activation_checkpointing
+        self.cpu_offload = cpu_offload
+        self._sharded: nn.Module | None = None
+        self.mixed_precision = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, param_dtype) if param_dtype else None,
+            reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
+        )
+
+    # Processes
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        if self._device_mesh is None:  # a second one, for test after fit, would not be the parameters'
+            self._device_mesh = self._mesh()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _mesh(self) -> DeviceMesh:
+        shard_size = self._devices_of_a_replica()
+        shape = (self.world_size // shard_size, shard_size)
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _devices_of_a_replica(self) -> int:
+        if self.sharding_strategy == "NO_SHARD":
+            return 1
+        if self.sharding_strategy == "HYBRID_SHARD":
+            return self.shard_size or self.num_processes
+        return self.world_size
+
+    @property
+    def _data_parallel_mesh(self) -> DeviceMesh:
+        """One-dimensional where there is one replica: a second dimension of size 1 would cost an all-reduce."""
+        replicated = self.device_mesh["replicate"].size() > 1
+        return self.device_mesh["replicate", "shard"] if replicated else self.device_mesh["shard"]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _get_process_group_backend(self) -> str:
+        backend: str = super()._get_process_group_backend()
+        # the norm of a gradient that is kept on the host is summed over ranks there
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
+
+    # The model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Of `configure_model`: the values are rank 0's, and those of other ranks would be thrown away."""
+        with torch.device("cpu" if self.global_rank == 0 else "meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if self.model is not self._sharded:
+            self.model = self._sharded = self._shard(trainer)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, trainer: Trainer) -> nn.Module:
+        model = self._prepared(trainer)
+        units = find_units(model, self.units)
+        done: set[nn.Module] = set()
+        for module in [*reversed(units.values()), model]:  # inner before outer
+            hand_out(module, self.root_device, done)
+            self._shard_unit(module, is_root=module is model)
+        hand_out_metrics(model, self.root_device)
+        self._check(model)
+        if self.is_global_zero:
+            self._tell(units.values())
+        return model
+
+    def _prepared(self, trainer: Trainer) -> nn.Module:
+        """
+        Raises:
+            Refused: the module does what this strategy does.
+        """
+        assert self.lightning_module is not None
+        if any(isinstance(parameter, DTensor) for parameter in self.lightning_module.parameters()):
+            raise Refused(
+                f"{type(self.lightning_module).__name__} shards itself in configure_model; leave fully_shard and "
+                "parallelize_module to the strategy"
+            )
+        if not self.lightning_module.automatic_optimization:
+            raise Refused(
+                f"{type(self.lightning_module).__name__} optimizes by hand inside of training_step, where a sharded "
+                "strategy has the parameters gathered; use strategy=ddp"
+            )
+        if lost := self.broadcast(left_on_meta(self.lightning_module), src=self.world_size - 1):
+            raise Refused(
+                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
+                "values on ranks other than 0; use register_buffer"
+            )
+        model = self.precision_plugin.convert_module(self.lightning_module)
+        return self._layer_sync.apply(model) if self._layer_sync else model
+
+    def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
+        if self.activation_checkpointing and not is_root:
+            # inside of the hooks that gather the parameters, so that they are at hand when it is computed again
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        replicated = replicated_parameters(module)
+        fully_shard(
+            module,
+            mesh=self._data_parallel_mesh,
+            # the root's parameters are needed again as soon as the backward pass begins
+            reshard_after_forward=None if is_root else self._frees_after_forward,
+            mp_policy=self.mixed_precision,
+            offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
+            ignored_params=replicated,
+        )
+        for parameter in replicated:
+            if is_root and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
+
+    def _tell(self, units: Iterable[nn.Module]) -> None:
+        kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in units)
+        found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the model as one"
+        replicas, devices = (self.device_mesh[name].size() for name in ("replicate", "shard"))
+        log.info("units      %s; %d replica%s × %d shards", found, replicas, "s" if replicas > 1 else "", devices)
+        if self.cpu_offload and not self._offloads:
+            log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
+
+    @property
+    def _frees_after_forward(self) -> bool:
+        return self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+    @property
+    def _offloads(self) -> bool:
+        return self.cpu_offload and self.root_device.type != "cpu"
+
+    def _check(self, model: nn.Module) -> None:
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise Refused(f"there is nothing to shard in {type(model).__name__}; use strategy=ddp")
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign, assignment]
+
+    # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._redirected("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._redirected("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._redirected("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._redirected("predict_step", *args, **kwargs)
+
+    def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._reshard()  # a step without a backward pass has left the old values gathered
+        assert self.model is not None
+        broadcast_buffers(self.model)
+        return output
+
+    def on_validation_end(self) -> None:
+        self._reshard()
+
+    def on_test_end(self) -> None:
+        self._reshard()
+
+    def on_predict_end(self) -> None:
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit."""
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

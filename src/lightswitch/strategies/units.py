@@ -1,0 +1,77 @@
+"""Which modules of a model are sharded, gathered and freed as one: its repeated blocks, or those that are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightswitch.strategies.limits import Refused
+
+
+def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Units by path, outer before inner.
+
+    Args:
+        named: class names (``Block``) or paths (``encoder.layers.*``). None: the children of a container that are of
+            one class, that is, the blocks of a transformer or the stages of a convolutional network.
+
+    Raises:
+        Refused: a name that fits nothing, or a unit that shares parameters with the rest of the model.
+    """
+    if named is None:
+        return {path: unit for path, unit in _repeated(model) if _is_separable(model, unit)}
+    found = {path: module for path, module in model.named_modules() if path and _fits(path, module, named)}
+    for name in named:
+        if not any(_fits(path, module, [name]) for path, module in found.items()):
+            raise Refused(f"units: {name} is neither a class nor a path in {type(model).__name__}; {_classes(model)}")
+    for path, unit in found.items():
+        if not _is_separable(model, unit):
+            raise Refused(f"units: {path} shares parameters with modules outside of it; name one that holds both")
+    return found
+
+
+def _repeated(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost ones."""
+    classes = Counter(type(child) for child in module.children() if _has_matrix(child))
+    for name, child in module.named_children():
+        is_unit = _is_container(module) and classes[type(child)] > 1 and _has_matrix(child) and _has_forward(child)
+        if is_unit:
+            yield path + name, child
+        else:
+            yield from _repeated(child, f"{path}{name}.")
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Gathering hooks onto the forward pass, which a mere list of modules has not."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """A norm's few numbers are not worth a collective of their own."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _is_separable(model: nn.Module, unit: nn.Module) -> bool:
+    """A parameter that is tied across units has to be gathered by a module around both."""
+    inside, everywhere = _held(unit), _held(model)
+    return all(everywhere[parameter] == times for parameter, times in inside.items())
+
+
+def _held(module: nn.Module) -> Counter[nn.Parameter]:
+    return Counter(parameter for part in module.modules() for _, parameter in part.named_parameters(recurse=False))
+
+
+def _fits(path: str, module: nn.Module, names: Sequence[str]) -> bool:
+    return any(name == type(module).__name__ or fnmatchcase(path, name) for name in names)
+
+
+def _classes(model: nn.Module) -> str:
+    classes = sorted({type(module).__name__ for module in model.modules() if _has_matrix(module)})
+    return f"its classes are {', '.join(classes)}"
