@@ -91,7 +91,7 @@ def test_only_matrices_of_linear_layers_and_embeddings_decay(gpt):
 def test_residual_projections_begin_smaller_with_depth(gpt):
     model = gpt(layers=8, width=64, init_std=0.02)
     for block in model.transformer.blocks:
-        assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert block.attention.queries.weight.std().item() == pytest.approx(0.02, rel=0.1)
         assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)  # √(2 · 8) = 4
         assert block.mlp.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
 

@@ -11,7 +11,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def gpt2(layers: int, width: int) -> int:
-    """Embeddings; two norms, qkv, output and an MLP of 4 × width a layer; the last norm. The head is tied."""
+    """Embeddings; two norms, attention and an MLP of 4 × width a layer; the last norm. The head is tied."""
     norm = 2 * width
     attention = width * 3 * width + 3 * width + width * width + width
     mlp = width * 4 * width + 4 * width + 4 * width * width + width

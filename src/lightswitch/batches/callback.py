@@ -62,7 +62,7 @@ class GlobalBatch(Callback):
         if (reason := obstacle(loader)) is not None:
             _say_what_does_not_hold(trainer, reason, training)
             return loader
-        rank = (trainer.distributed_sampler_kwargs or {}).get("rank", 0)
+        rank = _data_rank(trainer)
         if not training:
             return evaluation_loader(loader, self.plan, rank)
         remade = training_loader(loader, self.plan, rank, self.seed, self._resumed)
@@ -94,7 +94,7 @@ class GlobalBatch(Callback):
         self._batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        place = mix(self.seed, self._epoch_start.global_step, self._batches, trainer.global_rank)
+        place = mix(self.seed, self._epoch_start.global_step, self._batches, _data_rank(trainer))
         seed_generators(place, trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -194,6 +194,11 @@ class GlobalBatch(Callback):
         if fetcher is None or self._validated_step == self._position(trainer).global_step:
             return False
         return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
+def _data_rank(trainer: Trainer) -> int:
+    """Ranks that hold one layer together read the same samples and drop the same units."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
 
 
 def _is_logged(trainer: Trainer) -> bool:

@@ -146,7 +146,10 @@ def _batch(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _plan(cfg: dict[str, Any]) -> BatchPlan:
     world = cfg["trainer"]["num_nodes"] * _devices(cfg["trainer"]["devices"])
-    return BatchPlan.derive(cfg["global_batch_size"], cfg["micro_batch_size"], world)
+    strategy = cfg["trainer"].get("strategy")
+    together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # on the same samples
+    replicas = max(1, world // max(1, together))
+    return BatchPlan.derive(cfg["global_batch_size"], cfg["micro_batch_size"], replicas)
 
 
 def _devices(devices: int | str | list[int]) -> int:

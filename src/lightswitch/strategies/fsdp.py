@@ -68,7 +68,7 @@ class FSDP(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds))
+        super().__init__(1, 1, process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds))
         self.sharding_strategy = sharding_strategy
         self.shard_size = shard_size
         self.units = units
@@ -90,16 +90,17 @@ class FSDP(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def _mesh(self) -> DeviceMesh:
-        shard_size = self._devices_of_a_replica()
-        shape = (self.world_size // shard_size, shard_size)
-        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        tensor_parallel = int(self._tensor_parallel_size)
+        shards = self._devices_of_a_replica(tensor_parallel)
+        shape = (self.world_size // shards // tensor_parallel, shards, tensor_parallel)
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard", "tensor_parallel"))
 
-    def _devices_of_a_replica(self) -> int:
+    def _devices_of_a_replica(self, tensor_parallel: int) -> int:
         if self.sharding_strategy == "NO_SHARD":
             return 1
         if self.sharding_strategy == "HYBRID_SHARD":
-            return self.shard_size or self.num_processes
-        return self.world_size
+            return self.shard_size or self.num_processes // tensor_parallel
+        return self.world_size // tensor_parallel
 
     @property
     def _data_parallel_mesh(self) -> DeviceMesh:
@@ -109,7 +110,8 @@ class FSDP(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        replicas = self._data_parallel_mesh.size()
+        return {"num_replicas": replicas, "rank": self.global_rank * replicas // self.world_size}
 
     def _get_process_group_backend(self) -> str:
         backend: str = super()._get_process_group_backend()
@@ -192,8 +194,10 @@ class FSDP(ModelParallelStrategy):
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in units)
         found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the model as one"
-        replicas, devices = (self.device_mesh[name].size() for name in ("replicate", "shard"))
-        log.info("units      %s; %d replica%s × %d shards", found, replicas, "s" if replicas > 1 else "", devices)
+        names = self.device_mesh.mesh_dim_names or ()
+        log.info(
+            "units      %s; mesh %s", found, " × ".join(f"{self.device_mesh[name].size()} {name}" for name in names)
+        )
         if self.cpu_offload and not self._offloads:
             log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
 

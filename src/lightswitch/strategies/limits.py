@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +56,16 @@ def _ddp(request: Request) -> Iterator[str]:
         )
     if options.get("static_graph") and options.get("find_unused_parameters"):
         yield "trainer.strategy.static_graph finds unused parameters itself; leave find_unused_parameters out"
-    for name in ("bucket_cap_mb", "timeout_seconds"):
-        if options.get(name) is not None and options[name] <= 0:
-            yield f"trainer.strategy.{name}={options[name]}: use a number greater than 0, or leave it out"
+    if (options.get("bucket_cap_mb") or 1) <= 0:
+        yield f"trainer.strategy.bucket_cap_mb={options['bucket_cap_mb']}: use a number greater than 0, or leave it out"
     yield from _process_group(request)
     yield from _powersgd(request)
 
 
 def _process_group(request: Request) -> Iterator[str]:
+    timeout = request.strategy.get("timeout_seconds", 1)
+    if timeout <= 0:
+        yield f"trainer.strategy.timeout_seconds={timeout}: use a number greater than 0, or leave it out"
     backend = request.strategy.get("process_group_backend")
     if backend == "nccl" and not request.on_gpu:
         yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
@@ -94,7 +97,85 @@ def _powersgd(request: Request) -> Iterator[str]:
         )
 
 
+def _fsdp(request: Request) -> Iterator[str]:
+    options = request.strategy
+    sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
+    devices = request.world_size // options.get("tensor_parallel_size", 1)
+    if shard_size is not None and sharding != "HYBRID_SHARD":
+        yield "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid, or leave it out"
+    elif shard_size is not None and (shard_size < 1 or devices % shard_size):
+        sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
+    elif sharding == "HYBRID_SHARD" and devices > 1 and (shard_size or request.devices) == 1:
+        yield "HYBRID_SHARD over one device of each node shards nothing; use strategy=fsdp, or strategy=ddp"
+    if options.get("param_dtype") and request.precision != "32-true":
+        yield (
+            f"trainer.strategy.param_dtype and precision={request.precision} both say what to compute in; "
+            "leave one of them out"
+        )
+    if request.precision == "16-mixed" and request.on_gpu:
+        yield "strategy=fsdp does not scale the loss as 16-mixed needs it; use precision=bf16-mixed, or strategy=ddp"
+    if request.on_gpu and sys.platform == "darwin":
+        yield "strategy=fsdp runs on CUDA devices and on the CPU; use trainer.accelerator=cpu"
+    yield from _process_group(request)
+
+
+def _fsdp_tp(request: Request) -> Iterator[str]:
+    size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
+    if size < 1 or request.world_size % size:
+        yield (
+            f"trainer.strategy.tensor_parallel_size={size} does not divide {request.nodes} × {request.devices} "
+            f"devices; use trainer.devices={max(1, size)} or a multiple of it"
+        )
+        return
+    model = str(request.model.get("_target_")).rpartition(".")[2]
+    if model not in plans:
+        yield (
+            f"strategy=fsdp_tp has no plan for {model}, only for {', '.join(plans)}; use strategy=fsdp, or "
+            f"trainer.strategy.plans.{model}=FUNCTION that returns torch's parallel styles by the paths of its modules"
+        )
+    yield from _fsdp(request)
+
+
+def _fsdp1(request: Request) -> Iterator[str]:
+    options = request.strategy
+    if request.precision in ("64", "64-true"):
+        yield "precision=64-true is not for strategy=fsdp1; use strategy=ddp, or another precision"
+    yield from _mesh(options.get("sharding_strategy", "FULL_SHARD"), options.get("device_mesh"), request)
+    yield from _dtypes(options.get("mixed_precision") or {})
+    yield from _process_group(request)
+
+
+def _mesh(sharding: str, mesh: list[int] | None, request: Request) -> Iterator[str]:
+    if "HYBRID" not in sharding:
+        if mesh is not None:
+            yield f"trainer.strategy.device_mesh is for HYBRID_SHARD, and sharding_strategy={sharding}; leave it out"
+        return
+    shape = mesh or [request.nodes, request.devices]
+    if len(shape) != 2 or shape[0] * shape[1] != request.world_size:
+        yield (
+            f"trainer.strategy.device_mesh={shape}: [replicas, devices of each] has to make the {request.world_size} "
+            "devices of the run"
+        )
+    elif shape[1] == 1 and shape[0] > 1:
+        yield (
+            f"sharding_strategy={sharding} with {shape[0]} replicas of 1 device each shards nothing; "
+            "use strategy=ddp, or give trainer.strategy.device_mesh=[replicas,devices of each]"
+        )
+
+
+def _dtypes(mixed_precision: dict[str, str]) -> Iterator[str]:
+    for key, dtype in mixed_precision.items():
+        if key not in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            yield f"trainer.strategy.mixed_precision.{key}: use param_dtype, reduce_dtype or buffer_dtype"
+        elif dtype not in ("float32", "bfloat16", "float16"):
+            yield f"trainer.strategy.mixed_precision.{key}={dtype}: use float32, bfloat16 or float16"
+
+
 _LIMITS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
     "Single": _single,
     "DDP": _ddp,
+    "FSDP1": _fsdp1,
+    "FSDP": _fsdp,
+    "TensorParallel": _fsdp_tp,
 }

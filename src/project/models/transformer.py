@@ -101,40 +101,42 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
+    """Queries, keys and values have a matrix each, and heads are counted by width: some heads alone work as well."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.qkv = Linear(shape.width, 3 * shape.width, bias=shape.bias, std=shape.init_std)
+        self.queries = Linear(shape.width, shape.width, bias=shape.bias, std=shape.init_std)
+        self.keys = Linear(shape.width, shape.width, bias=shape.bias, std=shape.init_std)
+        self.values = Linear(shape.width, shape.width, bias=shape.bias, std=shape.init_std)
         self.output = Linear(shape.width, shape.width, bias=shape.bias, std=shape.residual_std)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.shape.heads, self.shape.head_width))  # (batch, time, 3, heads, head)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head)
+        q, k, v = (self.heads(project(x)) for project in (self.queries, self.keys, self.values))
         if rotation is not None:
-            q, k = rotate(qkv[:, :, :2], rotation).permute(2, 0, 3, 1, 4)
+            q, k = rotate(q, rotation), rotate(k, rotation)
         dropout = self.shape.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.shape.causal)
         z: Tensor = self.dropout(self.output(y.transpose(1, 2).flatten(2)))
         return z
 
+    def heads(self, x: Tensor) -> Tensor:
+        """(batch, time, heads × head) to (batch, heads, time, head)."""
+        return torch.unflatten(x, -1, (-1, self.shape.head_width)).transpose(1, 2)
+
 
 class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gated = shape.mlp == "swiglu"
-        hidden = shape.hidden_width
-        self.input = Linear(shape.width, 2 * hidden if self.gated else hidden, bias=shape.bias, std=shape.init_std)
-        self.output = Linear(hidden, shape.width, bias=shape.bias, std=shape.residual_std)
+        width, hidden = shape.width, shape.hidden_width
+        self.gate = Linear(width, hidden, bias=shape.bias, std=shape.init_std) if shape.mlp == "swiglu" else None
+        self.input = Linear(width, hidden, bias=shape.bias, std=shape.init_std)
+        self.output = Linear(hidden, width, bias=shape.bias, std=shape.residual_std)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.input(x)
-        if self.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * up
-        else:
-            hidden = F.gelu(hidden)
+        hidden = F.gelu(self.input(x)) if self.gate is None else F.silu(self.gate(x)) * self.input(x)
         y: Tensor = self.dropout(self.output(hidden))
         return y
 
@@ -170,16 +172,16 @@ def norm(shape: Shape) -> nn.Module:
 
 
 def rotary(time: int, head_width: int, like: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) as complex numbers of length 1: (time, 1, 1, head_width / 2).
+    """Rotary position embedding (Su et al. 2021) as complex numbers of length 1: (time, head_width / 2).
 
     Computed in each forward, not kept in a buffer, so that there is nothing to shard, save or cast to 16 bits.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=dtype, device=like.device) / head_width)
     angle = torch.outer(torch.arange(time, dtype=dtype, device=like.device), frequency)
-    return torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:  # (batch, time, 2, heads, head)
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:  # (batch, heads, time, head)
     pairs = torch.view_as_complex(torch.unflatten(x.to(rotation.real.dtype), -1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)

@@ -1,0 +1,62 @@
+"""Data × tensor parallelism: layers cut by a plan that comes with the model, and each part sharded as under fsdp."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hydra.utils import get_object
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torchmetrics import Metric
+
+from lightswitch.strategies.fsdp import FSDP
+from lightswitch.strategies.limits import Refused
+
+
+class TensorParallel(FSDP):
+    """
+    Args:
+        tensor_parallel_size: devices that hold a layer together and read the same samples; best within a node.
+        plans: by the model's class name, the dotted path of a function of the model and the size that returns torch's
+            parallel styles by the paths of modules, in which `*` stands for anything.
+        options: of FSDP.
+    """
+
+    def __init__(self, tensor_parallel_size: int, plans: dict[str, str], **options: Any) -> None:
+        super().__init__(**options)
+        self._tensor_parallel_size = tensor_parallel_size
+        self.plans = plans
+        self._styles: dict[nn.Module, ParallelStyle] = {}
+
+    def _prepared(self, trainer: Trainer) -> nn.Module:
+        model = super()._prepared(trainer)
+        plan = self._plan(model)
+        self._styles = {
+            module: style
+            for path, module in model.named_modules()
+            for pattern, style in plan.items()
+            if fnmatchcase(path, pattern)
+        }
+        if not self._styles:
+            raise Refused(f"the plan {', '.join(plan)} fits no module of {type(model).__name__}")
+        data_parallel = self._data_parallel_mesh
+        group = (data_parallel if data_parallel.ndim == 1 else data_parallel._flatten()).get_group()
+        for module in model.modules():
+            if isinstance(module, Metric):  # the devices of a group have seen the same samples: they count once
+                module.process_group = group
+        return model
+
+    def _plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        for cls in type(model).__mro__:
+            if cls.__name__ in self.plans:
+                plan: dict[str, ParallelStyle] = get_object(self.plans[cls.__name__])(model, self._tensor_parallel_size)
+                return plan
+        raise Refused(f"there is no tensor-parallel plan for {type(model).__name__}; use strategy=fsdp")
+
+    def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
+        for part in module.modules():
+            if part in self._styles:
+                parallelize_module(part, self.device_mesh["tensor_parallel"], self._styles.pop(part))
+        super()._shard_unit(module, is_root)
