@@ -84,7 +84,7 @@ def test_a_checkpoint_cut_short_is_passed_over_and_the_one_before_it_used(train:
     tensors.write_bytes(tensors.read_bytes()[:-1000])
     second = train(*RUN, "trainer.max_steps=18", folder=first.folder)
     assert (
-        "last.ckpt can't be read as a checkpoint: __0_0.distcp is not what was written; it is passed over"
+        "step_17.ckpt can't be read as a checkpoint: __0_0.distcp is not what was written; it is passed over"
     ) in second.out
     assert "resumes    runs/plainmodel/mine/checkpoints/best.ckpt" in second.out
 
@@ -109,4 +109,4 @@ def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Trai
     data = ("data._target_=tests.plain.PlainData", "model.optimizer.lr=0.1", "run_id=mine", "global_batch_size=20")
     first = train(*model, *data, "trainer.max_steps=3")
     second = train(*model, *data, "trainer.max_steps=6", folder=first.folder)
-    assert "resumes    runs/partialmodel/mine/checkpoints/last.ckpt" in second.out
+    assert "resumes    runs/partialmodel/mine/checkpoints/step_3.ckpt" in second.out

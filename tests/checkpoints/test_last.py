@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from lightswitch.checkpoints.directory import read_state
-from lightswitch.checkpoints.last import LastCheckpoint
+from lightswitch.checkpoints.find import newest
+from lightswitch.checkpoints.last import LastCheckpoints
 from tests.conftest import PLAIN, Train
 
 RUN = (
@@ -23,45 +25,100 @@ import os
 import lightning.pytorch as pl
 
 class Watch(pl.Callback):
-    \"\"\"Writes down which checkpoints there are, and what is at last.ckpt, after each step.\"\"\"
-
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def on_train_batch_start(self, trainer, module, batch, index) -> None:
         path = os.path.join(self.folder, "last.ckpt")
-        stamp = os.stat(path).st_ino if os.path.exists(path) else None
+        target = os.readlink(path) if os.path.lexists(path) else None
+        names = os.listdir(self.folder) if target else []
         with open("seen.txt", "a") as file:
-            print(trainer.global_step, stamp, *sorted(os.listdir(self.folder)) if stamp else [], file=file)
+            whole = [name for name in names if os.path.exists(os.path.join(self.folder, name, "SHA256SUMS"))]
+            print(trainer.global_step, target, *whole, file=file)
+"""
+
+FILL = """
+import resource
+import lightning.pytorch as pl
+
+class Fill(pl.Callback):
+    # a limit to the size of files, for a disk that is full
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        if trainer.global_step == 3:
+            trainer.strategy._saver.wait()
+            import signal
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 """
 
 
-def test_last_is_replaced_every_so_many_steps_and_at_the_end(train: Train, tmp_path: Path) -> None:
+def test_last_points_to_the_newest_and_older_ones_go(train: Train, tmp_path: Path) -> None:
     (tmp_path / "watching.py").write_text(WATCH)
     run = train(
         *RUN,
         "trainer.max_steps=8",
-        "callbacks.last_checkpoint.every_n_steps=3",
+        "callbacks.last_checkpoint.every_n_steps=2",
         "callbacks.watch._target_=watching.Watch",
         "callbacks.watch.folder=${hydra:runtime.output_dir}/checkpoints",
         folder=tmp_path,
     )
-    files = [line.split()[1:] for line in (tmp_path / "seen.txt").read_text().splitlines()]
-    written = [inode for inode, *_ in files]
-    assert written[:3] == ["None"] * 3
-    assert written[3] == written[4] == written[5] != "None"
-    assert written[6] == written[7] != written[5]
-    assert all(names == ["last.ckpt"] for _, *names in files[3:])  # no partial file between steps
-    assert read_state(run.run_dir / "checkpoints" / "last.ckpt")["global_step"] == 8
+    for line in (tmp_path / "seen.txt").read_text().splitlines():
+        step, target, *whole = line.split()
+        assert target == "None" or target in whole, line  # it is written while training goes on
+        assert target == "None" or 0 <= int(step) - int(target[5:-5]) <= 4
+    checkpoints = run.run_dir / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["last.ckpt", "step_6.ckpt", "step_8.ckpt"]
+    assert os.readlink(checkpoints / "last.ckpt") == "step_8.ckpt"
+    assert read_state(checkpoints / "last.ckpt")["global_step"] == 8
+
+
+def test_those_to_keep_stay_for_ever(train: Train) -> None:
+    every = ("callbacks.last_checkpoint.every_n_steps=1", "callbacks.last_checkpoint.keep_every_n_steps=3")
+    run = train(*RUN, "trainer.max_steps=8", *every, "callbacks.last_checkpoint.keep=1")
+    checkpoints = run.run_dir / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_3.ckpt", "step_6.ckpt", "step_8.ckpt"]
+
+
+def test_the_best_few_are_kept(train: Train) -> None:
+    best = ("callbacks.best_checkpoint.save_top_k=2", "callbacks.best_checkpoint.filename='best_{step}'")
+    run = train(*RUN[:-2], *best, "trainer.max_steps=40", "trainer.val_check_interval=5")
+    losses = run.column("val/loss")
+    two = sorted(losses, key=lambda step: losses[step])[:2]
+    kept = {path.name for path in (run.run_dir / "checkpoints").glob("best*")}
+    assert kept == {f"best_step={step + 1}.ckpt" for step in two}
 
 
 def test_steps_are_counted_whatever_the_accumulation(train: Train) -> None:
-    run = train(
-        *RUN, "trainer.max_steps=3", "micro_batch_size=16", "callbacks.last_checkpoint.every_n_steps=2", "resume=never"
-    )
+    run = train(*RUN, "trainer.max_steps=3", "micro_batch_size=16", "callbacks.last_checkpoint.every_n_steps=2")
     assert read_state(run.run_dir / "checkpoints" / "last.ckpt")["global_step"] == 3
 
 
-def test_every_n_steps_is_at_least_one() -> None:
-    with pytest.raises(ValueError, match="every_n_steps is 0; it counts optimizer steps, so it is at least 1"):
-        LastCheckpoint("anywhere", every_n_steps=0)
+def test_a_full_disk_is_told_at_the_next_step_and_the_older_checkpoint_stays(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "watching.py").write_text(FILL)
+    run = train(
+        *RUN,
+        "model.width=20000",  # 1.7 MB with Adam's state
+        "trainer.max_steps=6",
+        "callbacks.last_checkpoint.every_n_steps=2",
+        "callbacks.fill._target_=watching.Fill",
+        "callbacks.fill.folder=${hydra:runtime.output_dir}/checkpoints",
+        folder=tmp_path,
+        check=False,
+    )
+    told = "the checkpoint could not be written: rank 0: "
+    assert f"{told}" in run.out
+    assert "training goes on, and the checkpoints before it are kept" in run.out
+    checkpoints = run.run_dir / "checkpoints"
+    assert os.readlink(checkpoints / "last.ckpt") == "step_2.ckpt"
+    assert newest(run.run_dir, thoroughly=True)[1].global_step == 2
+    assert run.returncode != 0
+    assert told in run.err
+
+
+@pytest.mark.parametrize("count", ["every_n_steps", "keep", "keep_every_n_steps"])
+def test_counts_are_at_least_one(count: str) -> None:
+    with pytest.raises(ValueError, match=f"{count} is -1; it is at least 1"):
+        LastCheckpoints("anywhere", **{"every_n_steps": 1, count: -1})

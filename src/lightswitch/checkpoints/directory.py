@@ -54,7 +54,8 @@ def read_state(path: Path) -> dict[str, Any]:
 def damage(path: Path) -> str | None:
     """What is wrong with the files of a checkpoint, in a few words; None if each is what was written."""
     try:
-        sums = dict(reversed(line.split("  ", 1)) for line in (path / SUMS).read_text().splitlines())
+        lines = [line.split("  ") for line in (path / SUMS).read_text().splitlines()]
+        sums = {name: digest for digest, name in lines}
     except (OSError, ValueError):
         return f"it has no {SUMS}, or a part of it"
     for name in (_TENSORS, STATE, *(file.name for file in path.glob("*.distcp"))):
@@ -131,8 +132,10 @@ def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> lis
     result, failed = None, None
     try:
         result = action()
-    except (OSError, CheckpointException) as error:
+    except OSError as error:
         failed = str(error)
+    except CheckpointException as error:
+        failed = "; ".join(str(cause) for cause, _ in error.failures.values())
     if group is None:
         outcomes: list[Any] = [(result, failed)]
     else:

@@ -20,7 +20,8 @@ def newest(run_dir: Path, thoroughly: bool) -> tuple[Path, Position] | None:
     Args:
         thoroughly: compare checksums, too. One process of a run does, and hands the path to the others.
     """
-    found = [*run_dir.glob("checkpoints/*.ckpt"), *run_dir.glob("*.ckpt"), *run_dir.glob("checkpoints/*.ckpt.previous")]
+    patterns = ("checkpoints/*.ckpt", "checkpoints/*.ckpt.previous", "*.ckpt")
+    found = [path for pattern in patterns for path in run_dir.glob(pattern) if not path.is_symlink()]
     good = [(path, position) for path in found if (position := _good(path, thoroughly)) is not None]
     # of two at the same place, the one whose validation has run
     return max(good, key=lambda found: (found[1].global_step, not found[1].validation_due), default=None)

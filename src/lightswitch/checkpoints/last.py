@@ -1,26 +1,39 @@
-"""The checkpoint that a run goes on from."""
+"""The checkpoints that a run goes on from."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightswitch.checkpoints import directory
 
-class LastCheckpoint(Checkpoint):
-    """Writes ``folder``/last.ckpt every so many optimizer steps and at the end of training.
 
-    Lightning's `save_last` follows the last *best* one, and nothing of it is written at the end of a run whose length
-    is no multiple of its interval.
+class LastCheckpoints(Checkpoint):
+    """Writes ``folder``/step_<n>.ckpt every so many optimizer steps and at the end of training.
+
+    ``folder``/last.ckpt is a link to the newest that is whole. Lightning's `save_last` follows the last *best* one, and
+    nothing of it is written at the end of a run whose length is no multiple of its interval.
+
+    Args:
+        every_n_steps: between two of them.
+        keep: how many of them stay, the newest; an older one goes when a new one is good.
+        keep_every_n_steps: those at multiples of it stay for ever.
     """
 
-    def __init__(self, folder: str, every_n_steps: int) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps is {every_n_steps}; it counts optimizer steps, so it is at least 1")
-        self.path = Path(folder) / "last.ckpt"
+    def __init__(self, folder: str, every_n_steps: int, keep: int = 2, keep_every_n_steps: int | None = None) -> None:
+        counts = {"every_n_steps": every_n_steps, "keep": keep, "keep_every_n_steps": keep_every_n_steps or 1}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} is {count}; it is at least 1")
+        self.folder = Path(folder)
         self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.keep_every_n_steps = keep_every_n_steps
         self._saved_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,5 +51,32 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
-        if not getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
-            trainer.save_checkpoint(self.path)
+        if getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
+            return
+        path = self.folder / f"step_{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            # a strategy from elsewhere has written it by now
+            once_saved: Callable[[Callable[[], None]], None] = getattr(trainer.strategy, "once_saved", _now)
+            once_saved(lambda: self._point_to(path))
+
+    def _point_to(self, path: Path) -> None:
+        beside = self.folder / "last.ckpt.partial"
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(path.name)
+        os.replace(beside, self.folder / "last.ckpt")
+        for old in self._outdated(_step(path)):
+            directory.remove(old)
+
+    def _outdated(self, newest_step: int) -> list[Path]:
+        """Also those of the run before it was started again; not those ahead of a run that was started anew."""
+        older = sorted((path for path in self.folder.glob("step_*.ckpt") if _step(path) <= newest_step), key=_step)
+        return [path for path in older[: -self.keep] if _step(path) % (self.keep_every_n_steps or newest_step + 1)]
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _now(action: Callable[[], None]) -> None:
+    action()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,17 @@ from torch.optim import Optimizer
 from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
 from lightswitch.checkpoints.safe import safe
+from lightswitch.checkpoints.saver import Saver
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 else:
     Strategy = object
+
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
 class PortableCheckpoints(Strategy):
@@ -30,6 +38,10 @@ class PortableCheckpoints(Strategy):
 
     _checkpoint_group: dist.ProcessGroup | None = None
     _reader: Reader
+
+    @functools.cached_property
+    def _saver(self) -> Saver:  # made in the process that saves: a strategy is sent to those that Python spawns
+        return Saver()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -51,10 +63,41 @@ class PortableCheckpoints(Strategy):
         return {"state": state, "param_groups": names.groups_of(optimizer, self.lightning_module)}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Returns once the state is copied; it is written while training goes on."""
         tensors, state = _split(checkpoint)
-        directory.write(Path(self.broadcast(filepath)), tensors, state, self._ranks())
+        path, staged, ranks = Path(self.broadcast(filepath)), self._saver.stage(tensors), self._ranks()
+        self._saver.write(lambda: directory.write(path, staged, state, ranks))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.once_saved(lambda: directory.remove(Path(filepath)))
+
+    def once_saved(self, action: Callable[[], None]) -> None:
+        """Do this when what was saved last is written, and only if it is good."""
+        self._saver.then(action)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        failure = self._saver.failure()
+        if failure is not None and self.is_global_zero:
+            log.error("%s; training goes on, and the checkpoints before it are kept", failure)
+
+    def on_train_end(self) -> None:
+        """
+        Raises:
+            OSError: the run's last checkpoint could not be written.
+        """
+        super().on_train_end()
+        self._saver.wait()
+        if (failure := self._saver.failure()) is not None:
+            raise failure
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._saver.wait(_PATIENCE_SECONDS)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saver.wait()
         self._reader = Reader(Path(self.broadcast(checkpoint_path)), self._ranks())
         return {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
 

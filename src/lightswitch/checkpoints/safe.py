@@ -13,7 +13,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-_KEPT = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.Size, torch.device)
+_KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 _left_out: set[str] = set()
 
 
@@ -24,6 +24,8 @@ def safe(value: Any, path: str = "") -> Any:
 
 
 def _plain(value: Any, path: str) -> tuple[bool, Any]:
+    if isinstance(value, torch.Tensor):
+        return True, value.detach().cpu().clone()  # it may change while it is being written
     if value is None or type(value) in _KEPT:
         return True, value
     if isinstance(value, Mapping):
@@ -34,7 +36,6 @@ def _plain(value: Any, path: str) -> tuple[bool, Any]:
         kind = type(value) if type(value) in (list, tuple, set) else list
         return True, kind(plain for kept, plain in items if kept)
     for known, converted in (
-        (torch.Tensor, lambda: value.detach()),
         (np.generic, lambda: value.item()),
         (np.ndarray, lambda: torch.from_numpy(value)),
         (Enum, lambda: value.value),

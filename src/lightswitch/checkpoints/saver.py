@@ -1,0 +1,82 @@
+"""Writing checkpoints beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Thread
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+Action = Callable[[], None]
+
+
+class Saver:
+    """Writes one checkpoint after the other in a thread, and does what is to follow a write only if it was good.
+
+    Every rank must ask for the same writes in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._last: Thread | None = None  # of what was asked for; each waits for the one before
+        self._good = True
+        self._failure: OSError | None = None
+        self._staged: dict[str, Tensor] = {}
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the CPU, of a DTensor its part, in memory that is kept for the next checkpoint.
+
+        This is what training waits for, beside the end of the write before.
+        """
+        self.wait()
+        staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # until then, the copies are under way
+        return staged
+
+    def write(self, write: Action) -> None:
+        def attempt() -> None:
+            try:
+                write()
+                self._good = True
+            except OSError as error:
+                self._good, self._failure = False, error
+
+        self._start(attempt)
+
+    def then(self, action: Action) -> None:
+        self._start(lambda: action() if self._good else None)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Until nothing is being written."""
+        if self._last is not None:
+            self._last.join(timeout_seconds)
+
+    def failure(self) -> OSError | None:
+        """Why a write failed, told once."""
+        told, self._failure = self._failure, None
+        return told
+
+    def _start(self, action: Action) -> None:
+        before = self._last
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            action()
+
+        self._last = Thread(target=run, name="checkpoint", daemon=True)
+        self._last.start()
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        if not is_traceable_wrapper_subclass(tensor):
+            return self._copied(name, tensor)
+        copied: Tensor = transform_subclass(tensor, lambda part, inner: self._copied(f"{name}/{part}", inner))
+        return copied
+
+    def _copied(self, key: str, part: Tensor) -> Tensor:
+        kept = self._staged.get(key)
+        if kept is None or (kept.shape, kept.dtype) != (part.shape, part.dtype):
+            kept = self._staged[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        return kept.copy_(part.detach(), non_blocking=True)
