@@ -40,7 +40,8 @@ def left_on_meta(module: nn.Module) -> list[str]:
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if not isinstance(part, Metric) and any(tensor.is_meta for tensor in _tensors(value))
+        if name not in ("_parameters", "_buffers") and not isinstance(part, Metric)
+        if any(tensor.is_meta for tensor in _tensors(value))
     ]
 
 
