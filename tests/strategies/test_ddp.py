@@ -44,7 +44,6 @@ def largest_difference(run: Finished, alone: Finished) -> float:
         "gradient_as_bucket_view=true",
         "static_graph=true",
         "bucket_cap_mb=0.01",
-        "broadcast_buffers=false",
         "process_group_backend=gloo",
     ],
 )

@@ -33,7 +33,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
-        broadcast_buffers: bool = True,
         comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
         matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1000,
@@ -49,7 +48,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             bucket_cap_mb=bucket_cap_mb,
-            broadcast_buffers=broadcast_buffers,
         )
         self.comm_hook = comm_hook
         self.matrix_approximation_rank = matrix_approximation_rank

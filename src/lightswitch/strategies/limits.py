@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lightswitch.refused import Refused as Refused
+
 
 @dataclass(frozen=True)
 class Request:
@@ -26,10 +28,6 @@ class Request:
     @property
     def precision(self) -> str:
         return str(self.trainer.get("precision"))
-
-
-class Refused(Exception):
-    """What a strategy can't do with a model, found when it meets it: one line."""
 
 
 def problems(request: Request) -> Iterator[str]:

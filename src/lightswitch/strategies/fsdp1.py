@@ -1,0 +1,257 @@
+"""torch's older FullyShardedDataParallel, on CUDA and on the CPU, with the traps of Lightning's FSDPStrategy mended."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision as Dtypes
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
+from lightswitch.strategies.limits import Refused
+from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
+from lightswitch.strategies.units import find_units
+
+log = logging.getLogger(__name__)
+
+
+class FSDP1(FSDPStrategy):
+    """Lightning's FSDPStrategy under the names of its documentation, with plain values.
+
+    Args:
+        device_mesh: of the two HYBRID strategies, [replicas, devices of each]; None for [nodes, devices of a node].
+        auto_wrap_policy: what is gathered at once, by class name or path; None for the model's repeated blocks.
+        activation_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
+        mixed_precision: dtypes by name, ``{param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: float32}``;
+            None for the run's precision, which means what it means under every other strategy.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: Literal[
+            "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"
+        ] = "FULL_SHARD",
+        device_mesh: list[int] | None = None,
+        auto_wrap_policy: list[str] | None = None,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        mixed_precision: dict[str, str] | None = None,
+        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        timeout_seconds: float = default_pg_timeout.total_seconds(),
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+            cpu_offload=cpu_offload,
+            mixed_precision=_dtypes(mixed_precision),
+        )
+        self.sharding_strategy = ShardingStrategy[sharding_strategy]
+        self.mesh_shape = device_mesh
+        self.units = auto_wrap_policy
+        self.activation_checkpointing = activation_checkpointing
+        self._root: FullyShardedDataParallel | None = None
+        self._shapes: dict[nn.Parameter, torch.Size] = {}
+
+    # Precision: under FSDP's own, "mixed" would also sum gradients in 16 bits
+
+    @property  # type: ignore[override]  # Lightning's narrows it to FSDPPrecision
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin and _plain(
+            plugin.precision, on_cpu=isinstance(self.accelerator, CPUAccelerator)
+        )
+
+    @property
+    def mixed_precision_config(self) -> Dtypes | None:
+        return self.mixed_precision
+
+    # The model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Of `configure_model`: the values are rank 0's, and those of other ranks would be thrown away."""
+        with torch.device("cpu" if self.global_rank == 0 else "meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        yield  # it is for modules that wrap themselves, which are refused
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if self._root is None:  # a test after fit has it
+            self._root = self._sharded()
+        self.model = self._root
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            with _in_full_shape(self._shapes):
+                self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _sharded(self) -> FullyShardedDataParallel:
+        model = self._prepared()
+        mesh = self._mesh()
+        done: set[nn.Module] = set()
+        for path in reversed(self._units(model)):  # inner before outer
+            unit = model.get_submodule(path)
+            hand_out(unit, self.root_device, done)
+            if self.activation_checkpointing:
+                # inside of the hooks that gather the parameters, so that they are at hand when it is computed again
+                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+            model.set_submodule(path, self._wrapped(unit, mesh))
+        hand_out(model, self.root_device, done)
+        root = self._wrapped(model, mesh)
+        hand_out_metrics(model, self.root_device)
+        self._check(root)
+        for parameter in replicated_parameters(model):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
+        return root
+
+    def _prepared(self) -> nn.Module:
+        """
+        Raises:
+            Refused: the module does what this strategy does.
+        """
+        module = self.lightning_module
+        assert module is not None
+        name = type(module).__name__
+        if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+            raise Refused(f"{name} wraps itself in configure_model; leave FullyShardedDataParallel to the strategy")
+        if not module.automatic_optimization:
+            raise Refused(
+                f"{name} optimizes by hand inside of training_step, where a sharded strategy has the parameters "
+                "gathered; use strategy=ddp"
+            )
+        if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
+            raise Refused(
+                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
+                "values on ranks other than 0; use register_buffer"
+            )
+        model = self.precision_plugin.convert_module(module)
+        return self._layer_sync.apply(model) if self._layer_sync else model
+
+    def _units(self, model: nn.Module) -> dict[str, nn.Module]:
+        try:
+            return find_units(model, self.units)
+        except ValueError as error:
+            raise Refused(f"trainer.strategy.auto_wrap_policy: {error}") from error
+
+    def _mesh(self) -> DeviceMesh | None:
+        """Without one, the two HYBRID strategies would train replicas that are never averaged."""
+        if "HYBRID" not in self.sharding_strategy.name:
+            return None
+        replicas, devices = self.mesh_shape or (self.num_nodes, self.num_processes)
+        return init_device_mesh(self.root_device.type, (replicas, devices), mesh_dim_names=("replicate", "shard"))
+
+    def _wrapped(self, module: nn.Module, mesh: DeviceMesh | None) -> FullyShardedDataParallel:
+        for parameter in module.parameters():
+            self._shapes.setdefault(parameter, parameter.shape)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)  # as all
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # on one device there is no other
+            return FullyShardedDataParallel(
+                module,
+                sharding_strategy=self.sharding_strategy,
+                device_mesh=mesh,
+                device_id=self.root_device,
+                cpu_offload=self.cpu_offload if self.root_device.type != "cpu" else None,  # it asks for pinned memory
+                mixed_precision=self.mixed_precision,
+                ignored_states=list(replicated_parameters(module)),
+                use_orig_params=True,
+            )
+
+    def _check(self, root: FullyShardedDataParallel) -> None:
+        if self.world_size > 1 and self.sharding_strategy != ShardingStrategy.NO_SHARD and not list(_handles(root)):
+            raise Refused(f"there is nothing to shard in {type(root.module).__name__}; use strategy=ddp")
+        if self.is_global_zero:
+            log.warning("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor")
+            if self.cpu_offload.offload_params and self.root_device.type == "cpu":
+                log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
+
+    # Steps
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Over all ranks' shards; torch's own sees those of one rank."""
+        assert self._root is not None
+        self._root.clip_grad_norm_(clip_val)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        assert self.model is not None
+        broadcast_buffers(self.model)
+        return output
+
+    def on_validation_end(self) -> None:
+        self._free_gathered()
+
+    def on_test_end(self) -> None:
+        self._free_gathered()
+
+    def on_predict_end(self) -> None:
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Without a backward pass, the root and with SHARD_GRAD_OP every unit keep values that a load makes stale."""
+        assert self._root is not None
+        for module, handle in _handles(self._root):
+            _reshard(module, handle, True)
+
+
+def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
+    """Of the sharded modules, what gathers and frees their parameters."""
+    for module in FullyShardedDataParallel.fsdp_modules(root):
+        if module._handle is not None and module._handle.uses_sharded_strategy:
+            yield module, module._handle
+
+
+def _dtypes(names: dict[str, str] | None) -> Dtypes | None:
+    return Dtypes(**{key: getattr(torch, name) for key, name in names.items()}) if names else None
+
+
+def _plain(precision: Any, on_cpu: bool) -> Precision:
+    """Lightning's plugin for a strategy that shards nothing."""
+    if precision in ("16-true", "bf16-true"):
+        return HalfPrecision(precision)
+    if precision in ("16-mixed", "bf16-mixed"):
+        device = "cpu" if on_cpu else "cuda"
+        scaler = ShardedGradScaler(device) if precision == "16-mixed" else None
+        return MixedPrecision(precision, device, scaler)
+    return Precision()
+
+
+@contextmanager
+def _in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
+    """For `configure_optimizers`, which may group parameters by their dimensions; sharded, each has one."""
+    local = {parameter: parameter.data for parameter in shapes}
+    for parameter, shape in shapes.items():
+        parameter.data = parameter.data.new_empty(()).expand(shape)
+    try:
+        yield
+    finally:
+        for parameter, data in local.items():
+            parameter.data = data
