@@ -6,7 +6,9 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
 from lightswitch.batches.randomness import mix, seed_generators
+from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class GlobalBatch(Callback):
         self._batches = 0  # micro batches finished in this epoch
         self._validated_step = 0
         self._loss: Tensor | None = None
+        self._drawn = torch.random.get_rng_state()  # how far the model's constructor has come
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
@@ -46,6 +50,9 @@ class GlobalBatch(Callback):
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: process(self._share(trainer, loader))
         strategy.reduce = exact_mean(strategy.reduce)
+        if type(strategy).tensor_init_context is Strategy.tensor_init_context:
+            strategy.tensor_init_context = strategy.precision_plugin.tensor_init_context  # and not on the device
+        torch.random.set_rng_state(self._drawn)  # configure_model goes on where the constructor left off
         if trainer.world_size > 1:
             pl_module.log = synced_in_evaluation(trainer, pl_module.log)  # type: ignore[method-assign]
 
@@ -53,6 +60,7 @@ class GlobalBatch(Callback):
         for target, name in (
             (trainer.strategy, "process_dataloader"),
             (trainer.strategy, "reduce"),
+            (trainer.strategy, "tensor_init_context"),
             (pl_module, "log"),
         ):
             target.__dict__.pop(name, None)
@@ -67,6 +75,11 @@ class GlobalBatch(Callback):
             return evaluation_loader(loader, self.plan, rank)
         remade = training_loader(loader, self.plan, rank, self.seed, self._resumed)
         assert isinstance(remade.batch_sampler, TrainingSlices)
+        if (lost := self._resumed.other_dataset(remade.batch_sampler.samples)) is not None:
+            raise Refused(
+                f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
+                f"type init_from={trainer.ckpt_path} and another run_id"
+            )
         self._slices = remade.batch_sampler
         return remade
 
@@ -183,6 +196,7 @@ class GlobalBatch(Callback):
             step=0 if ended else step,
             global_step=start.global_step + step,
             samples=start.samples + samples,
+            dataset=None if self._slices is None else self._slices.samples,
             validation_due=False,
         )
 

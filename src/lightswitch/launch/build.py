@@ -9,11 +9,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins import DoublePrecision
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
+from lightswitch.checkpoints.initial import InitialWeights
 from lightswitch.launch import processes
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
@@ -34,19 +36,21 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     """
     processes.leave_group_at_exit()
     _scale_learning_rate(cfg, plan)
-    engine = [GlobalBatch(plan, cfg.seed), PredictionWriter(), ProcessLogging(_job_logging())]
     problems: list[str] = []
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(problems)
+    engine: list[Callback] = [GlobalBatch(plan, cfg.seed), PredictionWriter(), ProcessLogging(_job_logging())]
+    if cfg.init_from:
+        engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(
         cfg,
         "trainer",
         problems,
         callbacks=[*engine, *_switched_on(callbacks)],
         logger=_switched_on(loggers),
-        plugins=cluster,
+        **_plugins(cfg, cluster),
         **plan.trainer_arguments(cfg.trainer),
         accumulate_grad_batches=plan.accumulation,
     )
@@ -70,6 +74,13 @@ def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: 
         told = str(error.__cause__)
         problems.append(told if told.startswith(name) else f"{key}: {told}")
         return None
+
+
+def _plugins(cfg: DictConfig, cluster: Any) -> dict[str, Any]:
+    """Lightning refuses 64-true by its name under fully_shard, which takes any dtype, and takes it as a plugin."""
+    if str(cfg.trainer.get("precision")) not in ("64", "64-true"):
+        return {"plugins": cluster}
+    return {"plugins": [plugin for plugin in (cluster, DoublePrecision()) if plugin], "precision": None}
 
 
 def _job_logging() -> dict[str, Any]:

@@ -194,10 +194,9 @@ class FSDP(ModelParallelStrategy):
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in units)
         found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the model as one"
-        names = self.device_mesh.mesh_dim_names or ()
-        log.info(
-            "units      %s; mesh %s", found, " × ".join(f"{self.device_mesh[name].size()} {name}" for name in names)
-        )
+        mesh = zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.shape, strict=True)
+        over = " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one device"
+        log.info("units      %s over %s", found, over)
         if self.cpu_offload and not self._offloads:
             log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
 

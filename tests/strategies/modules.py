@@ -1,0 +1,126 @@
+"""LightningModules as people write them elsewhere, over the digits: images (batch, 1, 8, 8) of 10 classes."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchmetrics.classification import MulticlassAccuracy
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Digits(pl.LightningModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log("val/accuracy", self.accuracy)
+        self.log("val/loss", cross_entropy(logits, batch[1]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(-1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Convolutions(Digits):
+    """Convolutions, batch norms and linear layers, without a block that is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2))
+        self.norm = nn.BatchNorm2d(16)
+        self.head = nn.Linear(64, 10)
+        self.accuracy = MulticlassAccuracy(10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.features(images)).relu().flatten(1))
+
+
+class Encoder(Digits):
+    """torch's own transformer; its parts are called one by one, and not by way of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(8, 32)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), 2)
+        self.head = nn.Linear(32, 10)
+        self.accuracy = MulticlassAccuracy(10)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return cross_entropy(self.head(self.encoder(self.rows(batch[0].squeeze(1))).mean(1)), batch[1])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.encoder(self.rows(images.squeeze(1))).mean(1))
+
+
+class Late(Digits):
+    """Built in `configure_model`, of everything that a module can be made of."""
+
+    def __init__(self, stray: bool = False) -> None:
+        super().__init__()
+        self.stray = stray
+        self.early = nn.Linear(8, 16)
+        self.late: nn.ModuleList | None = None
+
+    def configure_model(self) -> None:
+        if self.late is not None:
+            return
+        self.late = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(3))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.tied_again = nn.Linear(16, 16)
+        self.tied_again.weight = self.tied.weight
+        self.free = nn.Parameter(torch.randn(16))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.randn(16))
+        self.register_buffer("scale", torch.rand(16) + 1, persistent=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(16, 10)
+        self.accuracy = MulticlassAccuracy(10)
+        if self.stray:
+            self.offset = torch.zeros(16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.early(images.squeeze(1))
+        for layer in self.late:
+            x = x + layer(x)
+        x = self.tied_again(self.tied(self.frozen(x)).tanh()) + self.free
+        x = self.norm(x * self.scale + self.shift)
+        return self.head(x.mean(1)) * self.temperature
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        matrices = [p for name, p in self.named_parameters() if name.endswith("weight") and p.requires_grad]
+        others = [p for name, p in self.named_parameters() if not name.endswith("weight") and p.requires_grad]
+        return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+
+
+class Manual(Convolutions):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnSharding(Convolutions):
+    """Written for Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.head)
+
+
+class NothingToShard(Digits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.accuracy = MulticlassAccuracy(10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1)[:, 20:30] * self.scale
