@@ -85,6 +85,11 @@ class PlainModel(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, eps=self.hparams.eps)
 
 
+class SGDModel(PlainModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
 class Record(pl.Callback):
     """Writes the samples of each training step, and the weights at the end, a file for each rank and start."""
 

@@ -95,7 +95,8 @@ def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternati
     assert refused.returncode == 2
     assert refused.err == (
         "error: runs/plainmodel/mine/checkpoints/best.ckpt can't be resumed: it was trained with "
-        "global_batch_size=24, this run has 48; start anew with resume=never or another run_id\n"
+        "global_batch_size=24, this run has 48; start anew with resume=never or another run_id, or from its weights "
+        "alone with init_from=runs/plainmodel/mine/checkpoints/best.ckpt and another run_id\n"
     )
     path = first.run_dir / "checkpoints" / "last.ckpt"
     moved = train(*RUN, "run_id=other", f"resume={path}", "trainer.max_steps=10", "name=elsewhere")

@@ -213,7 +213,7 @@ def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
 def test_a_run_of_another_order_is_not_resumed(other: str, difference: str, trained: Finished, train: Train) -> None:
     checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
     refused = train(*PLAIN, f"resume={checkpoint}", other, check=False)
-    assert refused.err == (
-        f"error: {checkpoint} can't be resumed: {difference}; start anew with resume=never or another run_id\n"
+    assert refused.err.startswith(
+        f"error: {checkpoint} can't be resumed: {difference}; start anew with resume=never or another run_id"
     )
     assert refused.returncode == 2

@@ -19,7 +19,14 @@ class Position:
     samples: int = 0  # consumed in all
     seed: int = 0
     global_batch: int = 0
+    dataset: int | None = None  # samples in the training set; None where its loader runs as it is
     validation_due: bool = False  # the step's validation had not run yet
+
+    def other_dataset(self, samples: int) -> str | None:
+        """What keeps a run with so many training samples from going on here; None if nothing does."""
+        if self.dataset in (None, samples):
+            return None
+        return f"it was trained on {self.dataset} samples, and the training set has {samples} now"
 
     def difference(self, seed: int, global_batch: int) -> str | None:
         """What keeps a run with this seed and global batch from going on here, in a line; None if nothing does."""

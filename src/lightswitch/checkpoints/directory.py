@@ -21,9 +21,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightswitch.refused import Refused
+
 STATE = "trainer.pt"
 SUMS = "SHA256SUMS"
 _TENSORS = ".metadata"
+
+
+class UnwrittenCheckpoint(Refused, OSError):
+    """A disk that is full, or gone."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -33,7 +39,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], grou
     that every rank holds, one writes each.
 
     Raises:
-        OSError: on every rank, when one of them could not write; what stood at ``path`` before still does.
+        UnwrittenCheckpoint: on every rank, when one of them could not write; what stood at ``path`` before still does.
     """
     rank = dist.get_rank(group) if group else 0
     partial = path.with_name(f"{path.name}.partial")
@@ -143,5 +149,5 @@ def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> lis
         dist.all_gather_object(outcomes, (result, failed), group=group)
     failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]
     if failures:
-        raise OSError(f"the checkpoint could not be written: {failures[0]}")
+        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {failures[0]}")
     return [result for result, _ in outcomes]

@@ -60,7 +60,8 @@ class PortableCheckpoints(Strategy):
         assert self.lightning_module is not None
         of = names.names_of(self.lightning_module)
         state = {of[id(parameter)]: values for parameter, values in optimizer.state.items()}
-        return {"state": state, "param_groups": names.groups_of(optimizer, self.lightning_module)}
+        groups = names.groups_of(optimizer, self.lightning_module)
+        return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Returns once the state is copied; it is written while training goes on."""
@@ -85,7 +86,7 @@ class PortableCheckpoints(Strategy):
     def on_train_end(self) -> None:
         """
         Raises:
-            OSError: the run's last checkpoint could not be written.
+            UnwrittenCheckpoint: the run's last checkpoint could not be written.
         """
         super().on_train_end()
         self._saver.wait()
@@ -101,6 +102,12 @@ class PortableCheckpoints(Strategy):
         self._reader = Reader(Path(self.broadcast(checkpoint_path)), self._ranks())
         return {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
 
+    def start_from(self, path: Path) -> None:
+        """Take the weights of a checkpoint, and nothing else of it."""
+        assert self.lightning_module is not None
+        self._reader = Reader(path, self._ranks())
+        self.load_model_state_dict(self._reader.state, strict=self.lightning_module.strict_loading)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
@@ -114,12 +121,10 @@ class PortableCheckpoints(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module)
-        for index, (optimizer, saved) in enumerate(
-            zip(self.optimizers, checkpoint["optimizer_states"], strict=True)  # as many: checked by check_optimizers
-        ):
+        self._check_optimizers(checkpoint["optimizer_states"])
+        for index, optimizer in enumerate(self.optimizers):
+            saved = checkpoint["optimizer_states"][index]
             state = self._read_optimizer_state(f"optimizer.{index}.", saved["state"], parameters)
-            groups = names.groups_of(optimizer, self.lightning_module)
-            self._check_groups(groups, saved["param_groups"])
             _load_by_position(optimizer, state, saved["param_groups"])
 
     def _read_optimizer_state(
@@ -136,11 +141,15 @@ class PortableCheckpoints(Strategy):
         self._reader.fill(targets)
         return state
 
-    def _check_groups(self, live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-        if [group["params"] for group in live] != [group["params"] for group in saved]:
+    def _check_optimizers(self, saved: list[dict[str, Any]]) -> None:
+        assert self.lightning_module is not None
+        here = [_described(type(o).__name__, names.groups_of(o, self.lightning_module)) for o in self.optimizers]
+        there = [_described(optimizer["class"], optimizer["param_groups"]) for optimizer in saved]
+        if here != there:
+            path = self._reader.path
             raise UnfitCheckpoint(
-                f"{self._reader.path} is of another optimizer: its {len(saved)} parameter groups are not the "
-                f"{len(live)} of this one"
+                f"{path} holds the state of {'; '.join(there)}, and this run has {'; '.join(here)}; "
+                f"to start from its weights alone, type init_from={path} and another run_id"
             )
 
     def _ranks(self) -> dist.ProcessGroup | None:
@@ -177,3 +186,9 @@ def _load_by_position(optimizer: Optimizer, state: dict[str, dict[str, Any]], gr
             "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
         }
     )
+
+
+def _described(name: str, groups: list[dict[str, Any]]) -> str:
+    counts = " + ".join(str(len(group["params"])) for group in groups)
+    first = ", ".join(group["params"][0] for group in groups if group["params"])
+    return f"{name} over {counts} parameters ({first}, …)"

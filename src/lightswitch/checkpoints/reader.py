@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightswitch.checkpoints import directory
+from lightswitch.refused import Refused
 
 
-class UnfitCheckpoint(ValueError):
-    """A checkpoint that can't be read, or that isn't one of this model and optimizer; the message tells the user."""
+class UnfitCheckpoint(Refused):
+    """A checkpoint that can't be read, or that isn't one of this model and optimizer."""
 
 
 class Reader:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch.launch import composition, processes, resolvers
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
-from lightswitch.strategies.limits import Refused
+from lightswitch.refused import Refused
 
 Main = Callable[[DictConfig], None]
 
@@ -46,11 +46,9 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             try:
                 main(cfg)
                 processes.take_back(environ)
-            except Mistakes as mistakes:
-                _remove_empty_run_directory()
-                exit_with(mistakes.problems)
             except Refused as refused:
-                exit_with([str(refused)])
+                _remove_empty_run_directory()
+                exit_with(refused.problems)
 
         hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
 

@@ -13,6 +13,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from lightswitch.refused import Refused
+
 EXIT_CODE = 2
 
 _STRATEGIES = {  # that Lightning knows by these names: what to type here
@@ -29,12 +31,16 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
 }
 
 
-class Mistakes(Exception):
+class Mistakes(Refused):
     """Problems of the user's, a line each."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+        self._problems = list(problems)
+        super().__init__("\n".join(self._problems))
+
+    @property
+    def problems(self) -> list[str]:
+        return self._problems
 
 
 def exit_with(problems: list[str]) -> NoReturn:

@@ -31,6 +31,7 @@ _KNOBS: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "mode": (str,),
     "resume": (str,),
+    "init_from": (str, type(None)),
     "ckpt_path": (str, type(None)),
     "global_batch_size": (int,),
     "micro_batch_size": (int, type(None)),
@@ -171,8 +172,10 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     if not isinstance(strategy, dict):
         strategy = {"_target_": str(strategy)}
     devices = _devices(trainer["devices"])
+    batch = (cfg["global_batch_size"], cfg["micro_batch_size"])
+    on_gpu = _accelerator(trainer) != "cpu"
     yield from limits.problems(
-        limits.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], devices, _accelerator(trainer) != "cpu")
+        limits.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], devices, on_gpu, batch)
     )
 
 
@@ -230,6 +233,7 @@ def _run_directory(run_dir: Path) -> Iterator[str]:
 
 def _files(cfg: dict[str, Any]) -> Iterator[str]:
     named = {
+        "init_from": cfg["init_from"],
         "ckpt_path": cfg["ckpt_path"],
         "resume": cfg["resume"] if cfg["resume"] not in ("auto", "never") else None,
     }

@@ -10,9 +10,8 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
 from lightswitch.checkpoints.find import newest, position_of
-from lightswitch.checkpoints.reader import UnfitCheckpoint
 from lightswitch.launch import placement
-from lightswitch.launch.mistakes import Mistakes
+from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ def find(cfg: DictConfig) -> Path | None:
     """The checkpoint that ``cfg.mode`` reads; None for a run that starts at step 0.
 
     Raises:
-        Mistakes: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
+        Refused: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
     """
     if cfg.mode != "fit":
         _position(Path(cfg.ckpt_path))
@@ -31,7 +30,10 @@ def find(cfg: DictConfig) -> Path | None:
         return None
     lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it names no position in the data"
     if lost:
-        raise Mistakes([f"{shown(path)} can't be resumed: {lost}; start anew with resume=never or another run_id"])
+        raise Refused(
+            f"{shown(path)} can't be resumed: {lost}; start anew with resume=never or another run_id, "
+            f"or from its weights alone with init_from={shown(path)} and another run_id"
+        )
     if position and 0 <= cfg.trainer.max_steps <= position.global_step:
         log.info(
             "finished   the run stands at step %d already; a higher trainer.max_steps goes on", position.global_step
@@ -53,10 +55,7 @@ def _to_resume(resume: str, run_dir: Path) -> tuple[Path | None, Position | None
 
 
 def _position(path: Path) -> Position | None:
-    try:
-        return position_of(path, thoroughly=_is_first())
-    except UnfitCheckpoint as error:
-        raise Mistakes([str(error)]) from error
+    return position_of(path, thoroughly=_is_first())
 
 
 def _is_first() -> bool:

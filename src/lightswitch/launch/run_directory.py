@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import shlex
@@ -22,6 +23,8 @@ def record(cfg: DictConfig) -> None:
     """Write ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    if cfg.resume == "never":
+        _set_checkpoints_aside(run_dir)
     OmegaConf.save(cfg, run_dir / "config.yaml", resolve=True)
     told = {
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -34,6 +37,13 @@ def record(cfg: DictConfig) -> None:
         "packages": {name: _version(name) for name in _PACKAGES},
     }
     (run_dir / "run.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _set_checkpoints_aside(run_dir: Path) -> None:
+    """A run that starts anew where another stood: the other's are ahead of it, and would be taken for its newest."""
+    if (checkpoints := run_dir / "checkpoints").exists():
+        aside = (run_dir / f"checkpoints_{number}" for number in itertools.count(1))
+        checkpoints.rename(next(path for path in aside if not path.exists()))
 
 
 def _git(*arguments: str) -> str | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lightswitch.batches.plan import BatchError, BatchPlan
 from lightswitch.refused import Refused as Refused
+from lightswitch.strategies import deepspeed_config, deepspeed_ops
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class Request:
     nodes: int
     devices: int  # a node
     on_gpu: bool
+    batch: tuple[int, int | None] = (1, None)  # global_batch_size and micro_batch_size
 
     @property
     def world_size(self) -> int:
@@ -170,10 +176,60 @@ def _dtypes(mixed_precision: dict[str, str]) -> Iterator[str]:
             yield f"trainer.strategy.mixed_precision.{key}={dtype}: use float32, bfloat16 or float16"
 
 
+def _deepspeed(request: Request) -> Iterator[str]:
+    if importlib.util.find_spec("deepspeed") is None:
+        yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
+        return
+    if request.precision in ("64", "64-true"):
+        yield "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
+    if request.precision == "16-true" and not request.on_gpu:
+        yield "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"
+    if request.trainer.get("gradient_clip_algorithm") == "value":
+        yield "DeepSpeed clips gradients by norm alone; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
+    if request.strategy.get("config") is not None:
+        yield from _deepspeed_file(request)
+    yield from _compiled(request)
+
+
+def _deepspeed_file(request: Request) -> Iterator[str]:
+    config = request.strategy["config"]
+    kept = {"_target_", "config", "logging_level", "process_group_backend", "timeout"}
+    for key in request.strategy.keys() - kept:
+        yield f"trainer.strategy.{key} is ignored beside trainer.strategy.config; leave one of them out"
+    try:
+        found = config if isinstance(config, dict) else deepspeed_config.read(config)
+    except (OSError, ValueError) as error:
+        yield f"trainer.strategy.config={config} can't be read: {error}"
+        return
+    try:
+        plan = BatchPlan.derive(*request.batch, request.world_size)
+    except BatchError:  # told as what it is
+        run = None
+    else:
+        clip_norm = float(request.trainer.get("gradient_clip_val") or 0)
+        run = deepspeed_config.Run(request.precision, plan.micro_batch, plan.accumulation, plan.replicas, clip_norm)
+    for problem in deepspeed_config.problems(found, run):
+        yield f"trainer.strategy.config: {problem}"
+
+
+def _compiled(request: Request) -> Iterator[str]:
+    """What the run can't do without compiling it first."""
+    options, optimizer = request.strategy, str((request.model.get("optimizer") or {}).get("_target_"))
+    if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
+        path = Path(options.get("nvme_path", "/local_nvme"))
+        if not os.access(path, os.W_OK):
+            yield f"trainer.strategy.nvme_path={path}: there is no such folder to write to; give one on an NVMe drive"
+        yield from deepspeed_ops.problems("async_io", "offloading to NVMe")
+    for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
+        if optimizer == f"deepspeed.ops.adam.{name}":
+            yield from deepspeed_ops.problems(op, f"optimizer {name}")
+
+
 _LIMITS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
     "Single": _single,
     "DDP": _ddp,
     "FSDP1": _fsdp1,
     "FSDP": _fsdp,
     "TensorParallel": _fsdp_tp,
+    "DeepSpeed": _deepspeed,
 }

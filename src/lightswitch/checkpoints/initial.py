@@ -1,0 +1,24 @@
+"""The weights that a new run starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.refused import Refused
+
+
+class InitialWeights(Callback):
+    """Those of a checkpoint, for a run that has none of its own yet."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path is not None:
+            return
+        if not isinstance(trainer.strategy, PortableCheckpoints):
+            raise Refused(f"init_from: {type(trainer.strategy).__name__} can't read checkpoints of other strategies")
+        trainer.strategy.start_from(self.path)

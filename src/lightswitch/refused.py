@@ -1,0 +1,9 @@
+"""What the engine refuses wherever it finds out, and train.py tells without a traceback."""
+
+
+class Refused(Exception):
+    """In a line: what was found, what was expected, what to type instead."""
+
+    @property
+    def problems(self) -> list[str]:
+        return [str(self)]

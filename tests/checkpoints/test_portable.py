@@ -1,0 +1,70 @@
+"""Promise 2: a checkpoint saved under one strategy and world size goes on under any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PLAIN, Finished, Train, runs_in
+from tests.tiny import GPT
+
+RUN = (*GPT, "run_id=mine", "trainer.max_steps=16", "trainer.val_check_interval=4", "model.dropout=0")
+FIRST_STEPS = 7  # in the first epoch, between two validations
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, "strategy=single")
+
+
+# What is found to differ between a checkpoint and the run that is to go on from it
+
+SHORT = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=100", "strategy=single")
+OTHERS = {
+    "model.width=32": "is of another model: net.0.weight has 16×2 in it and 32×2 in the model; ",
+    "data.samples=201": "can't be resumed: it was trained on 200 samples, and the training set has 201 now; ",
+    "seed=7": "can't be resumed: it was trained with seed=42, this run has 7; ",
+    "global_batch_size=32": "can't be resumed: it was trained with global_batch_size=64, this run has 32; ",
+    "model._target_=tests.plain.SGDModel": "holds the state of AdamW over 4 parameters (net.0.weight, …), and this "
+    "run has SGD over 4 parameters (net.0.weight, …); ",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = runs_in(tmp_path_factory.mktemp("saved"))(*SHORT, "trainer.max_steps=4")
+    return run.run_dir / "checkpoints" / "step_4.ckpt"
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_differs_is_told_in_a_line(other: str, saved: Path, train: Train) -> None:
+    refused = train(*SHORT, f"resume={saved}", other, "trainer.max_steps=6", check=False)
+    (line,) = (line for line in refused.err.splitlines() if line.startswith("error"))
+    assert line.startswith(f"error: {saved} {OTHERS[other]}")
+    assert "Traceback" not in refused.err
+    assert refused.returncode == 2
+
+
+@pytest.mark.parametrize("other", ["data.samples=201", "global_batch_size=32", "model._target_=tests.plain.SGDModel"])
+def test_a_run_can_start_from_the_weights_alone(other: str, saved: Path, train: Train) -> None:
+    begun = train(*SHORT, f"init_from={saved}", other, "trainer.max_steps=6", "trainer.log_every_n_steps=1")
+    fresh = train(*SHORT, other, "trainer.max_steps=6", "trainer.log_every_n_steps=1")
+    assert list(begun.column("train/loss")) == [0, 1, 2, 3, 4, 5]
+    assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.1
+
+
+def test_a_run_started_again_goes_on_and_not_from_the_initial_weights(saved: Path, train: Train) -> None:
+    first = train(*SHORT, f"init_from={saved}", "trainer.max_steps=6", "trainer.log_every_n_steps=1")
+    again = train(
+        *SHORT, f"init_from={saved}", "trainer.max_steps=8", "trainer.log_every_n_steps=1", folder=first.folder
+    )
+    whole = train(*SHORT, f"init_from={saved}", "trainer.max_steps=8", "trainer.log_every_n_steps=1")
+    assert again.column("train/loss") == whole.column("train/loss")
+
+
+def test_a_run_that_starts_anew_leaves_the_checkpoints_of_the_one_before(saved: Path, train: Train) -> None:
+    first = train(*SHORT, "trainer.max_steps=6")
+    anew = train(*SHORT, "trainer.max_steps=2", "resume=never", folder=first.folder)
+    names = {path.relative_to(anew.run_dir).as_posix() for path in anew.run_dir.glob("checkpoints*/step_*")}
+    assert names == {"checkpoints/step_2.ckpt", "checkpoints_1/step_6.ckpt"}
