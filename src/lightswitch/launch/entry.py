@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import composition, processes, resolvers
+from lightswitch.launch import blame, composition, processes, resolvers
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 from lightswitch.refused import Refused
@@ -49,6 +49,11 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except Refused as refused:
                 _remove_empty_run_directory()
                 exit_with(refused.problems)
+            except Exception as error:
+                if (problem := blame.told(error, cfg)) is None:
+                    raise
+                blame.keep(error)
+                exit_with([problem])
 
         hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
 

@@ -72,6 +72,11 @@ class GPT(LightningModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab)."""
+        if ids.dim() != 2 or ids.is_floating_point():
+            raise ValueError(
+                f"found a batch of {ids.dtype} of shape {tuple(ids.shape)}; expected token ids (batch, time), "
+                "as data=python_source, text and tokens have them"
+            )
         time = ids.shape[1]
         if time > self.context:
             raise ValueError(

@@ -68,8 +68,9 @@ class VisionTransformer(LightningModule):
         """Images (batch, 1, size, size) to logits (batch, classes)."""
         if images.shape[1:] != (1, self.image_size, self.image_size):
             raise ValueError(
-                f"found images of shape {tuple(images.shape[1:])}; expected {(1, self.image_size, self.image_size)}; "
-                f"set model.image_size={images.shape[-1]}"
+                f"found a batch of {images.dtype} of shape {tuple(images.shape)}; expected grey images "
+                f"(batch, 1, {self.image_size}, {self.image_size}), as data=digits and fashion_mnist have them; "
+                "model.image_size is data.image_size unless it is given"
             )
         x = self.patches(patches(images, self.patch_size, self.margin))
         x = x + self.positions(torch.arange(x.shape[1], device=x.device))
