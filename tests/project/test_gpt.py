@@ -48,8 +48,8 @@ def test_every_kind_of_block_learns_a_batch(gpt, options):
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     rotation = rotary(32, 8, like=q)
-    turned = rotate(torch.stack([q, k]).expand(1, 32, 2, 8).unsqueeze(3), rotation)[0, :, :, 0]  # (time, 2, head)
-    scores = turned[:, 0] @ turned[:, 1].T
+    turned = rotate(torch.stack([q, k])[:, None].expand(2, 32, 8), rotation)  # (2, time, head)
+    scores = turned[0] @ turned[1].T
     torch.testing.assert_close(scores[3, 1], scores[27, 25])
     torch.testing.assert_close(scores[0, 0], q @ k)
     assert not torch.isclose(scores[3, 1], scores[3, 2])
