@@ -74,8 +74,24 @@ class Late(PlainModel):
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
-            torch.manual_seed(3)
             self.net = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+class ByHand(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Wrapped(PlainModel):
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FullyShardedDataParallel):
+            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"))
+
+
+class Adagrad(PlainModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters())
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -165,3 +181,43 @@ def test_a_module_written_for_no_strategy_trains_as_under_ddp(model: str, train:
     run = train(*foreign, *FSDP1, ranks=2)
     assert_same_curves(run, ddp, ("train/loss", "val/loss", "val/accuracy", "test/loss"))
     assert run.column("val/accuracy")[19] > 0.6
+
+
+MODELS_REFUSED = {
+    "ByHand": "ByHand optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
+    "use strategy=ddp",
+    "Wrapped": "Wrapped wraps itself in configure_model; leave FullyShardedDataParallel to the strategy",
+    "Adagrad": "Adagrad makes its state before the first step, where it would not be sharded; use strategy=fsdp, "
+    "or another optimizer",
+}
+
+
+@pytest.mark.parametrize("model", MODELS_REFUSED)
+def test_a_module_that_it_cannot_shard_is_refused_in_a_line(model: str, train: Train) -> None:
+    by_hand = "trainer.gradient_clip_val=null"  # Lightning clips no gradients of those who optimize by hand
+    run = train(*PLAIN, f"model._target_=tests.strategies.test_fsdp1.{model}", *FSDP1, by_hand, ranks=2, check=False)
+    assert run.returncode == 2
+    assert set(run.err.splitlines()) == {f"error: {MODELS_REFUSED[model]}"}
+
+
+REFUSED = {
+    "trainer.strategy.device_mesh=[1,2]": "trainer.strategy.device_mesh is for HYBRID_SHARD, and "
+    "sharding_strategy=FULL_SHARD; leave it out",
+    "trainer.strategy.sharding_strategy=HYBRID_SHARD trainer.strategy.device_mesh=[2,2]": "trainer.strategy.device_mesh"
+    "=[2, 2]: [replicas, devices of each] has to make the 2 devices of the run",
+    "trainer.strategy.sharding_strategy=HYBRID_SHARD trainer.strategy.device_mesh=[2,1]": "sharding_strategy="
+    "HYBRID_SHARD with 2 replicas of 1 device each shards nothing; use strategy=ddp, or give "
+    "trainer.strategy.device_mesh=[replicas,devices of each]",
+    "trainer.strategy.sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
+    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2",
+    "trainer.strategy.mixed_precision={param:float32}": "trainer.strategy.mixed_precision.param: use param_dtype, "
+    "reduce_dtype or buffer_dtype",
+    "trainer.strategy.mixed_precision={param_dtype:fp8}": "trainer.strategy.mixed_precision.param_dtype=fp8: "
+    "use float32, bfloat16 or float16",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_what_it_cannot_do_is_told_in_a_line(options: str, train: Train) -> None:
+    run = train(*PLAIN, *FSDP1, "trainer.devices=2", *options.split(), check=False)
+    assert (run.returncode, run.err) == (2, f"error: {REFUSED[options]}\n")

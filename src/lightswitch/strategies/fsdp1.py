@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -79,9 +79,9 @@ class FSDP1(FSDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = plugin and _plain(
-            plugin.precision, on_cpu=isinstance(self.accelerator, CPUAccelerator)
-        )
+        if isinstance(plugin, FSDPPrecision):  # what Lightning makes of a precision's name
+            plugin = _plain(plugin.precision, on_cpu=isinstance(self.accelerator, CPUAccelerator))
+        self._precision_plugin = plugin
 
     @property
     def mixed_precision_config(self) -> Dtypes | None:
@@ -109,6 +109,7 @@ class FSDP1(FSDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             with _in_full_shape(self._shapes):
                 self.setup_optimizers(trainer)
+            self._check_optimizers()
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
@@ -116,8 +117,7 @@ class FSDP1(FSDPStrategy):
         model = self._prepared()
         mesh = self._mesh()
         done: set[nn.Module] = set()
-        for path in reversed(self._units(model)):  # inner before outer
-            unit = model.get_submodule(path)
+        for path, unit in reversed(find_units(model, self.units).items()):  # inner before outer
             hand_out(unit, self.root_device, done)
             if self.activation_checkpointing:
                 # inside of the hooks that gather the parameters, so that they are at hand when it is computed again
@@ -155,12 +155,6 @@ class FSDP1(FSDPStrategy):
         model = self.precision_plugin.convert_module(module)
         return self._layer_sync.apply(model) if self._layer_sync else model
 
-    def _units(self, model: nn.Module) -> dict[str, nn.Module]:
-        try:
-            return find_units(model, self.units)
-        except ValueError as error:
-            raise Refused(f"trainer.strategy.auto_wrap_policy: {error}") from error
-
     def _mesh(self) -> DeviceMesh | None:
         """Without one, the two HYBRID strategies would train replicas that are never averaged."""
         if "HYBRID" not in self.sharding_strategy.name:
@@ -192,6 +186,14 @@ class FSDP1(FSDPStrategy):
             log.warning("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor")
             if self.cpu_offload.offload_params and self.root_device.type == "cpu":
                 log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            if optimizer.state:
+                raise Refused(
+                    f"{type(optimizer).__name__} makes its state before the first step, where it would not be sharded; "
+                    "use strategy=fsdp, or another optimizer"
+                )
 
     # Steps
 
