@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
 
 import pytest
 
+from lightswitch.launch import mistakes
 from tests.conftest import CHECKOUT, PLAIN
 from tests.launch.mistaken import TRAIN, Answer, answers
 
 PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
+STRATEGIES = ", ".join(sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml")))
 MISTAKES = {
-    "strategy=fdsp": "strategy=fdsp: there is no such strategy. Did you mean ddp? "
-    "Choices: auto, ddp, ddp_fork, ddp_spawn, single",
+    "strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
+    "strategy=dp": "strategy=dp: DataParallel is gone from Lightning; use strategy=ddp, which starts a process for "
+    "each device",
+    "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
     "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-true? Choices: {PRECISIONS}",
     "precision=16": f"precision=16: there is no such precision. Choices: {PRECISIONS}",
     "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "
@@ -58,7 +63,8 @@ MISTAKES = {
     "type model.image_size=VALUE, or make another choice",
     "trainer.max_steps": "trainer.max_steps: Error parsing override 'trainer.max_steps'",
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
-    "~callbacks.thruput": "Could not delete from config. 'callbacks.thruput' does not exist.",
+    "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
+    "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
     "hydra.run.dir=/proc/run": "the run directory can't be made: [Errno 2] No such file or directory: '/proc/run'",
 }
 
@@ -98,7 +104,12 @@ def test_help_shows_commands_and_choices_and_imports_no_torch(answered: dict[str
     answer = answered["--help"]
     assert (answer.returncode, answer.err, answer.imported, answer.left) == (0, "", [], [])
     assert "python train.py strategy=ddp trainer.devices=2" in answer.out
-    assert "strategy: auto, ddp, ddp_fork, ddp_spawn, single" in answer.out
+    assert f"strategy: {STRATEGIES}" in answer.out
+
+
+def test_what_is_named_in_place_of_lightnings_strategies_is_there() -> None:
+    named = {name for told in mistakes._STRATEGIES.values() for name in re.findall(r"strategy=(\w+)", told)}
+    assert named <= set(STRATEGIES.split(", "))
 
 
 def test_a_config_can_be_shown_without_a_run(answered: dict[str, Answer]) -> None:

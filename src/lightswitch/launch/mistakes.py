@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from lightswitch.refused import Refused
@@ -68,6 +69,8 @@ def of_composition(error: BaseException) -> list[str]:
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"]
+    if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
+        return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]
 
 
@@ -90,6 +93,15 @@ def _files_of(group: str, message: str) -> set[str]:
     """For one choice of a list, `callbacks=[default,…]`, Hydra names its search path and not the choices."""
     folders = re.findall(r"path=file://(.+)", message)
     return {file.stem for folder in folders for file in Path(folder, group).glob("*.yaml")}
+
+
+def _nothing_to_delete(path: str, error: BaseException) -> str:
+    """Hydra does not say what there is; the config it looked in is a variable of the function that raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    parent, _, key = path.rpartition(".")
+    cfg = frame.f_locals.get("cfg")
+    there = OmegaConf.select(cfg, parent) if parent and cfg is not None else cfg
+    return f"~{path}: there is no such key.{nearest(key, map(str, there) if isinstance(there, DictConfig) else ())}"
 
 
 def _in_one_line(text: str) -> str:
