@@ -84,4 +84,4 @@ def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration(monkeypatch
         monkeypatch.setenv(name, value)
     assert normalised(["seed=1"]) == ["seed=1"]
     monkeypatch.setenv("RANK", "1")
-    assert normalised(["seed=1"]) == ["seed=1", "hydra.output_subdir=null", "hydra.job_logging.root.handlers=[console]"]
+    assert normalised(["seed=1"]) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]

@@ -59,4 +59,4 @@ def _quiet_ranks() -> list[str]:
     """Of the processes that a launcher started, one writes the run's log and configuration."""
     if placement.detect().rank == 0:
         return []
-    return ["hydra.output_subdir=null", "hydra.job_logging.root.handlers=[console]"]
+    return ["hydra.job_logging.root.handlers=[console]"]

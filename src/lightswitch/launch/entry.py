@@ -7,7 +7,6 @@ import functools
 import gc
 import itertools
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,8 +79,6 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 def _remove_empty_run_directory() -> None:
     """Hydra makes it before anything is checked; each process of a launcher is here at about the same time."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    if {path.name for path in run_dir.glob("*")} <= {".hydra"}:
-        shutil.rmtree(run_dir, ignore_errors=True)
-    for folder in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, run_dir.parents):
-        with contextlib.suppress(OSError):  # there are other runs in it
+    for folder in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, (run_dir, *run_dir.parents)):
+        with contextlib.suppress(OSError):  # it is an earlier run's, or there are other runs in it
             folder.rmdir()

@@ -20,11 +20,12 @@ _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", 
 
 @rank_zero_only
 def record(cfg: DictConfig) -> None:
-    """Write ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command."""
+    """Write ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if cfg.resume == "never":
         _set_checkpoints_aside(run_dir)
+    _save_composition(cfg, run_dir / ".hydra")
     OmegaConf.save(cfg, run_dir / "config.yaml", resolve=True)
     told = {
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -44,6 +45,14 @@ def _set_checkpoints_aside(run_dir: Path) -> None:
     if (checkpoints := run_dir / "checkpoints").exists():
         aside = (run_dir / f"checkpoints_{number}" for number in itertools.count(1))
         checkpoints.rename(next(path for path in aside if not path.exists()))
+
+
+def _save_composition(cfg: DictConfig, folder: Path) -> None:
+    """The files that Hydra writes as soon as it has composed a config, over those of an earlier run."""
+    folder.mkdir(exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    OmegaConf.save({"hydra": HydraConfig.get()}, folder / "hydra.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
 def _git(*arguments: str) -> str | None:
