@@ -75,7 +75,7 @@ def test_torchrun_decides_the_number_of_devices(start: Start, tmp_path: Path) ->
     out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode != 0
     assert (
-        "error: torchrun started 1 nodes × 2 processes, and the trainer has num_nodes=1, devices=3; "
+        "error: torchrun started 1 node × 2 processes, and the trainer has num_nodes=1, devices=3; "
         "leave both out, they follow the launcher"
     ) in out
     assert f'File "{TRAIN_PY}"' not in out

@@ -34,6 +34,11 @@ EXPORTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
         pytest.param({}, Placement("local"), id="a shell"),
         pytest.param(TORCHRUN, Placement("torchrun", nodes=2, devices_per_node=4, rank=5), id="torchrun"),
         pytest.param(SRUN, Placement("slurm", nodes=2, devices_per_node=2, rank=3), id="srun"),
+        pytest.param(
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"},
+            Placement("slurm", nodes=2, devices_per_node=2, rank=3, uneven="3,2"),
+            id="srun, unevenly",
+        ),
         pytest.param(BATCH_SHELL, Placement("local"), id="the shell of a batch script"),
         pytest.param(
             {**BATCH_SHELL, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"},

@@ -30,6 +30,8 @@ REFUSED = {
     "use a number of processes or auto",
     "trainer.accelerator=cpu precision=16-mixed": "precision=16-mixed is for GPUs, and Lightning would put bf16-mixed "
     "in its place; use that on the CPU",
+    "lr_scaling.rule=linear": "lr_scaling.rule=linear scales optimizer.lr, which nothing in model refers to; give the "
+    "model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out",
     "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches follows from the batch: "
     "set micro_batch_size, and leave it out",
     "trainer.logger=false": "trainer.logger follows from the group logger: type logger=[default,mlflow] or "
@@ -174,7 +176,8 @@ def test_a_bug_in_a_constructor_keeps_its_traceback(train: Train, constructors: 
 def test_a_refused_start_leaves_an_earlier_run_alone(train: Train) -> None:
     run = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
     first = train(*run)
-    kept = {path: path.stat().st_size for path in first.run_dir.rglob("*.c*")}  # checkpoints, metrics.csv
+    kept = {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()}
+    assert {"config.yaml", "hydra.yaml", "overrides.yaml"} == {path.name for path in first.run_dir.glob(".hydra/*")}
     refused = train(*run, "resume=nowhere.ckpt", folder=first.folder, check=False)
     assert refused.returncode == 2
-    assert {path: path.stat().st_size for path in first.run_dir.rglob("*.c*")} == kept
+    assert {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()} == kept

@@ -25,7 +25,8 @@ def told(error: Exception, cfg: DictConfig) -> str | None:
     batch, a file, a size. One that comes from elsewhere, or that Python raises, is a bug.
     """
     text = _traceback(error)
-    kind, message = [("", ""), *re.findall(r"^([\w.]+): (.*)", text, re.MULTILINE)][-1]
+    said: list[tuple[str, str]] = re.findall(r"^([\w.]+): (.*)", text, re.MULTILINE)
+    kind, message = said[-1] if said else ("", "")
     if kind.startswith("lightswitch."):  # the engine has exceptions for the user alone
         return message
     frames = re.findall(r'^ *File "(.+)", line \d+, in .*\n *(.*)', text, re.MULTILINE)

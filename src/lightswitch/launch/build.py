@@ -35,7 +35,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         Mistakes: with what each constructor says of its arguments, all at once.
     """
     processes.leave_group_at_exit()
-    _scale_learning_rate(cfg, plan)
+    cfg = _with_scaled_learning_rate(cfg, plan)
     problems: list[str] = []
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
@@ -91,13 +91,14 @@ def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
     return [node for node in (nodes or {}).values() if node is not None]
 
 
-def _scale_learning_rate(cfg: DictConfig, plan: BatchPlan) -> None:
+def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:
     rule = cfg.lr_scaling.rule
     if rule == "none":
-        return
-    tuned = cfg.optimizer.lr
+        return cfg
+    cfg, tuned = cfg.copy(), cfg.optimizer.lr  # the run directory keeps what was asked for
     cfg.optimizer.lr = scaled_learning_rate(tuned, rule, plan.global_batch, cfg.lr_scaling.reference_batch_size)
     log.info(
         "learning rate %g tuned at a global batch of %d becomes %g at %d (%s rule)",
         tuned, cfg.lr_scaling.reference_batch_size, cfg.optimizer.lr, plan.global_batch, rule,
     )  # fmt: skip
+    return cfg

@@ -13,6 +13,7 @@ class Placement:
     nodes: int = 1
     devices_per_node: int | None = None  # None: this process decides, and starts the others itself
     rank: int = 0
+    uneven: str | None = None  # processes of each node, where they differ
 
     @property
     def is_external(self) -> bool:
@@ -39,5 +40,7 @@ def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
-    nodes = int(environ["SLURM_STEP_NUM_NODES"])
-    return Placement("slurm", nodes, int(environ["SLURM_STEP_NUM_TASKS"]) // nodes, int(environ["SLURM_PROCID"]))
+    nodes, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # as in 3,2 or 4(x2),3
+    uneven = per_node if "," in per_node else None
+    return Placement("slurm", nodes, tasks // nodes, int(environ["SLURM_PROCID"]), uneven)

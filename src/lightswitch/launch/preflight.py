@@ -54,6 +54,7 @@ def check(cfg: DictConfig) -> BatchPlan:
     _raise(
         nodes.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
+        _scaled_rate(cfg, plain),
         _strategy(plain),
         _processes(plain["trainer"], sweep=hydra.mode == RunMode.MULTIRUN),
         _cluster(plain),
@@ -145,6 +146,22 @@ def _batch(cfg: dict[str, Any]) -> Iterator[str]:
         yield str(error)
 
 
+def _scaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
+    rule = plain["lr_scaling"]["rule"]
+    if rule == "none":
+        return
+    if not isinstance((plain.get("optimizer") or {}).get("lr"), int | float):
+        yield f"lr_scaling.rule={rule} scales optimizer.lr, and there is none; give optimizer.lr=VALUE"
+        return
+    other = cfg.copy()
+    other.optimizer.lr = 2.0 * cfg.optimizer.lr
+    if OmegaConf.to_container(other.model, resolve=True) == plain["model"]:
+        yield (
+            f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
+            "give the model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out"
+        )
+
+
 def _plan(cfg: dict[str, Any]) -> BatchPlan:
     world = cfg["trainer"]["num_nodes"] * _devices(cfg["trainer"]["devices"])
     strategy = cfg["trainer"].get("strategy")
@@ -186,11 +203,21 @@ def _processes(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
     if sweep and devices > 1 and not method:
         yield "a sweep starts its jobs in one process; with trainer.devices > 1 use strategy=ddp_spawn"
     place = placement.detect()
-    if place.is_external and (place.nodes, place.devices_per_node) != (nodes, devices):
+    if place.uneven:
         yield (
-            f"{place.launcher} started {place.nodes} nodes × {place.devices_per_node} processes, and the trainer has "
+            f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, and each must have as many as "
+            f"the others; use --ntasks-per-node={place.devices_per_node}"
+        )
+    elif place.is_external and (place.nodes, place.devices_per_node) != (nodes, devices):
+        yield (
+            f"{place.launcher} started {_counted(place.nodes, 'node')} × "
+            f"{_counted(place.devices_per_node, 'process')}, and the trainer has "
             f"num_nodes={nodes}, devices={devices}; leave both out, they follow the launcher"
         )
+
+
+def _counted(count: int | None, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
