@@ -33,7 +33,10 @@ class Convolutions(Digits):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2))
+        # a bias before a batch norm has no gradient but rounding errors, which Adam makes steps of
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, bias=False)
+        )
         self.norm = nn.BatchNorm2d(16)
         self.head = nn.Linear(64, 10)
         self.accuracy = MulticlassAccuracy(10)
@@ -83,6 +86,7 @@ class Late(Digits):
         self.register_buffer("scale", torch.rand(16) + 1, persistent=False)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(16, 10)
+        self.built_on = self.head.weight.device.type
         self.accuracy = MulticlassAccuracy(10)
         if self.stray:
             self.offset = torch.zeros(16)

@@ -1,35 +1,136 @@
-"""Sharded training is the run of one process."""
+"""Sharded training is the run of one process, in a part of its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
+import torch
 
 from tests.conftest import Finished, Train, runs_in
+from tests.strategies.shards import WITNESS, held, largest_difference, tensors
 from tests.tiny import MODELS, NO_CHECKPOINTS
 
-FSDP = ("strategy=fsdp", "trainer.accelerator=cpu")
-SHARDINGS = {
-    "FULL_SHARD": (),
-    "SHARD_GRAD_OP": ("trainer.strategy.sharding_strategy=SHARD_GRAD_OP",),
-    "NO_SHARD": ("trainer.strategy.sharding_strategy=NO_SHARD",),
-    "activation checkpointing": ("+trainer.strategy.activation_checkpointing=true",),
+COMMON = (*NO_CHECKPOINTS, *WITNESS, "trainer.accelerator=cpu")
+SWITCHES = {  # overrides, ranks, and the part of the model that each rank holds
+    "one device": (("strategy=fsdp",), 1, 1.0),
+    "FULL_SHARD": (("strategy=fsdp",), 2, 0.5),
+    "SHARD_GRAD_OP": (("strategy=fsdp_grad_op",), 2, 0.5),
+    "NO_SHARD": (("strategy=fsdp", "trainer.strategy.sharding_strategy=NO_SHARD"), 2, 1.0),
+    "HYBRID_SHARD": (("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2", "micro_batch_size=null"), 4, 0.5),
+    "activation checkpointing": (("strategy=fsdp", "trainer.strategy.activation_checkpointing=true"), 4, 0.25),
+}
+CASES = [("gpt", switch) for switch in SWITCHES] + [("vit", "FULL_SHARD"), ("vit", "HYBRID_SHARD")]
+
+Run = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of each kind, once."""
+    return cache(runs_in(tmp_path_factory.mktemp("fsdp")))
+
+
+@pytest.mark.parametrize(("model", "switch"), CASES)
+def test_it_is_the_run_of_one_process(model: str, switch: str, run: Run) -> None:
+    alone = run(*MODELS[model], *COMMON, "strategy=single")
+    overrides, ranks, part = SWITCHES[switch]
+    sharded = run(*MODELS[model], *COMMON, *overrides, ranks=ranks)
+
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(sharded, alone, metric) <= 1e-5, metric
+    assert len(sharded.column("train/loss")) == 50
+    assert largest_difference(sharded, alone, "grad_norm") <= 1e-4
+    for rank in range(ranks):
+        assert tensors(sharded, "start", rank) == tensors(alone, "start", 0)
+        elements = held(sharded, rank)
+        assert elements["parameters"] == pytest.approx(elements["whole"] * part, rel=0.01)
+        assert elements["optimizer"] == pytest.approx(2 * elements["trained"] * part, rel=0.01)
+
+
+# Modules that were not written for it
+
+
+MODULES = ("data=digits", "global_batch_size=24", "trainer.max_steps=20", "trainer.val_check_interval=20")
+MODULES += ("trainer.log_every_n_steps=1", *COMMON)
+
+
+def _module(name: str) -> str:
+    return f"model._target_=tests.strategies.modules.{name}"
+
+
+def test_a_transformer_of_torch_whose_parts_are_called_one_by_one(run: Run) -> None:
+    clipped = (_module("Encoder"), *MODULES, "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.01")
+    alone, sharded = run(*clipped, "strategy=single"), run(*clipped, "strategy=fsdp", ranks=2)
+    assert "units      2 TransformerEncoderLayer over shard 2" in sharded.out
+    for metric in ("train/loss", "val/loss", "val/accuracy"):
+        assert largest_difference(sharded, alone, metric) <= 1e-5
+
+
+@pytest.mark.parametrize("module", ["Convolutions", "Late"])
+def test_batch_norms_as_under_ddp(module: str, run: Run) -> None:
+    """Their statistics are those of a device's micro batch, and what they keep for evaluation is rank 0's."""
+    replicated = run(_module(module), *MODULES, "strategy=ddp", ranks=2)
+    sharded = run(_module(module), *MODULES, "strategy=fsdp", ranks=2)
+    for metric in ("train/loss", "val/loss", "val/accuracy"):
+        assert largest_difference(sharded, replicated, metric) <= 1e-5
+    statistics = [torch.load(sharded.run_dir / f"end_{rank}.pt")["norm.running_var"] for rank in (0, 1)]
+    assert torch.equal(*statistics)
+
+
+def test_what_configure_model_builds_is_built_once_and_the_same_everywhere(run: Run) -> None:
+    alone = run(_module("Late"), *MODULES, "strategy=single")
+    for ranks in (1, 2, 4):
+        sharded = run(_module("Late"), *MODULES, "strategy=fsdp", ranks=ranks)
+        for rank in range(ranks):
+            assert tensors(sharded, "start", rank) == tensors(alone, "start", 0)
+            elements = held(sharded, rank)
+            assert elements["whole"] == held(alone, 0)["whole"]  # what is tied stays so
+            assert elements["built_on"] == ("meta" if rank else "cpu")
+
+
+REFUSED = {
+    "Manual": "Manual optimizes by hand inside of training_step",
+    "OwnSharding": "OwnSharding shards itself in configure_model",
+    "NothingToShard": "there is nothing to shard in NothingToShard",
+    "Late": "offset: a tensor made in configure_model that is neither parameter nor buffer",
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finished]:
-    train = runs_in(tmp_path_factory.mktemp(request.param))
-    return request.param, train(*MODELS[request.param], *NO_CHECKPOINTS, "strategy=single", "trainer.accelerator=cpu")
+@pytest.mark.parametrize("module", REFUSED)
+def test_what_can_not_be_sharded_is_refused_in_a_line(module: str, train: Train) -> None:
+    options = {"Late": ("model.stray=true",), "Manual": ("trainer.gradient_clip_val=null",)}.get(module, ())
+    refused = train(_module(module), *options, *MODULES, "strategy=fsdp", ranks=2, check=False)
+    assert refused.returncode
+    assert REFUSED[module] in refused.err
+    assert "Traceback" not in refused.err
 
 
-@pytest.mark.parametrize(("sharding", "ranks"), [("FULL_SHARD", 1), ("FULL_SHARD", 2)])
-def test_sharding_keeps_the_losses(sharding: str, ranks: int, alone: tuple[str, Finished], train: Train) -> None:
-    model, reference = alone
-    sharded = train(*MODELS[model], *NO_CHECKPOINTS, *FSDP, *SHARDINGS[sharding], ranks=ranks)
-    for metric in ("train/loss", "val/loss", "test/loss"):
-        expected, found = reference.column(metric), sharded.column(metric)
-        assert found.keys() == expected.keys()
-        delta = max(abs(found[step] - expected[step]) for step in expected)
-        print(model, sharding, ranks, metric, delta)
-        assert delta <= 1e-5
-    print(sharded.out[:1500])
+SHORT = ("trainer.max_steps=3", "trainer.val_check_interval=3")
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ("precision=bf16-mixed",),
+        ("precision=bf16-true", "trainer.strategy.reduce_dtype=float32"),
+        ("precision=64-true",),
+        ("trainer.strategy.param_dtype=bfloat16", "trainer.strategy.reduce_dtype=float32"),
+    ],
+    ids=["bf16-mixed", "bf16-true", "64-true", "gathered in bfloat16"],
+)
+def test_every_precision_trains(precision: tuple[str, ...], run: Run) -> None:
+    exact = run(*MODELS["gpt"], *COMMON, *SHORT, "strategy=single")
+    rounded = run(*MODELS["gpt"], *COMMON, *SHORT, "strategy=fsdp", *precision, ranks=2)
+    for step, loss in rounded.column("train/loss").items():
+        assert loss == pytest.approx(exact.column("train/loss")[step], abs=0.03)
+    kept = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision[0].partition("=")[2], torch.float32)
+    assert {tensor.dtype for tensor in torch.load(rounded.run_dir / "end_0.pt").values()} == {kept}
+
+
+def test_units_can_be_named_and_offloading_on_the_cpu_is_told(train: Train) -> None:
+    named = ("strategy=fsdp_offload", "trainer.strategy.units=[Attention,transformer.blocks.*.mlp]", *SHORT)
+    sharded = train(*MODELS["gpt"], *COMMON, *named, ranks=2)
+    assert "units      2 Attention, 2 MLP over shard 2" in sharded.out
+    assert "cpu_offload does nothing on the CPU" in sharded.out

@@ -1,17 +1,58 @@
+"""Layers cut over a tensor-parallel group compute what whole ones do."""
+
 from __future__ import annotations
 
 import pytest
-from tests.conftest import Finished, Train, runs_in
-from tests.tiny import GPT, NO_CHECKPOINTS
+import torch
 
-def test_tp(train: Train) -> None:
-    reference = train(*GPT, *NO_CHECKPOINTS, "strategy=single", "trainer.accelerator=cpu")
-    for ranks in (4,):
-        sharded = train(*GPT, *NO_CHECKPOINTS, "strategy=fsdp_tp", "trainer.accelerator=cpu", ranks=ranks)
-        print(sharded.out[:500])
-        for metric in ("train/loss", "val/loss", "test/loss"):
-            expected, found = reference.column(metric), sharded.column(metric)
-            assert found.keys() == expected.keys()
-            delta = max(abs(found[step] - expected[step]) for step in expected)
-            print(ranks, metric, delta)
-            assert  delta<= 1e-5
+from tests.conftest import Train
+from tests.strategies.shards import WITNESS, held, largest_difference, tensors
+from tests.tiny import GPT, NO_CHECKPOINTS, VIT
+
+COMMON = (*NO_CHECKPOINTS, *WITNESS, "trainer.accelerator=cpu")
+TP = (*COMMON, "strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
+
+
+def test_two_by_two_devices_run_as_one(train: Train) -> None:
+    alone = train(*GPT, *COMMON, "strategy=single")
+    cut = train(*GPT, *TP, ranks=4)
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(cut, alone, metric) <= 1e-5, metric
+    assert largest_difference(cut, alone, "grad_norm") <= 1e-4
+    assert "24 samples a step = 3 × 2 devices × accumulation 4" in cut.out
+    values = torch.load(alone.run_dir / "start_0.pt")
+    matrices = sum(v.numel() for name, v in values.items() if ".attention." in name or ".mlp." in name)
+    others = sum(v.numel() for v in values.values()) - matrices  # embeddings and norms are not cut, but sharded
+    for rank in range(4):
+        assert tensors(cut, "start", rank) == tensors(alone, "start", 0)
+        assert held(cut, rank)["parameters"] == matrices / 4 + others / 2
+        assert held(cut, rank)["optimizer"] == 2 * (matrices / 4 + others / 2)
+
+
+def test_the_devices_of_a_group_drop_the_same_units(train: Train) -> None:
+    options = ("model.dropout=0.3", "model.tied=false", "model.norm=rms", "model.bias=true", "precision=bf16-mixed")
+    cut = train(*GPT, *TP, *options, "trainer.max_steps=4", "trainer.val_check_interval=4", ranks=2)
+    assert tensors(cut, "end", 0) == tensors(cut, "end", 1)
+    assert max(cut.column("train/loss").values()) < 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ((*VIT, *TP), "strategy=fsdp_tp has no plan for VisionTransformer, only for GPT; use strategy=fsdp, or"),
+        (
+            (*GPT, *TP, "trainer.strategy.tensor_parallel_size=3"),
+            "trainer.strategy.tensor_parallel_size=3 does not divide 1 × 2 devices; use trainer.devices=3",
+        ),
+        (
+            (*GPT, *TP, "model.heads=1"),
+            "the GPT's heads 1 does not divide over a tensor-parallel group of 2; use model.heads=2",
+        ),
+    ],
+    ids=["no plan", "devices", "heads"],
+)
+def test_what_can_not_be_cut_is_refused_in_a_line(overrides: tuple[str, ...], line: str, train: Train) -> None:
+    refused = train(*overrides, ranks=2, check=False)
+    assert refused.returncode == 2
+    assert f"error: {line}" in refused.err
+    assert "Traceback" not in refused.err

@@ -27,6 +27,9 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
+        share = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if trainer.global_rank % (trainer.world_size // share["num_replicas"]):
+            return  # another rank of a tensor-parallel group has predicted the same
         folder = Path(trainer.default_root_dir) / "predictions"
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(predictions, folder / f"rank_{trainer.global_rank}.pt")
+        torch.save(predictions, folder / f"rank_{share['rank']}.pt")

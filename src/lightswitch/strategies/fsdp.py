@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.refused import Refused
 from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
-from lightswitch.strategies.limits import Refused
 from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
 from lightswitch.strategies.units import find_units
 
@@ -39,7 +40,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDP(ModelParallelStrategy):
+class FSDP(PortableCheckpoints, ModelParallelStrategy):
     """Shards parameters, gradients and optimizer state; the model's repeated blocks are gathered one at a time.
 
     Runs on CUDA and on the CPU. What is built in `configure_model` is built once, on the CPU of global rank 0, and
@@ -144,7 +145,8 @@ class FSDP(ModelParallelStrategy):
             hand_out(module, self.root_device, done)
             self._shard_unit(module, is_root=module is model)
         hand_out_metrics(model, self.root_device)
-        self._check(model)
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
             self._tell(units.values())
         return model
@@ -192,7 +194,7 @@ class FSDP(ModelParallelStrategy):
                 parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
 
     def _tell(self, units: Iterable[nn.Module]) -> None:
-        kinds = Counter(type(unit).__name__.removeprefix("FSDP") for unit in units)
+        kinds = Counter(map(_name, units))
         found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the model as one"
         mesh = zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.shape, strict=True)
         over = " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one device"
@@ -207,10 +209,6 @@ class FSDP(ModelParallelStrategy):
     @property
     def _offloads(self) -> bool:
         return self.cpu_offload and self.root_device.type != "cpu"
-
-    def _check(self, model: nn.Module) -> None:
-        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise Refused(f"there is nothing to shard in {type(model).__name__}; use strategy=ddp")
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -261,3 +259,7 @@ class FSDP(ModelParallelStrategy):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # which fully_shard puts before it

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
 
+from lightswitch.refused import Refused
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.limits import Refused
 
 
 class TensorParallel(FSDP):
@@ -49,11 +49,14 @@ class TensorParallel(FSDP):
         return model
 
     def _plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
-        for cls in type(model).__mro__:
-            if cls.__name__ in self.plans:
-                plan: dict[str, ParallelStyle] = get_object(self.plans[cls.__name__])(model, self._tensor_parallel_size)
-                return plan
-        raise Refused(f"there is no tensor-parallel plan for {type(model).__name__}; use strategy=fsdp")
+        named = next((self.plans[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in self.plans), None)
+        if named is None:
+            raise Refused(f"there is no tensor-parallel plan for {type(model).__name__}; use strategy=fsdp")
+        try:
+            plan: dict[str, ParallelStyle] = get_object(named)(model, self._tensor_parallel_size)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return plan
 
     def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
         for part in module.modules():

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightswitch.strategies.limits import Refused
+from lightswitch.refused import Refused
 
 
 def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str, nn.Module]:
