@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import PLAIN, Finished, Train, runs_in
 from tests.tiny import GPT
+from tests.ways import WAYS
 
-RUN = (*GPT, "run_id=mine", "trainer.max_steps=16", "trainer.val_check_interval=4", "model.dropout=0")
-FIRST_STEPS = 7  # in the first epoch, between two validations
+RUN = (*GPT, "run_id=mine", "scheduler.total_steps=16", "trainer.val_check_interval=4", "model.dropout=0")
+SAVED, END = 7, 16  # steps: the first lies between two validations
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, "strategy=single")
+    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, "strategy=single", f"trainer.max_steps={END}")
+
+
+@pytest.mark.parametrize(("before", "after"), list(pairwise([*WAYS, "single"])))
+def test_a_run_goes_on_under_another_strategy(before: str, after: str, uninterrupted: Finished, train: Train) -> None:
+    """Each way is left once and entered once; docs/resume.md has all pairs."""
+    first = train(*RUN, *WAYS[before].switches, f"trainer.max_steps={SAVED}", ranks=WAYS[before].ranks)
+    second = train(
+        *RUN, *WAYS[after].switches, f"trainer.max_steps={END}", ranks=WAYS[after].ranks, folder=first.folder
+    )
+    for name in ("train/loss", "val/loss", "samples"):
+        expected, found = uninterrupted.column(name), second.column(name)
+        assert found.keys() == expected.keys(), name
+        assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, name
 
 
 # What is found to differ between a checkpoint and the run that is to go on from it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +73,12 @@ class Saver:
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         if not is_traceable_wrapper_subclass(tensor):
             return self._copied(name, tensor)
-        copied: Tensor = transform_subclass(tensor, lambda part, inner: self._copied(f"{name}/{part}", inner))
-        return copied
+
+        def copied(part: str, inner: Any) -> Any:
+            return self._copied(f"{name}/{part}", inner) if isinstance(inner, Tensor) else inner  # a mesh, for one
+
+        whole: Tensor = transform_subclass(tensor, copied)
+        return whole
 
     def _copied(self, key: str, part: Tensor) -> Tensor:
         kept = self._staged.get(key)

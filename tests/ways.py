@@ -1,0 +1,23 @@
+"""Every way to spread a run over processes: what to type, and how many of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Way:
+    switches: tuple[str, ...]
+    ranks: int = 1
+
+
+WAYS = {
+    "single": Way(("strategy=single",)),
+    "ddp × 2": Way(("strategy=ddp",), 2),
+    "ddp × 4": Way(("strategy=ddp",), 4),
+    "fsdp × 2": Way(("strategy=fsdp",), 2),
+    "fsdp × 4": Way(("strategy=fsdp",), 4),
+    "fsdp_grad_op × 2": Way(("strategy=fsdp_grad_op",), 2),
+    "fsdp_hybrid 2 × 2": Way(("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2"), 4),
+    "fsdp_tp 2 × 2": Way(("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2"), 4),
+}
