@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.utilities.device_parser import _select_auto_accelerator
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.strategies import Strategy
@@ -10,8 +12,11 @@ from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.single import Single
 
 
-def auto(accelerator: str, devices: int | str | list[int], num_nodes: int) -> Strategy:
-    """One device as it is, several under ddp. The arguments are the Trainer's."""
+def auto(accelerator: Any, devices: Any, num_nodes: Any) -> Strategy:
+    """One device as it is, several under ddp.
+
+    The arguments are the Trainer's own, as checked there: a type here would have a mistake in one told twice.
+    """
     return DDP() if num_nodes > 1 or _devices(accelerator, devices) > 1 else Single()
 
 
