@@ -19,5 +19,6 @@ WAYS = {
     "fsdp × 4": Way(("strategy=fsdp",), 4),
     "fsdp_grad_op × 2": Way(("strategy=fsdp_grad_op",), 2),
     "fsdp_hybrid 2 × 2": Way(("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2"), 4),
+    "fsdp1 × 2": Way(("strategy=fsdp1",), 2),
     "fsdp_tp 2 × 2": Way(("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2"), 4),
 }

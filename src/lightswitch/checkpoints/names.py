@@ -24,12 +24,21 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """`state_dict` with a tensor that has several names under the first of them."""
+    return first_names({own_name(name): value for name, value in module.state_dict().items()}, module)
+
+
+def first_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Of ``state`` by name, what stands under the first name of its tensor."""
+    again = _further_names(module)
+    return {name: value for name, value in state.items() if name not in again}
+
+
+def _further_names(module: nn.Module) -> set[str]:
+    """Of parameters and buffers that have several, all but the first."""
     first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     every |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    others = {own_name(name) for name in every - first}
-    named = {own_name(name): value for name, value in module.state_dict().items()}
-    return {name: value for name, value in named.items() if name not in others}
+    return {own_name(name) for name in every - first}
 
 
 def groups_of(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:

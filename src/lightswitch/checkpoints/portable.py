@@ -121,7 +121,7 @@ class PortableCheckpoints(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module)
-        self._check_optimizers(checkpoint["optimizer_states"])
+        self.check_optimizers(checkpoint["optimizer_states"])
         for index, optimizer in enumerate(self.optimizers):
             saved = checkpoint["optimizer_states"][index]
             state = self._read_optimizer_state(f"optimizer.{index}.", saved["state"], parameters)
@@ -141,7 +141,7 @@ class PortableCheckpoints(Strategy):
         self._reader.fill(targets)
         return state
 
-    def _check_optimizers(self, saved: list[dict[str, Any]]) -> None:
+    def check_optimizers(self, saved: list[dict[str, Any]]) -> None:
         assert self.lightning_module is not None
         here = [_described(type(o).__name__, names.groups_of(o, self.lightning_module)) for o in self.optimizers]
         there = [_described(optimizer["class"], optimizer["param_groups"]) for optimizer in saved]

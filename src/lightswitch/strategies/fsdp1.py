@@ -26,6 +26,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightswitch.strategies.fsdp1_state import PortableFSDP1
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
 from lightswitch.strategies.limits import Refused
 from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
@@ -34,7 +35,7 @@ from lightswitch.strategies.units import find_units
 log = logging.getLogger(__name__)
 
 
-class FSDP1(FSDPStrategy):
+class FSDP1(PortableFSDP1, FSDPStrategy):
     """Lightning's FSDPStrategy under the names of its documentation, with plain values.
 
     Args:
@@ -156,9 +157,12 @@ class FSDP1(FSDPStrategy):
         return self._layer_sync.apply(model) if self._layer_sync else model
 
     def _mesh(self) -> DeviceMesh | None:
-        """Without one, the two HYBRID strategies would train replicas that are never averaged."""
-        if "HYBRID" not in self.sharding_strategy.name:
+        """Without one, the two HYBRID strategies would train replicas that are never averaged; and checkpoints are
+        written by DTensors, which have one."""
+        if self.sharding_strategy == ShardingStrategy.NO_SHARD:
             return None
+        if "HYBRID" not in self.sharding_strategy.name:
+            return init_device_mesh(self.root_device.type, (self.world_size,))
         replicas, devices = self.mesh_shape or (self.num_nodes, self.num_processes)
         return init_device_mesh(self.root_device.type, (replicas, devices), mesh_dim_names=("replicate", "shard"))
 
