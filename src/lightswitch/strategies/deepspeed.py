@@ -1,0 +1,203 @@
+"""DeepSpeed's ZeRO, on GPUs and, without compiling anything, on CPUs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightswitch.batches.callback import GlobalBatch
+from lightswitch.strategies import deepspeed_config
+from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it found no GPU
+logging.disable(logging.INFO)  # to see whether there is a libaio it compiles a program, and the command is logged
+import deepspeed  # noqa: E402
+from deepspeed.accelerator import cpu_accelerator, get_accelerator, set_accelerator  # noqa: E402
+
+logging.disable(logging.NOTSET)
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeed(DeepSpeedStrategy):
+    """Lightning's DeepSpeedStrategy, whose arguments it takes, for unmodified models.
+
+    The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
+    partitioned parameter by parameter, so that no device holds it whole; what `configure_model` builds is held whole by
+    one process alone. ``config`` is a file of DeepSpeed's own; "auto" in it is taken from the run.
+    """
+
+    # Configuration
+
+    def _load_config(self, config: Any) -> dict[str, Any] | None:
+        """A copy, as Lightning writes into it; and not from an environment variable, which no config shows."""
+        return deepspeed_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
+
+    def _format_config(self) -> None:
+        assert self.config is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+        plan = next((callback.plan for callback in callbacks if isinstance(callback, GlobalBatch)), None)
+        run = deepspeed_config.Run(
+            precision=str(trainer.precision),
+            micro_batch=plan.micro_batch if plan else 1,
+            accumulation=trainer.accumulate_grad_batches,
+            replicas=self.world_size,
+            clip_norm=float(trainer.gradient_clip_val or 0),
+        )
+        given, self.config = self.config, deepspeed_config.resolved(self.config, run)
+        if self.config.get("fp16", {}).get("enabled"):
+            self.config["fp16"] = {**self._loss_scaling, **self.config["fp16"]}
+        if self.global_rank == 0:
+            for line in deepspeed_config.differences(given, self.config, run.precision):
+                log.warning("%s", line)
+        if isinstance(self.precision_plugin, _Precision):
+            self.precision_plugin.autocasts = "torch_autocast" in self.config
+
+    @property
+    def _loss_scaling(self) -> dict[str, float]:
+        names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = _Precision(plugin.precision) if isinstance(plugin, DeepSpeedPrecision) else plugin  # type: ignore[arg-type]
+
+    # Processes
+
+    @property
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed asks for an index
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        if isinstance(self.accelerator, CPUAccelerator) and get_accelerator().device_name() != "cpu":
+            set_accelerator(cpu_accelerator.CPU_Accelerator())
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        # a collective for inference alone, which would be compiled for a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self._init_deepspeed_distributed()
+
+    # Model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with self.precision_plugin.tensor_init_context():  # not on the device, whose random numbers are others
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Not `deepspeed.zero.Init`: under it, what a module does to its children's parameters is lost, or fails."""
+        self._init_config_if_needed()
+        assert self.lightning_module is not None
+        with placeholders() if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
+            yield
+        fill_with_nothing(self.lightning_module)
+
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        """Before the parameters are partitioned: `configure_optimizers` may look at their shapes."""
+        made = super()._init_optimizers()
+        self._place(self.lightning_module)
+        # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
+        deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
+        return made
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        self._place(model)
+        if self.zero_stage_3:
+            model, _ = self._setup_model_and_optimizer(model, None)
+        self.model = model
+
+    def _place(self, model: nn.Module | None) -> None:
+        """Rank 0's weights and buffers, on the device; at stage 3 a part of each parameter."""
+        assert model is not None
+        if self.zero_stage_3:
+            dtype = next(model.parameters()).dtype
+            _Partitioned(module=model, config_dict_or_path=self.config, dtype=dtype)
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(self.root_device)
+        else:
+            model.to(self.root_device)
+            _share_rank_0(model.parameters())
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Rank 0's, as under DDP: the statistics of batch norms differ by rank."""
+        assert self.lightning_module is not None
+        _share_rank_0(self.lightning_module.buffers())
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning has divided the loss by the accumulation; DeepSpeed would divide it once more."""
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def teardown(self) -> None:
+        engine = self.model if isinstance(self.model, deepspeed.DeepSpeedEngine) else None
+        if engine is not None and self.zero_stage_3:
+            whole = [parameter for parameter in engine.module.parameters() if parameter.numel()]
+            for parameter in whole:  # small ones are kept whole on the device, and would be taken for it on the CPU
+                parameter.partition()
+        super().teardown()
+        if engine is not None:  # its hooks would run beside those of the next
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+            engine.destroy()
+
+
+def _share_rank_0(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        shared = tensor.detach().contiguous()
+        dist.broadcast(shared.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows few types
+        tensor.data.copy_(shared)
+
+
+class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        """As DeepSpeed's, which fails for a parameter that is a scalar (0.19)."""
+        self._convert_to_deepspeed_param(param)
+        _share_rank_0([param])
+        param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
+
+
+class _Precision(DeepSpeedPrecision):
+    """Leaves the inputs as they are where the weights are in 32 bits and DeepSpeed casts for each operation."""
+
+    autocasts = False
+
+    def convert_input(self, data: Any) -> Any:
+        return data if self.autocasts else super().convert_input(data)

@@ -1,0 +1,130 @@
+"""Weights and optimizer states of a live DeepSpeed engine, parameter by parameter.
+
+DeepSpeed's own getters and setters fail for several parameter groups at stages 1 and 2 before the first step, and where
+a parameter does not divide over the ranks at stage 3 (0.19); so the parts are found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank keeps of a parameter."""
+
+    flat: Tensor  # this rank's part of a group of parameters, in the optimizer's precision: (elements,)
+    begin: int  # in `flat`
+    first: int  # in the parameter
+    elements: int  # 0 on a rank that keeps nothing of it
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat.narrow(0, self.begin, self.elements)
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        return whole.reshape(-1).narrow(0, self.first, self.elements)
+
+
+def gather(engine: Any, module: nn.Module) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    """Each parameter's name, its whole weight in the optimizer's precision, and its optimizer state (exp_avg, …, step).
+
+    A collective: every rank has to exhaust it. The state is empty before the first step, and of a frozen parameter.
+    """
+    for name, parameter in module.named_parameters():
+        part = _part(engine, parameter)
+        if part is None:
+            yield name, parameter.detach().clone(), {}
+            continue
+        values = _states(engine).get(part.flat, {})
+        state = {
+            key: _whole(engine, part, value, parameter) for key, value in values.items() if _is_spread(value, part)
+        }
+        plain = {key: torch.as_tensor(value).clone() for key, value in values.items() if key not in state}
+        yield name, _whole(engine, part, part.flat, parameter), {**state, **plain}
+
+
+def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Set the working copy and the optimizer's of every parameter to the whole one that ``read`` knows by its name."""
+    for name, parameter in module.named_parameters():
+        whole, part = read(name), _part(engine, parameter)
+        if part is not None:
+            part.of(part.flat.detach()).copy_(part.of_whole(whole))
+        if hasattr(parameter, "ds_tensor"):
+            kept = parameter.ds_tensor
+            first = min(kept.numel() * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]
+            own = whole.reshape(-1)[first : first + kept.numel()]
+            kept.detach().narrow(0, 0, own.numel()).copy_(own)  # the last rank's may end in padding
+        if parameter.numel():  # at stage 3, of the small ones alone
+            parameter.detach().copy_(whole)
+
+
+def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+    """The same for the optimizer's states, of which ``read`` knows all of a parameter's by its name."""
+    states, steps = _states(engine), [0]
+    for name, parameter in module.named_parameters():
+        part = _part(engine, parameter) if parameter.requires_grad else None
+        for key, value in read(name).items() if part is not None else ():
+            assert part is not None
+            values = states.setdefault(part.flat, {})
+            if value.dim() == 0 and key == "step":  # one for a whole group
+                steps.append(int(value))
+                values[key] = value.float().to(_device_of_step(engine, part.flat))
+                continue
+            if not _is_spread(values.get(key), part):
+                values[key] = torch.zeros_like(part.flat, requires_grad=False)
+            part.of(values[key]).copy_(part.of_whole(value))
+    engine.global_steps = max(steps)
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False  # to the tensors that were there before
+
+
+def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:
+    """None for a parameter that every rank keeps whole and no optimizer keeps."""
+    zero, rank = engine.optimizer, dist.get_rank()
+    if hasattr(parameter, "ds_tensor"):
+        positions, number = getattr(zero, "grad_position", {}), getattr(parameter, "ds_id", None)
+        if parameter.requires_grad and number in positions:
+            group, begin, elements = positions[number]
+            flat = zero.fp32_partitioned_groups_flat[group]
+        else:
+            flat, begin, elements = parameter.ds_tensor.detach(), 0, parameter.ds_tensor.numel()
+        first = min(elements * rank, parameter.ds_numel)  # type: ignore[attr-defined]
+        return _Part(flat, begin, first, min(elements, parameter.ds_numel - first))  # type: ignore[attr-defined]
+    for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
+        if any(member is parameter for member in group):
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                return _Part(flat, 0, 0, 0)
+            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+            return _Part(flat, here.start, there.start, here.numel)
+    return None
+
+
+def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
+    """By group, as DeepSpeed has made the optimizer step over flat groups in place of parameters."""
+    states: dict[Tensor, dict[str, Any]] = getattr(getattr(engine.optimizer, "optimizer", None), "state", {})
+    return states
+
+
+def _is_spread(value: object, part: _Part) -> bool:
+    return isinstance(value, Tensor) and value.shape == part.flat.shape
+
+
+def _whole(engine: Any, part: _Part, flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    whole = torch.zeros(shape, dtype=flat.dtype, device=engine.device)
+    part.of_whole(whole).copy_(part.of(flat.detach()))
+    dist.all_reduce(whole)
+    return whole
+
+
+def _device_of_step(engine: Any, flat: Tensor) -> torch.device:
+    """As torch's optimizers want it."""
+    group = engine.optimizer.optimizer.param_groups[0]
+    return flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

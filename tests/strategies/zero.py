@@ -1,0 +1,101 @@
+"""What each rank of a DeepSpeed run holds of a model, written down for a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import deepspeed
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightswitch.strategies import deepspeed_state
+
+
+class Parts(pl.Callback):
+    """The whole tensors at the start and at the end, and the elements that each rank has of them."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._save(trainer, module, "start")
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._save(trainer, module, "end")
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
+        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        counted = {
+            "parameters": sum(getattr(p, "ds_tensor", p).numel() for p in parameters),
+            "whole": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+            "states": sum(t.numel() for t in states),
+            "built_on": getattr(module, "built_on", None),
+        }
+        (self.folder / f"elements_{trainer.global_rank}.json").write_text(json.dumps(counted))
+
+    def _save(self, trainer: pl.Trainer, module: pl.LightningModule, when: str) -> None:
+        tensors = {name: whole(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+        torch.save(tensors, self.folder / f"{when}_{trainer.global_rank}.pt")
+
+
+class TakenOut(pl.Callback):
+    """Takes weights and optimizer states out before a step, writes over them, and puts them back."""
+
+    def __init__(self, folder: str, before_step: int) -> None:
+        self.folder, self.before_step, self.done = Path(folder), before_step, False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        if self.done or trainer.global_step != self.before_step:
+            return
+        self.done, engine = True, trainer.strategy.model
+        taken = taken_out(engine, module)
+        other = {name: (weight + 1, {k: v + 1 for k, v in state.items()}) for name, (weight, state) in taken.items()}
+        put_back(engine, module, other)
+        assert_equal(taken_out(engine, module), other)
+        for name, parameter in module.named_parameters():
+            assert torch.equal(whole(parameter), other[name][0].float()), name
+        put_back(engine, module, taken)
+        assert_equal(taken_out(engine, module), taken)
+        torch.save(taken, self.folder / f"taken_{trainer.global_rank}.pt")
+
+
+State = dict[str, tuple[Tensor, dict[str, Tensor]]]
+
+
+def taken_out(engine: object, module: pl.LightningModule) -> State:
+    return {name: (weight, state) for name, weight, state in deepspeed_state.gather(engine, module)}
+
+
+def put_back(engine: object, module: pl.LightningModule, taken: State) -> None:
+    deepspeed_state.scatter_weights(engine, module, lambda name: taken[name][0])
+    deepspeed_state.scatter_states(engine, module, lambda name: taken[name][1])
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, (weight, state) in expected.items():
+        assert torch.equal(found[name][0], weight), name
+        assert found[name][1].keys() == state.keys(), name
+        assert all(torch.equal(found[name][1][key], value) for key, value in state.items()), name
+
+
+class Native(pl.Callback):
+    """The same of a run in one process, for comparison."""
+
+    def __init__(self, folder: str, before_step: int) -> None:
+        self.folder, self.before_step = Path(folder), before_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
+        if trainer.global_step == self.before_step:
+            states = trainer.optimizers[0].state
+            taken = {n: (p.detach().clone(), dict(states.get(p, {}))) for n, p in module.named_parameters()}
+            torch.save(taken, self.folder / "taken_0.pt")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    if not hasattr(tensor, "ds_id"):
+        return tensor.detach().float().clone()
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().float().clone()
