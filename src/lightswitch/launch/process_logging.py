@@ -20,6 +20,8 @@ _NOT_SO = (
     r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
     # the run directory is meant to be written again when a run is resumed
     r"Checkpoint directory .* exists and is not empty",
+    # a run that goes on from another one's checkpoint finds the best of its own directory
+    r"The dirpath has changed from .* therefore `best_model_score`",
     # an epoch may be shorter than a logging interval: steps are counted over the whole run
     r"The number of training batches .* is smaller than the logging interval",
     # one process writes and reads its checkpoints alone
