@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightswitch.checkpoints.directory import read_state
 from tests.conftest import PLAIN, Finished, Train, runs_in
 
 ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
@@ -153,6 +154,12 @@ def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(tra
     assert rates == pytest.approx({0: 0.025, 1: 0.025, 2: 0.0125, 3: 0.0125, 4: 0.00625, 5: 0.00625})
 
 
+def test_a_constant_schedule_leaves_the_rate_as_it_is(train: Train, book: str) -> None:
+    steps = ("trainer.max_steps=3", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1")
+    run = train(*TINY_GPT, book, *steps, "scheduler=constant")
+    assert set(run.column("lr-AdamW/pg1").values()) == {3e-3}
+
+
 # modes
 
 
@@ -173,6 +180,28 @@ def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, trai
     assert column(tested, "test/loss") == pytest.approx(trained.column("test/loss"), abs=1e-6)
     assert not list(swept.folder.rglob("*.ckpt"))
     assert f"reads      {checkpoint}" in swept.out
+
+
+def test_the_best_checkpoint_is_tested_and_not_the_last_weights(train: Train) -> None:
+    first = train(*SHORT, "trainer.max_steps=6", "model.lr=1.0")
+    best, last = (first.run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
+    swept = train("-m", *ON_CPU, "run_id=again", "mode=validate,test", f"ckpt_path={best},{last}")
+    of = [swept.folder / f"runs/plainmodel/again/{number}" for number in range(4)]
+    (best_val,), (last_val,) = (column(run_dir, "val/loss").values() for run_dir in of[:2])
+    (best_test,), (last_test,) = (column(run_dir, "test/loss").values() for run_dir in of[2:])
+    assert best_val < last_val
+    assert best_val == min(first.column("val/loss").values())
+    assert last_val == first.column("val/loss")[5]
+    assert list(first.column("test/loss").values()) == [best_test]
+    assert best_test != last_test
+
+
+def test_a_run_from_another_ones_checkpoint_keeps_the_best_of_its_own(trained: Finished, train: Train) -> None:
+    moved = train(*SHORT, "run_id=moved", "trainer.max_steps=8", f"resume={trained.run_dir}/checkpoints/last.ckpt")
+    assert moved.err == ""
+    step = read_state(moved.run_dir / "checkpoints" / "best.ckpt")["global_step"]
+    losses = moved.column("val/loss")
+    assert (sorted(losses), losses[step - 1]) == ([5, 7], min(losses.values()))
 
 
 def test_predictions_are_written_in_the_order_of_the_data(trained: Finished, train: Train) -> None:
