@@ -59,6 +59,7 @@ def gpt_rows(quick: bool) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         with composed([], Path(folder), steps) as cfg:
             model, data = instantiate(cfg.model), instantiate(cfg.data)
+        model.configure_model()
         with_engine([], Path(folder), times.take(Turns(raw_steps(model, data, model.loss), turns, steps)))
     return [row("GPT", RAW, times.against_raw("GPT"), "≤ 1.03")]
 

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import nodes, resolvers
+from lightswitch.launch import build, nodes, resolvers
 from tests.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.launch.witness import WITNESS, witnesses
 
@@ -40,6 +40,7 @@ STRATEGIES = {  # on one device; each finds its process as if it were the first 
     "ddp_spawn": ("DDP", "_MultiProcessingLauncher", "spawn"),
     "auto": ("Single", None, None),
     "single": ("Single", None, None),
+    "fsdp1": ("FSDP1", "_SubprocessScriptLauncher", None),
 }
 PRECISIONS_ON_CPU = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
 
@@ -98,21 +99,18 @@ def test_every_model_goes_with_the_data_of_its_kind(model: str, data: str, compo
     assert isinstance(instantiate(cfg.data, _convert_="all"), pl.LightningDataModule)
     with torch.device("meta"):  # 27 GB of weights in gpt_7b
         made = instantiate(cfg.model, _convert_="all")
+        made.configure_model()
         assert made.configure_optimizers()
     assert isinstance(made, pl.LightningModule)
     assert sum(parameter.numel() for parameter in made.parameters()) > 1e5
 
 
-@pytest.mark.parametrize("precision", choices("precision"))
-@pytest.mark.parametrize("strategy", choices("strategy"))
+@pytest.mark.parametrize("precision", PRECISIONS_ON_CPU)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_makes_a_trainer_at_every_precision(strategy: str, precision: str, composed: Composed) -> None:
     cfg = composed(f"strategy={strategy}", f"precision={precision}", "++trainer.accelerator=cpu")
-    if precision == "16-mixed":
-        with pytest.warns(UserWarning, match="fp16 is not supported on CPU"):  # refused by preflight
-            trainer = instantiate(cfg.trainer, _convert_="all")
-    else:
-        trainer = instantiate(cfg.trainer, _convert_="all")
-        assert trainer.precision == precision
+    trainer = instantiate(cfg.trainer, **build._plugins(cfg, None), _convert_="all")
+    assert trainer.precision == precision
     assert type(trainer.strategy).__name__ == STRATEGIES[strategy][0]
 
 
@@ -120,7 +118,9 @@ def test_every_strategy_makes_a_trainer_at_every_precision(strategy: str, precis
 @pytest.mark.parametrize("scheduler", choices("scheduler"))
 def test_every_optimizer_goes_with_every_scheduler(optimizer: str, scheduler: str, composed: Composed) -> None:
     cfg = composed(f"optimizer={optimizer}", f"scheduler={scheduler}")
-    made = instantiate(cfg.model, _convert_="all").configure_optimizers()
+    model = instantiate(cfg.model, _convert_="all")
+    model.configure_model()
+    made = model.configure_optimizers()
     assert isinstance(made["optimizer"], torch.optim.Optimizer)
     assert isinstance(made["lr_scheduler"]["scheduler"], torch.optim.lr_scheduler.LRScheduler)
 

@@ -19,7 +19,9 @@ def gpt() -> Callable[..., GPT]:
     def build(seed: int = 0, **options: Any) -> GPT:
         torch.manual_seed(seed)
         sizes = {"vocab_size": 11, "context": 8, "layers": 2, "heads": 2, "width": 16, "init_std": 0.2}
-        return GPT(**{"optimizer": ADAMW, **sizes, **options})
+        model = GPT(**{"optimizer": ADAMW, **sizes, **options})
+        model.configure_model()
+        return model
 
     return build
 

@@ -45,6 +45,7 @@ def test_a_size_has_its_parameters(name):
         cfg = compose(overrides=["+data=digits", f"+model={name}", "+optimizer=adamw", "+scheduler=constant"])
     with torch.device("meta"):
         model = instantiate(cfg.model)
+        model.configure_model()
     assert sum(p.numel() for p in model.parameters()) == SIZES[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +51,11 @@ class GlobalBatch(Callback):
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: process(self._share(trainer, loader))
         strategy.reduce = exact_mean(strategy.reduce)
+        # configure_model draws what a constructor would: after it, in 32 bits, and not on the device
+        torch.random.set_rng_state(self._drawn)
+        strategy.precision_plugin.tensor_init_context = nullcontext
         if type(strategy).tensor_init_context is Strategy.tensor_init_context:
-            strategy.tensor_init_context = strategy.precision_plugin.tensor_init_context  # and not on the device
-        torch.random.set_rng_state(self._drawn)  # configure_model goes on where the constructor left off
+            strategy.tensor_init_context = nullcontext
         if trainer.world_size > 1:
             pl_module.log = synced_in_evaluation(trainer, pl_module.log)  # type: ignore[method-assign]
 
@@ -61,6 +64,7 @@ class GlobalBatch(Callback):
             (trainer.strategy, "process_dataloader"),
             (trainer.strategy, "reduce"),
             (trainer.strategy, "tensor_init_context"),
+            (trainer.strategy.precision_plugin, "tensor_init_context"),
             (pl_module, "log"),
         ):
             target.__dict__.pop(name, None)

@@ -124,7 +124,7 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Of `configure_model`: the values are rank 0's, and those of other ranks would be thrown away."""
-        with torch.device("cpu" if self.global_rank == 0 else "meta"), self.precision_plugin.tensor_init_context():
+        with torch.device("cpu" if self.global_rank == 0 else "meta"):
             yield
 
     def setup(self, trainer: Trainer) -> None:

@@ -58,17 +58,24 @@ class GPT(LightningModule):
             gradient_checkpointing=gradient_checkpointing,
         )
         check_sizes(self.shape, vocab_size, context, position)
-        self.context = context
+        self.vocab_size, self.context = vocab_size, context
+        self.position, self.tied = position, tied
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.tokens = Embedding(vocab_size, width, std=init_std)
-        self.positions = Embedding(context, width, std=init_std) if position == "learned" else None
-        self.dropout = nn.Dropout(dropout)
-        self.transformer = Transformer(self.shape)
-        # A tied head has no module of its own: one parameter under one name, whatever moves or shards it.
-        self.head = None if tied else Linear(width, vocab_size, bias=False, std=init_std)
         self.evaluation_loss = MeanMetric()
         self.sample_tokens = sample_tokens
         self.sample: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Layers are made here, where a strategy can spread them, so that a large model never is in every process."""
+        if hasattr(self, "transformer"):
+            return
+        width, std = self.shape.width, self.shape.init_std
+        self.tokens = Embedding(self.vocab_size, width, std=std)
+        self.positions = Embedding(self.context, width, std=std) if self.position == "learned" else None
+        self.dropout = nn.Dropout(self.shape.dropout)
+        self.transformer = Transformer(self.shape)
+        # A tied head has no module of its own: one parameter under one name, whatever moves or shards it.
+        self.head = None if self.tied else Linear(width, self.vocab_size, bias=False, std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab)."""
