@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import CHECKOUT, PLAIN
+from tests.conftest import CHECKOUT, PLAIN, Train
 from tests.launch.witness import WITNESS, witnesses
 
 RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
@@ -70,16 +70,25 @@ def test_torchrun_starts_one_run(start: Start, tmp_path: Path) -> None:
     assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
 
 
-def test_torchrun_decides_the_number_of_devices(start: Start, tmp_path: Path) -> None:
-    process = start(*torchrun(*RUN, "trainer.devices=3", "global_batch_size=66"))
-    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode != 0
-    assert (
+def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
+    refused = train(*RUN, "trainer.devices=3", "global_batch_size=66", ranks=2, check=False)
+    line = (
         "error: torchrun started 1 node × 2 processes, and the trainer has num_nodes=1, devices=3; "
-        "leave both out, they follow the launcher"
-    ) in out
-    assert f'File "{TRAIN_PY}"' not in out
-    assert not (tmp_path / "runs").exists()
+        "leave both out, they follow the launcher\n"
+    )
+    assert (refused.returncode, refused.err) == (2, 2 * line)
+    assert not (refused.folder / "runs").exists()
+
+
+def test_srun_must_start_as_many_processes_on_each_node(start: Start) -> None:
+    tasks = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
+    process = start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", **tasks, SLURM_PROCID="0")
+    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 2
+    assert out == (
+        "error: slurm started 3,2 processes on 2 nodes, and each must have as many as the others; "
+        "use --ntasks-per-node=2\n"
+    )
 
 
 def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port: str) -> None:
