@@ -1,1 +1,24 @@
-"""The engine: one training run, any strategy."""
+"""The engine: one training run, any strategy.
+
+import lightswitch
+
+model = lightswitch.load("runs/gpt/mine")
+logits = model(ids)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightswitch.checkpoints.model import load
+
+__all__ = ["load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":  # when asked for: it imports torch, which most of the launch does without
+        from lightswitch.checkpoints.model import load
+
+        return load
+    raise AttributeError(f"module {__name__} has no attribute {name}")
