@@ -214,6 +214,8 @@ REFUSED = {
     "reduce_dtype or buffer_dtype",
     "trainer.strategy.mixed_precision={param_dtype:fp8}": "trainer.strategy.mixed_precision.param_dtype=fp8: "
     "use float32, bfloat16 or float16",
+    "precision=64-true": "precision=64-true is not for strategy=fsdp1, which clips gradients in 32 bits; "
+    "use strategy=fsdp or ddp",
 }
 
 

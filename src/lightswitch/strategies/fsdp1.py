@@ -204,7 +204,9 @@ class FSDP1(PortableFSDP1, FSDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Over all ranks' shards; torch's own sees those of one rank."""
         assert self._root is not None
-        self._root.clip_grad_norm_(clip_val)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Called FSDP.clip_grad_norm_.* with no gradients")  # a small model's rank
+            self._root.clip_grad_norm_(clip_val)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
