@@ -40,6 +40,10 @@ STRATEGIES = {  # on one device; each finds its process as if it were the first 
     "ddp_spawn": ("DDP", "_MultiProcessingLauncher", "spawn"),
     "auto": ("Single", None, None),
     "single": ("Single", None, None),
+    "fsdp": ("FSDP", "_SubprocessScriptLauncher", None),
+    "fsdp_grad_op": ("FSDP", "_SubprocessScriptLauncher", None),
+    "fsdp_hybrid": ("FSDP", "_SubprocessScriptLauncher", None),
+    "fsdp_offload": ("FSDP", "_SubprocessScriptLauncher", None),
     "fsdp1": ("FSDP1", "_SubprocessScriptLauncher", None),
 }
 PRECISIONS_ON_CPU = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
@@ -228,5 +232,5 @@ def test_every_precision_trains_on_a_gpu(train: Train) -> None:
 
 
 def test_every_strategy_is_among_those_tried() -> None:
-    assert set(choices("strategy")) == STRATEGIES.keys()
+    assert set(choices("strategy")) == {*STRATEGIES, "fsdp_tp"}  # which is for the GPT, on two devices or more
     assert set(choices("precision")) == {*PRECISIONS_ON_CPU, "16-mixed"}
