@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import PLAIN, Finished, Train, runs_in
+from tests.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.tiny import MODELS, NO_CHECKPOINTS
 
 pytest.importorskip("deepspeed")
@@ -91,6 +94,48 @@ def test_a_module_from_elsewhere_trains_as_under_ddp(name: str, stage: str, trai
     found = train(*run, f"strategy=deepspeed_stage_{stage}", ranks=2)
     for metric in ("train/loss", "val/loss", "val/accuracy"):
         assert found.column(metric) == pytest.approx(expected.column(metric), abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_precision_means_the_same(stage: str, train: Train) -> None:
+    for precision, kept_in in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
+        run = (model("Encoder"), *DIGITS, *CPU, f"precision={precision}")
+        alone = train(*run, "strategy=single")
+        sharded = train(*run, *taken("TakenOut"), f"strategy=deepspeed_stage_{stage}", ranks=2)
+        assert sharded.column("train/loss") == pytest.approx(alone.column("train/loss"), rel=0.02)
+        for weight, state in weights(sharded, "taken_0").values():
+            assert {weight.dtype, state["exp_avg"].dtype} == {kept_in}
+        assert "DeepSpeed's bf16" not in sharded.out
+
+
+def test_16_bit_weights_under_mixed_precision_are_told_once(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    run = (model("Encoder"), *DIGITS, *CPU, "strategy=deepspeed", f"trainer.strategy.config={tmp_path}/ds.json")
+    assert train(*run, "precision=bf16-mixed", ranks=2).out.count("keeps the weights themselves in 16 bits") == 1
+
+
+def test_two_optimizers_are_refused_with_the_reason(train: Train) -> None:
+    run = (
+        "model._target_=tests.strategies.zero.Adversaries",
+        *DIGITS,
+        *CPU,
+        "micro_batch_size=16", "trainer.gradient_clip_val=null",
+        "strategy=deepspeed_stage_2",
+    )
+    refused = train(*run, check=False)
+    assert (refused.returncode, refused.err.count("error: ")) == (2, 1)
+    assert "DeepSpeed steps one optimizer" in refused.err
+
+
+def test_stages_follow_one_another_in_a_process() -> None:
+    outs = []
+    for stage in ("1", "3"):
+        command = [sys.executable, str(Path(__file__).with_name("sequence.py")), stage, "offload"]
+        environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}
+        outs.append(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    one, three = (out.splitlines()[-1].split() for out in outs)
+    assert one == three
+    assert one[0] == one[1] == one[3], "validation, test, and validation after prediction"
 
 
 def taken(callback: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightswitch.strategies import deepspeed_state
+from tests.strategies.modules import Convolutions
 
 
 class Parts(pl.Callback):
@@ -59,6 +60,15 @@ class TakenOut(pl.Callback):
         put_back(engine, module, taken)
         assert_equal(taken_out(engine, module), taken)
         torch.save(taken, self.folder / f"taken_{trainer.global_rank}.pt")
+
+
+class Adversaries(Convolutions):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.features, self.head)]
 
 
 State = dict[str, tuple[Tensor, dict[str, Tensor]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.refused import Refused
 from lightswitch.strategies import deepspeed_config
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 
@@ -31,6 +34,9 @@ import deepspeed  # noqa: E402
 from deepspeed.accelerator import cpu_accelerator, get_accelerator, set_accelerator  # noqa: E402
 
 logging.disable(logging.NOTSET)
+
+# DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
+warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +128,23 @@ class DeepSpeed(DeepSpeedStrategy):
         fill_with_nothing(self.lightning_module)
 
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        """Before the parameters are partitioned: `configure_optimizers` may look at their shapes."""
-        made = super()._init_optimizers()
+        """Before the parameters are partitioned: `configure_optimizers` may look at their shapes.
+
+        Raises:
+            Refused: there is not one optimizer.
+        """
+        assert self.lightning_module is not None
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if len(optimizers) != 1 or len(schedulers) > 1:
+            raise Refused(
+                f"DeepSpeed steps one optimizer with at most one scheduler, and configure_optimizers of "
+                f"{type(self.lightning_module).__name__} returns {len(optimizers)} and {len(schedulers)}; "
+                "use strategy=ddp"
+            )
         self._place(self.lightning_module)
         # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
         deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
-        return made
+        return optimizers[0], schedulers[0] if schedulers else None
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         self._place(model)
