@@ -12,6 +12,7 @@ several files with an index, as Hugging Face does; memory holds one of them at a
 from __future__ import annotations
 
 import argparse
+import glob
 import math
 import re
 import sys
@@ -24,6 +25,8 @@ from lightswitch.refused import Refused
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from lightswitch.checkpoints.weights import Weights
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -80,7 +83,7 @@ def _bytes(text: str) -> int:
 
 
 def _refuse_to_replace(file: Path) -> None:
-    parts = file.parent.glob(f"{file.stem}-*-of-*{file.suffix}")
+    parts = file.parent.glob(f"{glob.escape(file.stem)}-*-of-*{file.suffix}")
     for path in (file, *(file.with_name(file.name + end) for end in (".yaml", ".index.json")), *parts):
         if path.exists():
             raise Refused(f"{path} exists already; remove it, or name another file")
@@ -98,7 +101,7 @@ def _export(arguments: argparse.Namespace) -> None:
     weights = Weights(checkpoint)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    others = _names_of_tied(config) if file.suffix == ".pt" else {}
+    others = _names_of_tied(config, weights) if file.suffix == ".pt" else {}
     progress = _Progress(sum(exported.bytes_of(weights, name, dtype) for name in weights.like))
     try:
         written = exported.write(weights, config, file, dtype, arguments.shard_size, others, progress.read)
@@ -110,13 +113,13 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f'load       model = lightswitch.load("{file}")')
 
 
-def _names_of_tied(config: DictConfig) -> dict[str, str]:
+def _names_of_tied(config: DictConfig, weights: Weights) -> dict[str, str]:
     """A state dict has all names of a tensor, and a checkpoint the first: the model knows the others."""
     from lightswitch.checkpoints.model import built, names_of_tied
     from lightswitch.checkpoints.reader import UnfitCheckpoint
 
     try:
-        return names_of_tied(built(config))
+        return {other: first for other, first in names_of_tied(built(config)).items() if first in weights.like}
     except UnfitCheckpoint as error:
         told = f"warning: {error}; tensors that it ties are written under the first of their names alone"
         print(told, file=sys.stderr)

@@ -11,7 +11,7 @@ from tests import tiny
 from tests.conftest import runs_in
 
 # Of those with portable checkpoints, with the ranks they run on.
-STRATEGIES = {"single": 1, "ddp": 2}
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp1": 2}
 
 SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=2", "global_batch_size=24", "run_id=mine")
 ANSWERS = (
@@ -19,7 +19,7 @@ ANSWERS = (
     "callbacks.answer.folder=${hydra:runtime.output_dir}",
 )
 MODELS = {
-    "gpt": tiny.GPT,
+    "gpt": (*tiny.GPT, "model._target_=tests.checkpoints.models.LogitsGPT"),
     "tied": ("model._target_=tests.checkpoints.models.Tied", "data._target_=tests.plain.PlainData"),
     "versioned": ("model._target_=tests.checkpoints.models.Versioned", "data._target_=tests.plain.PlainData"),
     "configured": ("model._target_=tests.checkpoints.models.Configured", "data._target_=tests.plain.PlainData"),

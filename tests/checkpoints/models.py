@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from project.models.gpt import GPT
 from tests.plain import PlainModel
 
 
-class Tied(PlainModel):
+class LogitsModel(PlainModel):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+
+class Tied(LogitsModel):
     """Two names for one parameter, a module compiled inside, a table that is not saved, a buffer of integers."""
 
     def __init__(self, width: int = 16) -> None:
@@ -20,9 +28,6 @@ class Tied(PlainModel):
         self.net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), Recurrent(width), nn.Linear(width, 4))
         self.net[2].back.weight = self.net[2].there.weight
         self.net = torch.compile(self.net, backend="eager")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
 
 class Recurrent(nn.Module):
@@ -38,13 +43,10 @@ class Recurrent(nn.Module):
         return self.back(self.there(x) * self.angles)
 
 
-class Versioned(PlainModel):
+class Versioned(LogitsModel):
     """Keeps what is no tensor."""
 
     version = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"version": self.version}
@@ -53,7 +55,7 @@ class Versioned(PlainModel):
         self.version = state["version"] + 1
 
 
-class Configured(PlainModel):
+class Configured(LogitsModel):
     """Built in `configure_model`, as large models are."""
 
     def __init__(self, width: int = 16) -> None:
@@ -64,13 +66,14 @@ class Configured(PlainModel):
         if self.net is None:
             self.net = nn.Sequential(nn.Linear(2, self.hparams.width), nn.Tanh(), nn.Linear(self.hparams.width, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.net is not None
-        return self.net(x)
+
+class LogitsGPT(GPT):
+    def predict_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self(batch)
 
 
 def question(model: nn.Module) -> Tensor:
-    if hasattr(model, "tokens"):
+    if isinstance(model, GPT):
         return torch.arange(64).view(2, 32)
     return torch.linspace(-1, 1, 16).view(8, 2)
 
@@ -82,9 +85,9 @@ class Answer(pl.Callback):
         self.path = Path(folder) / "logits.pt"
 
     @torch.no_grad()
-    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         module.eval()
-        logits = module(question(module))
+        logits = trainer.strategy.predict_step(question(module), 0)  # as the strategy calls it: it may have to gather
         module.train()
         if trainer.is_global_zero:
             torch.save(logits, self.path)

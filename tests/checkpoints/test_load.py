@@ -65,8 +65,8 @@ def test_another_model_in_the_config_is_told(run_of: RunOf, tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_text(config.replace("  width: 32\n", "  width: 64\n"))
     with pytest.raises(UnfitCheckpoint, match="is of another model than its config builds: size mismatch for tokens"):
         lightswitch.load(tmp_path)
-    (tmp_path / "config.yaml").write_text(config.replace("project.models.gpt.GPT", "project.models.gpt.GTP"))
-    with pytest.raises(UnfitCheckpoint, match=r"project\.models\.gpt\.GTP can't be built from its config: .*GTP"):
+    (tmp_path / "config.yaml").write_text(config.replace("models.LogitsGPT", "models.LogitsGTP"))
+    with pytest.raises(UnfitCheckpoint, match=r"models\.LogitsGTP can't be built from its config: .*GTP"):
         lightswitch.load(tmp_path)
 
 

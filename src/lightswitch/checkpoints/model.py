@@ -59,7 +59,7 @@ def built(node: DictConfig) -> LightningModule:
         with _Unfilled():
             model: LightningModule = instantiate(node, _convert_="all")
             model.configure_model()
-    except InstantiationException as error:
+    except (InstantiationException, RuntimeError) as error:  # as of a model that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{node['_target_']} can't be built from its config: {reason}") from error
     return model
@@ -118,5 +118,5 @@ def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
 def _convert(model: LightningModule, dtypes: set[torch.dtype]) -> None:
     """Buffers that are computed, not saved, go with weights that are not in 32 bits, as in a run of that precision."""
     floating = {dtype for dtype in dtypes if dtype.is_floating_point}
-    if len(floating) == 1:
+    if len(floating) == 1 and floating != {torch.float32}:
         model.to(*floating)
