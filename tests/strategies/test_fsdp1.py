@@ -83,12 +83,6 @@ class ByHand(PlainModel):
         self.automatic_optimization = False
 
 
-class Wrapped(PlainModel):
-    def configure_model(self) -> None:
-        if not isinstance(self.net, FullyShardedDataParallel):
-            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"))
-
-
 class Adagrad(PlainModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(self.parameters())
@@ -186,7 +180,6 @@ def test_a_module_written_for_no_strategy_trains_as_under_ddp(model: str, train:
 MODELS_REFUSED = {
     "ByHand": "ByHand optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
     "use strategy=ddp",
-    "Wrapped": "Wrapped wraps itself in configure_model; leave FullyShardedDataParallel to the strategy",
     "Adagrad": "Adagrad makes its state before the first step, where it would not be sharded; use strategy=fsdp, "
     "or another optimizer",
 }
