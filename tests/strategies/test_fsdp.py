@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from lightswitch.strategies.limits import Request, problems
 from tests.conftest import Finished, Train, runs_in
 from tests.strategies.shards import WITNESS, held, largest_difference, tensors
 from tests.tiny import MODELS, NO_CHECKPOINTS
@@ -134,3 +135,45 @@ def test_units_can_be_named_and_offloading_on_the_cpu_is_told(train: Train) -> N
     sharded = train(*MODELS["gpt"], *COMMON, *named, ranks=2)
     assert "units      2 Attention, 2 MLP over shard 2" in sharded.out
     assert "cpu_offload does nothing on the CPU" in sharded.out
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp_tp", 4)])
+def test_it_validates_and_predicts_from_its_checkpoint(strategy: str, ranks: int, train: Train) -> None:
+    switches = (*MODELS["gpt"], f"strategy={strategy}", "trainer.accelerator=cpu", "run_id=mine")
+    checkpoint = "ckpt_path=runs/gpt/mine/checkpoints/last.ckpt"
+    fitted = train(*switches, *SHORT, ranks=ranks)
+    loss = fitted.column("val/loss")[2]
+    validated = train(*switches, "mode=validate", checkpoint, ranks=ranks, folder=fitted.folder)
+    assert validated.column("val/loss")[2] == pytest.approx(loss, abs=1e-6)
+    train(*switches, "mode=predict", checkpoint, ranks=ranks, folder=fitted.folder)
+    written = sorted((fitted.run_dir / "predictions").iterdir())
+    assert [path.name for path in written] == ["rank_0.pt", "rank_1.pt"]  # a file for each share of the samples
+
+
+def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> Request:
+    trainer = {"precision": precision}
+    return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=ranks // 2, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "line"),
+    [
+        (_request(shard_size=2), "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid"),
+        (
+            _request(sharding_strategy="HYBRID_SHARD", shard_size=3),
+            "shard_size=3 does not divide 4 devices; use one of 1, 2, 4",
+        ),
+        (_request(2, sharding_strategy="HYBRID_SHARD"), "HYBRID_SHARD over one device of each node shards nothing"),
+        (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both say what to compute in"),
+        (_request(precision="16-mixed"), "does not scale the loss as 16-mixed needs it; use precision=bf16-mixed"),
+    ],
+    ids=["shard_size", "uneven", "nothing", "two precisions", "16-mixed"],
+)
+def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Request, line: str) -> None:
+    (problem,) = problems(request_)
+    assert line in problem
+
+
+def test_what_it_can_do_is_not_refused() -> None:
+    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
+        assert not list(problems(_request(sharding_strategy="HYBRID_SHARD", precision=precision)))

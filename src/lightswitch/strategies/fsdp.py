@@ -184,7 +184,7 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
             module,
             mesh=self._data_parallel_mesh,
             # the root's parameters are needed again as soon as the backward pass begins
-            reshard_after_forward=None if is_root else self._frees_after_forward,
+            reshard_after_forward=self._frees_after_forward and not is_root,
             mp_policy=self.mixed_precision,
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params=replicated,

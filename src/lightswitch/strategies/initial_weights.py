@@ -50,7 +50,7 @@ def _of_rank_0(tensor: Tensor, device: torch.device) -> Tensor:
         value = tensor.detach().to(device).contiguous()
     else:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    dist.broadcast(value, src=0)
+    dist.broadcast(value.flatten().view(torch.uint8), src=0)  # as bytes: NCCL does not know every dtype
     return value
 
 
