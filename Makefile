@@ -37,6 +37,7 @@ bench: $(INSTALLED) ## measure the speed, in about five minutes of a quiet machi
 	$(PYTHON) -m benchmarks.startup
 	$(PYTHON) -m benchmarks.step
 	$(PYTHON) -m benchmarks.data
+	$(PYTHON) -m benchmarks.save
 
 # nvidia's and triton's packages are left out: torch names the exact ones itself where it needs them
 constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows, for every Python from 3.10

@@ -20,5 +20,10 @@ WAYS = {
     "fsdp_grad_op × 2": Way(("strategy=fsdp_grad_op",), 2),
     "fsdp_hybrid 2 × 2": Way(("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2"), 4),
     "fsdp1 × 2": Way(("strategy=fsdp1",), 2),
+    "deepspeed_stage_1 × 1": Way(("strategy=deepspeed_stage_1",), 1),
+    "deepspeed_stage_1 × 2": Way(("strategy=deepspeed_stage_1",), 2),
+    "deepspeed_stage_2 × 2": Way(("strategy=deepspeed_stage_2",), 2),
+    "deepspeed_stage_3 × 1": Way(("strategy=deepspeed_stage_3",), 1),
+    "deepspeed_stage_3 × 2": Way(("strategy=deepspeed_stage_3",), 2),
     "fsdp_tp 2 × 2": Way(("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2"), 4),
 }

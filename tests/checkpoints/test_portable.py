@@ -8,29 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PLAIN, Finished, Train, runs_in
-from tests.tiny import GPT
+from tests.tables.resume import begin, difference, go_on
 from tests.ways import WAYS
-
-RUN = (*GPT, "run_id=mine", "scheduler.total_steps=16", "trainer.val_check_interval=4", "model.dropout=0")
-SAVED, END = 7, 16  # steps: the first lies between two validations
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, "strategy=single", f"trainer.max_steps={END}")
+    return go_on(runs_in(tmp_path_factory.mktemp("uninterrupted")), "single", None)
 
 
 @pytest.mark.parametrize(("before", "after"), list(pairwise([*WAYS, "single"])))
 def test_a_run_goes_on_under_another_strategy(before: str, after: str, uninterrupted: Finished, train: Train) -> None:
-    """Each way is left once and entered once; docs/resume.md has all pairs."""
-    first = train(*RUN, *WAYS[before].switches, f"trainer.max_steps={SAVED}", ranks=WAYS[before].ranks)
-    second = train(
-        *RUN, *WAYS[after].switches, f"trainer.max_steps={END}", ranks=WAYS[after].ranks, folder=first.folder
-    )
-    for name in ("train/loss", "val/loss", "samples"):
-        expected, found = uninterrupted.column(name), second.column(name)
-        assert found.keys() == expected.keys(), name
-        assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, name
+    """Each way is left once and entered once; docs/checkpoints.md has all pairs."""
+    begun = begin(train, before)
+    assert difference(uninterrupted, go_on(train, after, begun.folder)) <= 1e-5
 
 
 # What is found to differ between a checkpoint and the run that is to go on from it

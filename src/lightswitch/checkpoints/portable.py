@@ -6,10 +6,11 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,12 +18,6 @@ from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-else:
-    Strategy = object
-
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +61,12 @@ class PortableCheckpoints(Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Returns once the state is copied; it is written while training goes on."""
         tensors, state = _split(checkpoint)
-        path, staged, ranks = Path(self.broadcast(filepath)), self._saver.stage(tensors), self._ranks()
+        path, staged, ranks = Path(self.broadcast(filepath)), self.stage(tensors), self._ranks()
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that training does not change."""
+        return self._saver.stage(tensors)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
@@ -141,9 +140,16 @@ class PortableCheckpoints(Strategy):
         self._reader.fill(targets)
         return state
 
-    def check_optimizers(self, saved: list[dict[str, Any]]) -> None:
+    def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Class and parameter groups of each."""
         assert self.lightning_module is not None
-        here = [_described(type(o).__name__, names.groups_of(o, self.lightning_module)) for o in self.optimizers]
+        return [
+            (type(optimizer).__name__, names.groups_of(optimizer, self.lightning_module))
+            for optimizer in self.optimizers
+        ]
+
+    def check_optimizers(self, saved: list[dict[str, Any]]) -> None:
+        here = [_described(name, groups) for name, groups in self.described_optimizers()]
         there = [_described(optimizer["class"], optimizer["param_groups"]) for optimizer in saved]
         if here != there:
             path = self._reader.path

@@ -129,16 +129,25 @@ def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
 
 
 def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return _of_function(scope, item, skip=1)
-    if any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-        return None
-    for base in node.bases:
-        found = _named(scope, base)
-        if found is not None and isinstance(found[1], ast.ClassDef):
-            return _of_class(found[0], found[1])
+    for of, ancestor in _resolution_order(scope, node):
+        for item in ancestor.body:
+            if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                return _of_function(of, item, skip=1)
+        if any("dataclass" in ast.unparse(decorator) for decorator in ancestor.decorator_list):
+            return None
     return None
+
+
+def _resolution_order(scope: _Scope, node: ast.ClassDef) -> list[tuple[_Scope, ast.ClassDef]]:
+    """A class and its ancestors, an ancestor of several of them after the last, as Python looks through them."""
+    found: list[tuple[_Scope, ast.ClassDef]] = [(scope, node)]
+    for base in node.bases:
+        named = _named(scope, base)
+        if named is not None and isinstance(named[1], ast.ClassDef):
+            inherited = _resolution_order(named[0], named[1])
+            again = {id(ancestor) for _, ancestor in inherited}
+            found = [pair for pair in found if id(pair[1]) not in again] + inherited
+    return found
 
 
 def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:

@@ -35,13 +35,15 @@ from deepspeed.accelerator import cpu_accelerator, get_accelerator, set_accelera
 
 logging.disable(logging.NOTSET)
 
+from lightswitch.strategies.deepspeed_checkpoints import PortableDeepSpeed  # noqa: E402
+
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
 
 log = logging.getLogger(__name__)
 
 
-class DeepSpeed(DeepSpeedStrategy):
+class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
     """Lightning's DeepSpeedStrategy, whose arguments it takes, for unmodified models.
 
     The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
@@ -141,6 +143,7 @@ class DeepSpeed(DeepSpeedStrategy):
                 f"{type(self.lightning_module).__name__} returns {len(optimizers)} and {len(schedulers)}; "
                 "use strategy=ddp"
             )
+        self.remember_groups(optimizers[0])
         self._place(self.lightning_module)
         # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
         deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None

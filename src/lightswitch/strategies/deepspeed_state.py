@@ -49,10 +49,12 @@ def gather(engine: Any, module: nn.Module) -> Iterator[tuple[str, Tensor, dict[s
         yield name, _whole(engine, part, part.flat, parameter), {**state, **plain}
 
 
-def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor]) -> None:
+def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
     """Set the working copy and the optimizer's of every parameter to the whole one that ``read`` knows by its name."""
     for name, parameter in module.named_parameters():
         whole, part = read(name), _part(engine, parameter)
+        if whole is None:
+            continue
         if part is not None:
             part.of(part.flat.detach()).copy_(part.of_whole(whole))
         if hasattr(parameter, "ds_tensor"):
