@@ -46,6 +46,8 @@ STRATEGIES = {  # on one device; each finds its process as if it were the first 
     "fsdp_offload": ("FSDP", "_SubprocessScriptLauncher", None),
     "fsdp1": ("FSDP1", "_SubprocessScriptLauncher", None),
 }
+# run by tests of their own
+DEEPSPEED = [strategy for strategy in choices("strategy") if strategy.startswith("deepspeed")]
 PRECISIONS_ON_CPU = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
 
 
@@ -110,12 +112,13 @@ def test_every_model_goes_with_the_data_of_its_kind(model: str, data: str, compo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS_ON_CPU)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *DEEPSPEED])
 def test_every_strategy_makes_a_trainer_at_every_precision(strategy: str, precision: str, composed: Composed) -> None:
-    cfg = composed(f"strategy={strategy}", f"precision={precision}", "++trainer.accelerator=cpu")
+    own = ["++trainer.strategy.config={zero_optimization:{stage:2}}"] if strategy == "deepspeed" else []
+    cfg = composed(f"strategy={strategy}", *own, f"precision={precision}", "++trainer.accelerator=cpu")
     trainer = instantiate(cfg.trainer, **build._plugins(cfg, None), _convert_="all")
     assert trainer.precision == precision
-    assert type(trainer.strategy).__name__ == STRATEGIES[strategy][0]
+    assert type(trainer.strategy).__name__ == STRATEGIES.get(strategy, ("DeepSpeed",))[0]
 
 
 @pytest.mark.parametrize("optimizer", choices("optimizer"))
@@ -232,5 +235,5 @@ def test_every_precision_trains_on_a_gpu(train: Train) -> None:
 
 
 def test_every_strategy_is_among_those_tried() -> None:
-    assert set(choices("strategy")) == {*STRATEGIES, "fsdp_tp"}  # which is for the GPT, on two devices or more
+    assert set(choices("strategy")) == {*STRATEGIES, *DEEPSPEED, "fsdp_tp"}  # for the GPT, on 2 devices or more
     assert set(choices("precision")) == {*PRECISIONS_ON_CPU, "16-mixed"}
