@@ -57,7 +57,5 @@ def test_named_ones_by_class_or_path() -> None:
 
 
 def test_a_name_that_fits_nothing_is_told_with_those_there_are() -> None:
-    with pytest.raises(
-        Refused, match="Blok is neither a class nor a path in Sequential; its classes are Linear"
-    ):
+    with pytest.raises(Refused, match="Blok is neither a class nor a path in Sequential; its classes are Linear"):
         find_units(nn.Sequential(nn.Linear(2, 2)), ["Blok"])

@@ -111,8 +111,8 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replicas = self._data_parallel_mesh.size()
-        return {"num_replicas": replicas, "rank": self.global_rank * replicas // self.world_size}
+        tensor_parallel = int(self._tensor_parallel_size)  # ranks that follow each other read the same samples
+        return {"num_replicas": self.world_size // tensor_parallel, "rank": self.global_rank // tensor_parallel}
 
     def _get_process_group_backend(self) -> str:
         backend: str = super()._get_process_group_backend()
