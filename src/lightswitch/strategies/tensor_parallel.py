@@ -16,7 +16,9 @@ from lightswitch.strategies.fsdp import FSDP
 
 
 class TensorParallel(FSDP):
-    """
+    """The devices of a group draw the same random numbers, so that what they hold alike stays alike; dropout inside of
+    a cut layer therefore drops the same units of each part.
+
     Args:
         tensor_parallel_size: devices that hold a layer together and read the same samples; best within a node.
         plans: by the model's class name, the dotted path of a function of the model and the size that returns torch's
