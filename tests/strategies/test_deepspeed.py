@@ -108,10 +108,14 @@ def test_precision_means_the_same(stage: str, train: Train) -> None:
         assert "DeepSpeed's bf16" not in sharded.out
 
 
-def test_16_bit_weights_under_mixed_precision_are_told_once(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+@pytest.mark.parametrize("stage", [2, 3])
+def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, train: Train, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
     run = (model("Encoder"), *DIGITS, *CPU, "strategy=deepspeed", f"trainer.strategy.config={tmp_path}/ds.json")
-    assert train(*run, "precision=bf16-mixed", ranks=2).out.count("keeps the weights themselves in 16 bits") == 1
+    trained = train(*run, *PARTS, "precision=bf16-mixed", ranks=2)
+    assert trained.out.count("keeps the weights themselves in 16 bits") == 1
+    assert all(torch.equal(weight, weight.bfloat16()) for weight in weights(trained, "end_0").values())
 
 
 def test_two_optimizers_are_refused_with_the_reason(train: Train) -> None:
@@ -119,7 +123,8 @@ def test_two_optimizers_are_refused_with_the_reason(train: Train) -> None:
         "model._target_=tests.strategies.zero.Adversaries",
         *DIGITS,
         *CPU,
-        "micro_batch_size=16", "trainer.gradient_clip_val=null",
+        "micro_batch_size=16",
+        "trainer.gradient_clip_val=null",
         "strategy=deepspeed_stage_2",
     )
     refused = train(*run, check=False)
@@ -163,3 +168,15 @@ def test_a_state_taken_out_and_put_back_changes_nothing(
         assert all(torch.allclose(found[name][1][key], value, atol=1e-5) for key, value in state.items()), name
     untouched = train(model("Late"), *DIGITS, *CPU, f"strategy=deepspeed_stage_{stage}", ranks=ranks)
     assert run.column("train/loss") == untouched.column("train/loss")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gpu_trains_as_without_deepspeed(stage: str, precision: str, train: Train) -> None:
+    run = (model("Convolutions"), *DIGITS, *CPU, "trainer.accelerator=gpu", f"precision={precision}")
+    alone = train(*run, "strategy=single")
+    sharded = train(*run, f"strategy=deepspeed_stage_{stage}", ranks=1)
+    tolerance = 1e-3 if precision == "32-true" else 0.05  # convolutions round to TF32
+    assert sharded.column("train/loss") == pytest.approx(alone.column("train/loss"), rel=tolerance)
+    assert sharded.column("val/loss").keys() == alone.column("val/loss").keys()

@@ -158,12 +158,14 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
     def _place(self, model: nn.Module | None) -> None:
         """Rank 0's weights and buffers, on the device; at stage 3 a part of each parameter."""
         assert model is not None
+        assert self.config is not None
         if self.zero_stage_3:
-            dtype = next(model.parameters()).dtype
-            _Partitioned(module=model, config_dict_or_path=self.config, dtype=dtype)
-            for buffer in model.buffers():
-                buffer.data = buffer.data.to(self.root_device)
+            _Partitioned(module=model, config_dict_or_path=self.config)
+            model.to(self.root_device)  # buffers and metrics
         else:
+            for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+                if self.config.get(name, {}).get("enabled"):
+                    _cast(model.parameters(), dtype)
             model.to(self.root_device)
             _share_rank_0(model.parameters())
         self._share_buffers()
@@ -206,9 +208,17 @@ def _share_rank_0(tensors: Iterable[Tensor]) -> None:
         tensor.data.copy_(shared)
 
 
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """The weights alone; buffers stay as they are."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
     def _zero_init_param(self, param: nn.Parameter) -> None:
         """As DeepSpeed's, which fails for a parameter that is a scalar (0.19)."""
+        _cast([param], self.dtype)
         self._convert_to_deepspeed_param(param)
         _share_rank_0([param])
         param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
