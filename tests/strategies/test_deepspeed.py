@@ -20,6 +20,7 @@ STAGES = ("1", "1_offload", "2", "2_offload", "3", "3_offload")
 CPU = (*NO_CHECKPOINTS, "trainer.accelerator=cpu", "~callbacks.progress")
 PARTS = ("callbacks.parts._target_=tests.strategies.zero.Parts", "callbacks.parts.folder=${hydra:runtime.output_dir}")
 UNEVEN = (*PLAIN, "global_batch_size=24", "micro_batch_size=3", "trainer.max_steps=50", "trainer.log_every_n_steps=1")
+UNEVEN += ("trainer.val_check_interval=25",)
 RUNS = {**MODELS, "uneven batches": UNEVEN}
 DIGITS = ("data=digits", "global_batch_size=16", "micro_batch_size=4", "trainer.max_steps=4")
 DIGITS += ("trainer.val_check_interval=4", "trainer.limit_val_batches=4", "trainer.log_every_n_steps=1")
