@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
-
 from lightswitch.batches.position import Position, saved_position
-from lightswitch.checkpoints import directory
+from lightswitch.checkpoints import directory, foreign
 from lightswitch.checkpoints.reader import UnfitCheckpoint
 
 log = logging.getLogger(__name__)
@@ -33,12 +31,15 @@ def position_of(path: Path, thoroughly: bool) -> Position | None:
     Raises:
         UnfitCheckpoint: it can't be read, or it isn't what was written.
     """
-    found = directory.damage(path) if thoroughly and path.is_dir() else None
+    found = None
     try:
+        if foreign.is_foreign(path):
+            if path.is_file():
+                foreign.read(path)
+            return None
+        found = directory.damage(path) if thoroughly else None
         if found is None:
-            if path.is_dir():
-                return saved_position(directory.read_state(path))
-            return saved_position(torch.load(path, map_location="meta", mmap=True, weights_only=True))
+            return saved_position(directory.read_state(path))
     except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
         found = str(error).partition("\n")[0] or type(error).__name__
     raise UnfitCheckpoint(f"{path} can't be read as a checkpoint: {found}")

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightswitch.checkpoints import directory
+from lightswitch.checkpoints import directory, foreign
 from lightswitch.refused import Refused
 
 
@@ -25,7 +25,8 @@ class Reader:
     """Of one checkpoint.
 
     Args:
-        path: a directory of `directory.write`, or a file of Lightning's, of which the weights alone are read.
+        path: a directory of `directory.write`, or what Lightning's own strategies write, of which the weights alone are
+            read.
         group: of the ranks that read together; None for one process.
     """
 
@@ -33,17 +34,16 @@ class Reader:
         self.path = path
         self._group = group
         self._loaded: dict[str, Tensor] = {}
-        if path.is_dir():
+        if foreign.is_foreign(path):
+            weights, self.state = foreign.weights_and_state(path)
+            self._loaded = {f"model.{name}": value for name, value in weights.items()}
+            self.shapes = {name: value.shape for name, value in self._loaded.items()}
+        else:
             self.state = directory.read_state(path)
             metadata = FileSystemReader(path).read_metadata().state_dict_metadata
             stored = {name: item for name, item in metadata.items() if isinstance(item, TensorStorageMetadata)}
             self.shapes = {name: item.size for name, item in stored.items()}
             self._dtypes = {name: item.properties.dtype for name, item in stored.items()}
-        else:
-            self.state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            weights: dict[str, Any] = self.state.pop("state_dict")
-            self._loaded = {f"model.{name}": value for name, value in weights.items()}
-            self.shapes = {name: value.shape for name, value in self._loaded.items()}
 
     def names(self, prefix: str) -> set[str]:
         """Of the tensors that begin so, less the prefix."""
@@ -80,7 +80,10 @@ class Reader:
             problems += [f"it has no {name}" for name in sorted(live.keys() - saved)]
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
-            raise UnfitCheckpoint(f"{self.path} is of another model: {_several(problems)}")
+            raise UnfitCheckpoint(
+                f"{self.path} is of another model: {_several(problems)}; give the model the arguments it had, "
+                "or start anew under another run_id"
+            )
 
 
 def _spread_like(tensor: Tensor, whole: Tensor) -> Tensor:

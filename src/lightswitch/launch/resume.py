@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -24,9 +23,10 @@ def find(cfg: DictConfig) -> Path | None:
         Refused: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
     """
     if cfg.mode != "fit":
-        if _position(Path(cfg.ckpt_path)) is None:
-            _check_lightnings(Path(cfg.ckpt_path))
+        _position(Path(cfg.ckpt_path))
         return Path(cfg.ckpt_path)
+    if cfg.init_from:
+        _position(Path(cfg.init_from))
     path, position = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
     if path is None:
         return None
@@ -58,15 +58,6 @@ def _to_resume(resume: str, run_dir: Path) -> tuple[Path | None, Position | None
 
 def _position(path: Path) -> Position | None:
     return position_of(path, thoroughly=_is_first())
-
-
-def _check_lightnings(path: Path) -> None:
-    missing = {"pytorch-lightning_version", "state_dict"} - torch.load(path, map_location="meta", mmap=True).keys()
-    if missing:
-        raise Refused(
-            f"{shown(path)} is no checkpoint of a Trainer: it has no {' and no '.join(sorted(missing))}; "
-            "give one of those that a run keeps in its checkpoints/"
-        )
 
 
 def _is_first() -> bool:

@@ -1,0 +1,81 @@
+"""Weights out of the checkpoints that Lightning's own strategies write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lightswitch.checkpoints.names import own_name
+
+_BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
+
+
+def is_foreign(path: Path) -> bool:
+    return path.is_file() or _is_sharded(path) or _is_zero(path)
+
+
+def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Of a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP) or DeepSpeed's; whole, on the CPU."""
+    if path.is_file():
+        state = read(path)
+        return _named(state.pop("state_dict")), state
+    state = {"pytorch-lightning_version": "2.0.0"}  # what it asks of any checkpoint
+    return _named(_of_zero(path) if _is_zero(path) else _of_shards(path)), state
+
+
+def read(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: the file is something else.
+    """
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    missing = {"pytorch-lightning_version", "state_dict"} - set(state)
+    if missing:
+        raise ValueError(
+            f"it has no {' and no '.join(sorted(missing))}, as a Trainer writes it; give one of those that a run keeps "
+            "in its checkpoints/"
+        )
+    return state
+
+
+def _is_sharded(path: Path) -> bool:
+    return (path / "meta.pt").exists() and (path / ".metadata").exists()
+
+
+def _is_zero(path: Path) -> bool:
+    return any(path.glob("checkpoint/*_model_states.pt"))
+
+
+def _of_shards(path: Path) -> dict[str, Tensor]:
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    whole = {
+        key: torch.empty(item.size, dtype=item.properties.dtype)
+        for key, item in stored.items()
+        if isinstance(item, TensorStorageMetadata) and key.startswith(("state_dict.", "model."))
+    }
+    load(whole, storage_reader=FileSystemReader(path), no_dist=True)
+    return {key.partition(".")[2]: tensor for key, tensor in whole.items()}
+
+
+def _of_zero(path: Path) -> dict[str, Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="checkpoint")
+    return weights
+
+
+def _named(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {own_name(name): value.detach() for name, value in state_dict.items()}
+    for wrapper in _BEFORE_NAMES:
+        if all(name.startswith(wrapper) for name in named):
+            named = {name.removeprefix(wrapper): value for name, value in named.items()}
+    first: dict[tuple[int, torch.Size], str] = {}  # a tied weight has several names
+    for name, value in named.items():
+        first.setdefault((value.data_ptr(), value.shape), name)
+    return {name: named[name] for name in first.values()}
