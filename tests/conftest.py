@@ -27,7 +27,11 @@ torch.set_num_threads(1)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["lightswitch.launch.build", "lightning.pytorch", "torchmetrics.classification", "deepspeed"]
+    [
+        *("lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"),
+        *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel", "deepspeed")),
+        *("project.models.gpt", "project.models.vit", "project.data.text", "project.data.digits", "sklearn.datasets"),
+    ]
 )
 
 

@@ -14,7 +14,7 @@ from tests.tables import documents
 from tests.tiny import GPT
 from tests.ways import WAYS
 
-RUN = (*GPT, "run_id=mine", "trainer.val_check_interval=4", "scheduler.total_steps=16")
+RUN = (*GPT, "micro_batch_size=6", "run_id=mine", "trainer.val_check_interval=4", "scheduler.total_steps=16")
 SAVED, END = 7, 16  # steps: the first lies between two validations
 METRICS = ("train/loss", "val/loss", "samples")
 

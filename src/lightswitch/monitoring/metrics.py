@@ -24,8 +24,9 @@ class MetricsFile(Logger):
     `epoch`, then the metrics in order of first appearance. Calls for one step share a row. A row without
     `samples` of its own, such as a test's, takes the previous row's.
 
-    In a directory that already has the file, training starts by dropping the rows that it will write again:
-    those of its first logged step and later. Evaluation alone drops nothing.
+    In a directory that already has the file, training starts by dropping the rows that it will write again: those
+    after its first logged step. That step's row is written over, for it may hold what a validation that was still
+    due belongs to. Evaluation alone drops nothing.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -41,7 +42,7 @@ class MetricsFile(Logger):
         step = self._table.last_step if step is None else step
         if not self._trains and _is_training(metrics):
             self._trains = True
-            self._table.drop_from(step)
+            self._table.drop_after(step)
         self._table.put(step, {name: _text(value) for name, value in metrics.items()})
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -95,15 +96,15 @@ class Table:
             self._widen()
         self._write_last()
 
-    def drop_from(self, step: int) -> None:
-        """Drops the rows of `step` and later, but for what this process has put into its latest one."""
+    def drop_after(self, step: int) -> None:
+        """Drops the rows of later steps, but for what this process has put into its latest one."""
         rows = self._rows()
-        kept = [row for row in rows if int(row["step"]) < step]
+        kept = [row for row in rows if int(row["step"]) <= step]
         if len(kept) == len(rows):
             return
         own = self._own
         self._replace(kept)
-        if int(own.get("step", -1)) >= step:
+        if int(own.get("step", -1)) > step:
             self.put(int(own["step"]), own)
 
     def _amend(self, step: int, values: Mapping[str, str]) -> bool:

@@ -1,0 +1,30 @@
+"""Ends a run as a power cut does, at a moment that nobody chose."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from threading import Timer
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class Kill(pl.Callback):
+    """SIGKILL within a few steps: between steps, in one, in a validation, while a checkpoint is written."""
+
+    def __init__(self, attempt: int) -> None:
+        self.moment = random.Random(attempt)
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.step = trainer.global_step + self.moment.randrange(1, 10)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        time.sleep(0.01)  # or a run would be over before a checkpoint is written
+        if trainer.global_step >= self.step:
+            self.step = 1 << 30
+            timer = Timer(self.moment.random() * 0.08, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
