@@ -4,12 +4,13 @@
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 EXTRAS := deepspeed,digits,mlflow,wandb,dev
+WORKERS ?= 2
 INSTALLED := .venv/installed
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test lint types format bench constraints clean
+.PHONY: help train test lint types format bench constraints tables clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -19,7 +20,7 @@ train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devic
 	$(PYTHON) train.py $(ARGS)
 
 test: lint types ## run all that CI runs: make test ARGS="tests/slurm -k hostname" selects tests
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED) ## check format, lint and shell scripts
 	$(PYTHON) -m ruff format --check .
@@ -33,7 +34,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can mend
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
 	$(PYTHON) -m ruff format .
 
-bench: $(INSTALLED) ## measure the speed, in about five minutes of a quiet machine (docs/speed.md)
+bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machine (docs/speed.md)
 	$(PYTHON) -m benchmarks.startup
 	$(PYTHON) -m benchmarks.step
 	$(PYTHON) -m benchmarks.data
@@ -46,6 +47,10 @@ constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows,
 	.venv/bin/uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads --all-extras \
 	  --no-header --no-annotate pyproject.toml | grep -vE '^(nvidia|cuda|triton)\b' >> .venv/constraints.txt
 	mv .venv/constraints.txt constraints.txt
+
+tables: $(INSTALLED) ## run every strategy at every precision, and from every one to every other, for docs/ (40 minutes)
+	$(PYTHON) -m tests.tables.matrix
+	$(PYTHON) -m tests.tables.resume
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

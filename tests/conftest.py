@@ -120,6 +120,7 @@ def _run(processes: list[multiprocessing.process.BaseProcess], timeout_seconds: 
 
 
 def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment: dict[str, str]) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # as elsewhere: its loader workers need no server of their own
     os.setsid()  # so that a time-out ends the processes it has started, too
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torchmetrics import MeanMetric
@@ -15,9 +17,10 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class Points(Dataset):
-    """Points in the plane, of the class of their quadrant; each sample carries its index."""
+    """Points in the plane, of the class of their quadrant; each sample carries its index. ``noise`` augments them."""
 
-    def __init__(self, samples: int, offset: int = 0) -> None:
+    def __init__(self, samples: int, offset: int = 0, noise: float = 0.0) -> None:
+        self.noise = noise
         generator = torch.Generator().manual_seed(7 + offset)
         self.x = torch.randn(samples, 2, generator=generator)
         self.y = (self.x[:, 0] > 0).long() * 2 + (self.x[:, 1] > 0).long()
@@ -26,17 +29,21 @@ class Points(Dataset):
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.x[index], self.y[index], index
+        x = self.x[index] + self.noise * torch.randn(2) if self.noise else self.x[index]
+        return x, self.y[index], index
 
 
 class PlainData(pl.LightningDataModule):
-    def __init__(self, samples: int = 200, batch_size: int = 8, workers: int = 0, drop_last: bool = False) -> None:
+    def __init__(
+        self, samples: int = 200, batch_size: int = 8, workers: int = 0, drop_last: bool = False, noise: float = 0.0
+    ) -> None:
         super().__init__()
         self.samples, self.batch_size, self.workers, self.drop_last = samples, batch_size, workers, drop_last
+        self.noise = noise
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(
-            Points(self.samples),
+            Points(self.samples, noise=self.noise),
             self.batch_size,
             shuffle=True,
             num_workers=self.workers,
@@ -54,9 +61,16 @@ class PlainData(pl.LightningDataModule):
 
 
 class PlainModel(pl.LightningModule):
-    """Logs the way tutorials do, without sync_dist, and records the samples it was given."""
+    """Logs the way tutorials do, without sync_dist. ``halved``: what its learning rate is halved by."""
 
-    def __init__(self, width: int = 16, lr: float = 0.05, dropout: float = 0.0, eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        width: int = 16,
+        lr: float = 0.05,
+        dropout: float = 0.0,
+        eps: float = 1e-8,
+        halved: Literal["epoch", "step"] | None = None,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 4))
@@ -81,8 +95,12 @@ class PlainModel(pl.LightningModule):
         self.log(f"{stage}/accuracy", self.accuracy, on_epoch=True)
         self.log(f"{stage}/loss", nn.functional.cross_entropy(logits, batch[1]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, eps=self.hparams.eps)
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, eps=self.hparams.eps)
+        if self.hparams.halved is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1 if self.hparams.halved == "epoch" else 7, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.hparams.halved}}
 
 
 class SGDModel(PlainModel):

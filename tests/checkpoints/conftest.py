@@ -11,7 +11,7 @@ from tests import tiny
 from tests.conftest import runs_in
 
 # Of those with portable checkpoints, with the ranks they run on.
-STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp1": 2}
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp1": 2, "deepspeed_stage_2": 2, "deepspeed_stage_3": 2}
 
 SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=2", "global_batch_size=24", "run_id=mine")
 ANSWERS = (

@@ -56,7 +56,7 @@ def test_patches_that_do_not_divide_the_image_are_refused(vit):
 
 
 def test_images_of_another_size_are_refused(vit):
-    with pytest.raises(ValueError, match=r"shape \(1, 28, 28\).*set model.image_size=28"):
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 28, 28\); expected grey images \(batch, 1, 8, 8\)"):
         vit()(torch.zeros(1, 1, 28, 28))
 
 

@@ -26,6 +26,7 @@ RUN = (
     "trainer.max_steps=3",
     "trainer.val_check_interval=3",
     "micro_batch_size=null",
+    "trainer.limit_val_batches=1",
     "optimizer.eps=1e-4",  # 16-true holds no less
     "run_id=cell",
 )

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightswitch.checkpoints.names import own_name
 
+_VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates older ones
 _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
 
 
@@ -25,8 +26,7 @@ def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if path.is_file():
         state = read(path)
         return _named(state.pop("state_dict")), state
-    state = {"pytorch-lightning_version": "2.0.0"}  # what it asks of any checkpoint
-    return _named(_of_zero(path) if _is_zero(path) else _of_shards(path)), state
+    return _named(_of_zero(path) if _is_zero(path) else _of_shards(path)), {_VERSION: _OF_ANY}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -35,13 +35,9 @@ def read(path: Path) -> dict[str, Any]:
         ValueError: the file is something else.
     """
     state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    missing = {"pytorch-lightning_version", "state_dict"} - set(state)
-    if missing:
-        raise ValueError(
-            f"it has no {' and no '.join(sorted(missing))}, as a Trainer writes it; give one of those that a run keeps "
-            "in its checkpoints/"
-        )
-    return state
+    if "state_dict" not in state:
+        raise ValueError("it has no state_dict; give one of those that a run keeps in its checkpoints/")
+    return {_VERSION: _OF_ANY, **state}
 
 
 def _is_sharded(path: Path) -> bool:

@@ -35,6 +35,7 @@ class VisionTransformer(LightningModule):
         mlp: Literal["gelu", "swiglu"] = "gelu",
         bias: bool = True,
         init_std: float = 0.02,
+        label_smoothing: float = 0.0,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -54,6 +55,7 @@ class VisionTransformer(LightningModule):
         check_patches(image_size, patches_per_side)
         self.image_size = image_size
         self.patch_size = image_size // patches_per_side
+        self.label_smoothing = label_smoothing
         self.optimizer, self.scheduler = optimizer, scheduler
         self.margin = self.patch_size // 2
         self.patches = Linear((self.patch_size + 2 * self.margin) ** 2, width, bias=True, std=init_std)
@@ -80,7 +82,7 @@ class VisionTransformer(LightningModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         images, labels = batch
-        return F.cross_entropy(self(images).float(), labels)
+        return F.cross_entropy(self(images).float(), labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:
         self.evaluate(batch)

@@ -1,0 +1,49 @@
+"""fit, validate, test and predict with the best checkpoint, under each strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Finished, Train, runs_in
+from tests.tiny import GPT
+from tests.ways import WAYS
+
+RUN = (*GPT, "micro_batch_size=6", "optimizer.lr=0.05")  # too high a rate: the best is not the last
+FIT = ("run_id=mine", "trainer.max_steps=16", "trainer.val_check_interval=4", "trainer.limit_val_batches=2")
+SHARED = [way for way in WAYS if WAYS[way].ranks == 2 or "tp" in way]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, *FIT, "strategy=single")
+
+
+def test_the_best_is_not_the_last(alone: Finished) -> None:
+    losses = alone.column("val/loss")
+    assert min(losses, key=lambda step: losses[step]) < max(losses)
+
+
+@pytest.mark.parametrize("way", SHARED)
+def test_fit_tests_the_best(way: str, alone: Finished, train: Train) -> None:
+    shared = train(*RUN, *FIT, *WAYS[way].switches, ranks=WAYS[way].ranks)
+    assert shared.column("test/loss") == pytest.approx(alone.column("test/loss"), abs=1e-4)
+
+
+@pytest.mark.parametrize("way", SHARED)
+def test_it_is_validated_and_predicted_from(way: str, alone: Finished, train: Train) -> None:
+    reads = (*RUN, f"ckpt_path={alone.run_dir}/checkpoints/best.ckpt", "trainer.limit_val_batches=2")
+    switches, ranks = WAYS[way].switches, WAYS[way].ranks
+    validated = train(*reads, "mode=validate", *switches, ranks=ranks).column("val/loss")
+    (step,) = validated
+    assert validated[step] == pytest.approx(alone.column("val/loss")[step - 1], abs=1e-5)
+    expected = _predictions(train(*reads, "mode=predict", "strategy=single").run_dir)
+    assert torch.allclose(
+        _predictions(train(*reads, "mode=predict", *switches, ranks=ranks).run_dir), expected, atol=1e-3
+    )
+
+
+def _predictions(run_dir: Path) -> torch.Tensor:
+    return torch.cat([batch for file in sorted(run_dir.glob("predictions/*.pt")) for batch in torch.load(file)])
