@@ -20,9 +20,10 @@ def newest(run_dir: Path, thoroughly: bool) -> tuple[Path, Position] | None:
     """
     patterns = ("checkpoints/*.ckpt", "checkpoints/*.ckpt.previous", "*.ckpt")
     found = [path for pattern in patterns for path in run_dir.glob(pattern) if not path.is_symlink()]
-    good = [(path, position) for path in found if (position := _good(path, thoroughly)) is not None]
+    standing = [(path, position) for path in found if (position := _good(path, thoroughly=False)) is not None]
     # of two at the same place, the one whose validation has run
-    return max(good, key=lambda found: (found[1].global_step, not found[1].validation_due), default=None)
+    standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due), reverse=True)
+    return next(((path, at) for path, at in standing if not thoroughly or _good(path, thoroughly=True)), None)
 
 
 def position_of(path: Path, thoroughly: bool) -> Position | None:

@@ -22,7 +22,7 @@ class Saver:
     def __init__(self) -> None:
         self._last: Thread | None = None  # of what was asked for; each waits for the one before
         self._good = True
-        self._failure: OSError | None = None
+        self._failure: OSError | RuntimeError | None = None
         self._staged: dict[str, Tensor] = {}
 
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class Saver:
             try:
                 write()
                 self._good = True
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # the disk, or a rank that is gone
                 self._good, self._failure = False, error
 
         self._start(attempt)
@@ -54,7 +54,7 @@ class Saver:
         if self._last is not None:
             self._last.join(timeout_seconds)
 
-    def failure(self) -> OSError | None:
+    def failure(self) -> OSError | RuntimeError | None:
         """Why a write failed, told once."""
         told, self._failure = self._failure, None
         return told
