@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import multiprocessing
 import multiprocessing.connection
@@ -114,7 +115,8 @@ def _run(processes: list[multiprocessing.process.BaseProcess], timeout_seconds: 
             end = min(end, time.monotonic() + 10)
     for process in processes:
         if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.killpg(process.pid, signal.SIGKILL)
         process.join()
     return [process.exitcode for process in processes]
 
