@@ -189,6 +189,11 @@ def _deepspeed(request: Request) -> Iterator[str]:
     if request.strategy.get("config") is not None:
         yield from _deepspeed_file(request)
     yield from _compiled(request)
+    if "nvme" in str(request.strategy) and request.trainer.get("enable_checkpointing", True):
+        yield (
+            "DeepSpeed's state on NVMe can't be brought into a checkpoint yet; use deepspeed_stage_3_offload, or also "
+            "type ~callbacks.best_checkpoint ~callbacks.last_checkpoint trainer.enable_checkpointing=false"
+        )
 
 
 def _deepspeed_file(request: Request) -> Iterator[str]:
