@@ -57,7 +57,7 @@ class GlobalBatch(Callback):
         if type(strategy).tensor_init_context is Strategy.tensor_init_context:
             strategy.tensor_init_context = nullcontext
         if trainer.world_size > 1:
-            pl_module.log = synced_in_evaluation(trainer, pl_module.log)  # type: ignore[method-assign]
+            pl_module.log = synced_in_evaluation(trainer, pl_module.log)  # type: ignore[method-assign]  # on this module alone
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for target, name in (
@@ -117,7 +117,7 @@ class GlobalBatch(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         weight = self._weight()
         if weight != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch's
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
 from lightswitch.checkpoints.reader import UnfitCheckpoint
 

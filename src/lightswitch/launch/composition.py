@@ -23,7 +23,7 @@ def _share_store() -> None:
 
     The store is one for the process and hands out copies of what it holds, so that a copy of it is of no use.
     """
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]  # it has none: this mends it
 
 
 def _compose_once() -> None:
@@ -36,7 +36,7 @@ def _compose_once() -> None:
         except (HydraException, OmegaConfBaseException):
             return look(self, config_name, overrides)  # a sweep, or a mistake that the run will tell
         if cfg.hydra.mode != RunMode.MULTIRUN:
-            self.config_loader.load_configuration = lambda *_, **__: cfg  # type: ignore[method-assign]
+            self.config_loader.load_configuration = lambda *_, **__: cfg  # type: ignore[method-assign]  # of this run's loader
         return cfg.hydra.mode
 
-    Hydra.get_mode = get_mode  # type: ignore[method-assign]
+    Hydra.get_mode = get_mode  # type: ignore[method-assign]  # there is no hook to do it by

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.strategies.limits import Refused
+from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 

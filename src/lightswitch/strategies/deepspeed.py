@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,17 +24,9 @@ from torch.optim import Optimizer
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.refused import Refused
 from lightswitch.strategies import deepspeed_config
+from lightswitch.strategies.deepspeed_checkpoints import PortableDeepSpeed
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it found no GPU
-logging.disable(logging.INFO)  # to see whether there is a libaio it compiles a program, and the command is logged
-import deepspeed  # noqa: E402
-from deepspeed.accelerator import cpu_accelerator, get_accelerator, set_accelerator  # noqa: E402
-
-logging.disable(logging.NOTSET)
-
-from lightswitch.strategies.deepspeed_checkpoints import PortableDeepSpeed  # noqa: E402
+from lightswitch.strategies.quiet_deepspeed import deepspeed
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -90,7 +81,9 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = _Precision(plugin.precision) if isinstance(plugin, DeepSpeedPrecision) else plugin  # type: ignore[arg-type]
+        if isinstance(plugin, DeepSpeedPrecision):
+            plugin = _Precision(plugin.precision)  # type: ignore[arg-type]  # declared wider than what it takes
+        self._precision_plugin = plugin
 
     # Processes
 
@@ -101,8 +94,9 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
-        if isinstance(self.accelerator, CPUAccelerator) and get_accelerator().device_name() != "cpu":
-            set_accelerator(cpu_accelerator.CPU_Accelerator())
+        accelerator = deepspeed.accelerator
+        if isinstance(self.accelerator, CPUAccelerator) and accelerator.get_accelerator().device_name() != "cpu":
+            accelerator.set_accelerator(accelerator.cpu_accelerator.CPU_Accelerator())
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.strategies.deepspeed_state import gather, scatter_states, scatter_weights
+from lightswitch.strategies.quiet_deepspeed import deepspeed
 
 
 class PortableDeepSpeed(PortableCheckpoints):

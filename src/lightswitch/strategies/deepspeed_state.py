@@ -59,7 +59,7 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
             part.of(part.flat.detach()).copy_(part.of_whole(whole))
         if hasattr(parameter, "ds_tensor"):
             kept = parameter.ds_tensor
-            first = min(kept.numel() * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]
+            first = min(kept.numel() * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
             own = whole.reshape(-1)[first : first + kept.numel()]
             kept.detach().narrow(0, 0, own.numel()).copy_(own)  # the last rank's may end in padding
         if parameter.numel():  # at stage 3, of the small ones alone
@@ -96,11 +96,11 @@ def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:
             flat = zero.fp32_partitioned_groups_flat[group]
         else:
             flat, begin, elements = parameter.ds_tensor.detach(), 0, parameter.ds_tensor.numel()
-        first = min(elements * rank, parameter.ds_numel)  # type: ignore[attr-defined]
-        return _Part(flat, begin, first, min(elements, parameter.ds_numel - first))  # type: ignore[attr-defined]
+        first = min(elements * rank, parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
+        return _Part(flat, begin, first, min(elements, parameter.ds_numel - first))  # type: ignore[attr-defined]  # DeepSpeed's
     for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
         if any(member is parameter for member in group):
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
             if mapping is None:
                 return _Part(flat, 0, 0, 0)
             here, there = mapping.hp_fragment_address, mapping.lp_fragment_address

@@ -212,7 +212,7 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign, assignment]
+        self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign, assignment]  # torch's: one mesh
 
     # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
 

@@ -26,9 +26,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightswitch.refused import Refused
 from lightswitch.strategies.fsdp1_state import PortableFSDP1
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
-from lightswitch.strategies.limits import Refused
 from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
 from lightswitch.strategies.units import find_units
 
@@ -112,7 +112,7 @@ class FSDP1(PortableFSDP1, FSDPStrategy):
                 self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # Lightning's is torch's
 
     def _sharded(self) -> FullyShardedDataParallel:
         model = self._prepared()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lightswitch.batches.plan import BatchError, BatchPlan
-from lightswitch.refused import Refused as Refused
 from lightswitch.strategies import deepspeed_config, deepspeed_ops
 
 

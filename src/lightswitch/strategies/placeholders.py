@@ -28,11 +28,11 @@ def placeholders() -> Iterator[None]:
             replaced[parameter] = _like(parameter, "meta")
         register(module, name, replaced[parameter])
 
-    nn.Module.register_parameter = register_placeholder  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = register_placeholder  # type: ignore[method-assign,assignment]  # for a while
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as it was
 
 
 def fill_with_nothing(module: nn.Module) -> None:

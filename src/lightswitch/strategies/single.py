@@ -18,4 +18,4 @@ class Single(PortableCheckpoints, SingleDeviceStrategy):
     @property
     def root_device(self) -> torch.device:
         kinds = {CUDAAccelerator: "cuda:0", MPSAccelerator: "mps:0"}
-        return torch.device(kinds.get(type(self.accelerator), "cpu"))  # type: ignore[arg-type]
+        return torch.device(kinds.get(type(self.accelerator), "cpu"))  # type: ignore[arg-type]  # None before the Trainer sets it
