@@ -1,0 +1,72 @@
+"""The keys at a config's top: those that were misspelt, and those with a value that means nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.batches.plan import scaled_learning_rate
+from lightswitch.launch import nodes
+from lightswitch.launch.mistakes import nearest
+
+MODES = ("fit", "validate", "test", "predict")
+_KNOBS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "run_id": (str, int),
+    "seed": (int,),
+    "mode": (str,),
+    "resume": (str,),
+    "init_from": (str, type(None)),
+    "ckpt_path": (str, type(None)),
+    "global_batch_size": (int,),
+    "micro_batch_size": (int, type(None)),
+}
+
+
+def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
+    """A `+key=` that resembles a key there is; any other is a variable of the user's own."""
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
+            hint = nearest(key, [known for known in cfg if known != key])
+            if hint:
+                yield f"{key}: there is no such key.{hint}"
+
+
+def wrong(cfg: dict[str, Any]) -> Iterator[str]:
+    for knob, kinds in _KNOBS.items():
+        if type(cfg[knob]) not in kinds:
+            yield f"{knob}={cfg[knob]}: found {type(cfg[knob]).__name__}, expected {nodes.names(kinds)}"
+    if cfg["mode"] not in MODES:
+        yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
+    if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
+        yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
+    yield from _wrong_scaling(**cfg["lr_scaling"])
+
+
+def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
+    rule = plain["lr_scaling"]["rule"]
+    if rule == "none":
+        return
+    if not isinstance((plain.get("optimizer") or {}).get("lr"), int | float):
+        yield f"lr_scaling.rule={rule} scales optimizer.lr, and there is none; give optimizer.lr=VALUE"
+        return
+    other = cfg.copy()
+    other.optimizer.lr = 2.0 * cfg.optimizer.lr
+    if OmegaConf.to_container(other.model, resolve=True) == plain["model"]:
+        yield (
+            f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
+            "give the model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out"
+        )
+
+
+def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
+    if type(reference_batch_size) is not int or reference_batch_size < 1:
+        yield f"lr_scaling.reference_batch_size={reference_batch_size}: it counts samples, so it is at least 1"
+        return
+    try:
+        scaled_learning_rate(1.0, rule, 1, reference_batch_size)
+    except ValueError as error:
+        yield str(error)

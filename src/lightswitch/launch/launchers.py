@@ -1,0 +1,41 @@
+"""What was started from outside, by torchrun, srun or hand, against what the config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightswitch.launch import devices, placement
+
+
+def other_counts(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
+    strategy = trainer.get("strategy") or {}
+    method = strategy.get("start_method") if isinstance(strategy, dict) else str(strategy)
+    nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
+    if sweep and per_node > 1 and not method:
+        yield "a sweep starts its jobs in one process; with trainer.devices > 1 use strategy=ddp_spawn"
+    place = placement.detect()
+    if place.uneven:
+        yield (
+            f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, and each must have as many as "
+            f"the others; use --ntasks-per-node={place.devices_per_node}"
+        )
+    elif place.is_external and (place.nodes, place.devices_per_node) != (nodes, per_node):
+        yield (
+            f"{place.launcher} started {_counted(place.nodes, 'node')} × "
+            f"{_counted(place.devices_per_node, 'process')}, and the trainer has "
+            f"num_nodes={nodes}, devices={per_node}; leave both out, they follow the launcher"
+        )
+
+
+def _counted(count: int | None, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def absent(cfg: dict[str, Any]) -> Iterator[str]:
+    name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
+    wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
+    found = placement.detect().launcher
+    if wanted and wanted != found and cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]["devices"]) > 1:
+        starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
+        yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"
