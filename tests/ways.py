@@ -22,6 +22,7 @@ WAYS = {
     "fsdp1 × 2": Way(("strategy=fsdp1",), 2),
     "deepspeed_stage_1 × 1": Way(("strategy=deepspeed_stage_1",), 1),
     "deepspeed_stage_1 × 2": Way(("strategy=deepspeed_stage_1",), 2),
+    "deepspeed_stage_2 × 1": Way(("strategy=deepspeed_stage_2",), 1),
     "deepspeed_stage_2 × 2": Way(("strategy=deepspeed_stage_2",), 2),
     "deepspeed_stage_3 × 1": Way(("strategy=deepspeed_stage_3",), 1),
     "deepspeed_stage_3 × 2": Way(("strategy=deepspeed_stage_3",), 2),
