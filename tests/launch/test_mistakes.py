@@ -48,6 +48,8 @@ MISTAKES = {
     "trainer.devices=2.5": "trainer.devices=2.5: found float, expected int or list or str",
     "trainer.precision=12": "trainer.precision=12: found int, expected 16, 16-mixed, 16-true, 32, 32-true, 64, "
     "64-true, bf16, bf16-mixed, bf16-true, transformer-engine, transformer-engine-float16, null",
+    "strategy=fsdp trainer.strategy.sharding_strategy=full_shrd": "trainer.strategy.sharding_strategy=full_shrd: "
+    "found str, expected FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",
     "model.width=3.5": "model.width=3.5: found float, expected int",
     "seed=abc": "seed=abc: found str, expected int",
     "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",

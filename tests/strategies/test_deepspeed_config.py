@@ -97,6 +97,10 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
             {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
             "zero_optimization.offload_param.devise: DeepSpeed reads no such key. Did you mean device?",
         ),
+        (
+            {"zero_optimisation": {"stage": 2}},
+            "zero_optimisation: DeepSpeed reads no such key. Did you mean zero_optimization?",
+        ),
         ({**ZERO, "fp16": {"enable": True}}, "fp16.enable: DeepSpeed reads no such key. Did you mean enabled?"),
         (
             {**ZERO, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}},

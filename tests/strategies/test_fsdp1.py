@@ -202,7 +202,7 @@ REFUSED = {
     "HYBRID_SHARD with 2 replicas of 1 device each shards nothing; use strategy=ddp, or give "
     "trainer.strategy.device_mesh=[replicas,devices of each]",
     "trainer.strategy.sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
-    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2",
+    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2. Did you mean FULL_SHARD?",
     "trainer.strategy.mixed_precision={param:float32}": "trainer.strategy.mixed_precision.param: use param_dtype, "
     "reduce_dtype or buffer_dtype",
     "trainer.strategy.mixed_precision={param_dtype:fp8}": "trainer.strategy.mixed_precision.param_dtype=fp8: "

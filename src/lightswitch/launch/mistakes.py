@@ -52,8 +52,9 @@ def exit_with(problems: list[str]) -> NoReturn:
 
 def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
     """' Did you mean X?' for the most similar choice, or nothing."""
-    close = get_close_matches(word, list(choices), n=1, cutoff=alike)
-    return f" Did you mean {close[0]}?" if close else ""
+    lowered = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
+    return f" Did you mean {lowered[close[0]]}?" if close else ""
 
 
 def of_composition(error: BaseException) -> list[str]:

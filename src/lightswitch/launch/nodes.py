@@ -53,7 +53,7 @@ def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
         if key not in accepted.parameters:
             yield from _unknown(path, key, accepted, node)
         elif not _fits(value, accepted.parameters[key]):
-            yield f"{path}.{key}={value}: found {type(value).__name__}, expected {_expected(accepted.parameters[key])}"
+            yield f"{path}.{key}={value}: {_misfit(value, accepted.parameters[key])}"
 
 
 def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[str]:
@@ -82,9 +82,11 @@ def _fits(value: Any, parameter: Parameter) -> bool:
     return number or type(value) in parameter.kinds or value in tuple(parameter.literals)  # a list has no hash
 
 
-def _expected(parameter: Parameter) -> str:
+def _misfit(value: Any, parameter: Parameter) -> str:
     literals = sorted({str(literal) for literal in parameter.literals or ()})
-    return ", ".join([*literals, names(tuple(parameter.kinds or ()))]).strip(", ")
+    expected = ", ".join([*literals, names(tuple(parameter.kinds or ()))]).strip(", ")
+    hint = nearest(value, literals) if isinstance(value, str) else ""
+    return f"found {type(value).__name__}, expected {expected}{hint and '.'}{hint}"
 
 
 def names(kinds: tuple[type, ...]) -> str:

@@ -71,11 +71,13 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
     """Keys that are unknown, conflict with the run or would be ignored. Without a run, one whose batch can't be cut."""
-    yield from _unknown(config, "")
+    unknown = list(_unknown(config, ""))
+    yield from unknown
     yield from (
         f"{key} is not for here: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
     )
-    yield from _stage(config.get("zero_optimization"))
+    if not unknown:  # behind a misspelt key there may be the stage
+        yield from _stage(config.get("zero_optimization"))
     if run is not None:
         yield from _against_run(config, run)
 
