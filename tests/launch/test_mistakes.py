@@ -52,6 +52,7 @@ MISTAKES = {
     "found str, expected FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",
     "model.width=3.5": "model.width=3.5: found float, expected int",
     "seed=abc": "seed=abc: found str, expected int",
+    "watch.lost_after_seconds=0": "watch.lost_after_seconds=0: it is a time in seconds, above 0",
     "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",
     "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
     "mode=train": "mode=train: use one of fit, validate, test, predict",

@@ -182,6 +182,18 @@ class GlobalBatch(Callback):
             self._resumed = position
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 
+    def place(self, trainer: Trainer) -> str:
+        """Where this rank is in its data, in words."""
+        told = (
+            f"in {trainer.state.stage or trainer.state.fn}, epoch {trainer.current_epoch}, step {trainer.global_step}"
+        )
+        if self._slices is None or trainer.state.stage != RunningStage.TRAINING:
+            return told
+        step, micro = divmod(self._batches, self.plan.accumulation)
+        if step >= self._slices.steps:
+            return told
+        return f"{told}, micro batch {micro}: samples {self._slices.samples_of(step, micro)}"
+
     def _position(self, trainer: Trainer) -> Position:
         start = self._epoch_start
         if (

@@ -80,9 +80,11 @@ class TrainingSlices(Sampler[Any]):
         order = epoch_order(self.base, self.samples, self.seed, epoch)
         for step in range(first, self.steps):
             for micro in range(self.plan.accumulation):
-                begin, end = self._bounds(step, micro)
-                chosen = order[begin:end] if end > begin else order[begin : begin + 1]
-                yield epoch, chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
+                yield epoch, self._chosen(order, step, micro)
+
+    def samples_of(self, step: int, micro: int) -> list[Any]:
+        """The samples of this rank in a micro batch of the epoch at hand."""
+        return self._chosen(epoch_order(self.base, self.samples, self.seed, self.epoch), step, micro)
 
     @property
     def epoch_samples(self) -> int:
@@ -96,6 +98,11 @@ class TrainingSlices(Sampler[Any]):
 
     def step_samples(self, step: int) -> int:
         return min(self.plan.global_batch, self.samples - step * self.plan.global_batch)
+
+    def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
+        begin, end = self._bounds(step, micro)
+        chosen = order[begin:end] if end > begin else order[begin : begin + 1]
+        return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
 
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
         slices = self.plan.replicas * self.plan.accumulation

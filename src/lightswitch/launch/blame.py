@@ -6,16 +6,53 @@ Read from the traceback's text, as that is all that comes back from a process wh
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+
+from lightswitch.launch import crash, placement, processes
+from lightswitch.launch.mistakes import EXIT_CODE
+from lightswitch.launch.watch.failure import Failure, Rank, node_name, of_error
+from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 
 _ON_PURPOSE = ("ValueError", "FileNotFoundError", "ModuleNotFoundError")
+
+
+def answer(error: Exception, cfg: DictConfig) -> int | None:
+    """The exit code, once the user is told; None for a bug in a run of one process, which keeps its traceback."""
+    if processes.are_watched.is_set():
+        from lightswitch.launch.watch import callback  # it imports torch, as this process has
+
+        return callback.answered(error, cfg).exit_code
+    report = crash.of(Path(HydraConfig.get().runtime.output_dir))
+    if (code := report.exit_code()) is not None:  # a rank that this process has started has told it
+        return code
+    rank = _rank(error, cfg)
+    first = failure(error, cfg, rank)
+    if first.exit_code == EXIT_CODE:
+        keep(error)
+        print(first.line, file=sys.stderr)
+        return EXIT_CODE
+    if rank.world_size in (1, None) and not _started_here(error):
+        return None
+    crash.to_torchrun(first)
+    return report.tell(first)
+
+
+def failure(error: Exception, cfg: DictConfig, rank: Rank) -> Failure:
+    problem = told(error, cfg)
+    problems = error.problems if isinstance(error, Refused) else [problem] if problem else []
+    if not problems:
+        return of_error(rank, error)
+    return Failure("\n".join(f"error: {problem}" for problem in problems), exit_code=EXIT_CODE)
 
 
 def told(error: Exception, cfg: DictConfig) -> str | None:
@@ -45,6 +82,24 @@ def keep(error: Exception) -> None:
         if isinstance(handler, logging.FileHandler):
             record = (log.name, logging.ERROR, __file__, 0, _traceback(error), (), None)
             handler.handle(log.makeRecord(*record))
+
+
+def _rank(error: Exception, cfg: DictConfig) -> Rank:
+    """As far as a process knows that has not met the others."""
+    place = placement.detect()
+    world = place.nodes * (place.devices_per_node or 1) if place.is_external else int(os.environ.get("WORLD_SIZE", 1))
+    number = place.rank
+    if not place.is_external:
+        node, local = (int(os.environ.get(name, 0)) for name in ("NODE_RANK", "LOCAL_RANK"))
+        number = node * (world // cfg.trainer.num_nodes) + local
+    if _started_here(error):
+        return Rank(error.error_index, None, node_name(), error.error_pid)  # type: ignore[attr-defined]  # torch's
+    return Rank(number, world, node_name(), os.getpid())
+
+
+def _started_here(error: Exception) -> bool:
+    """It is torch's, of a rank that this process had started."""
+    return type(error).__name__ in ("ProcessRaisedException", "ProcessExitedException")
 
 
 def _places(node: DictConfig | None) -> list[str]:

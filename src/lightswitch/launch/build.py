@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,10 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
-from lightswitch.launch import processes
+from lightswitch.launch import crash, processes
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
 from lightswitch.launch.process_logging import ProcessLogging
+from lightswitch.launch.subprocesses import observed
+from lightswitch.launch.watch.callback import Watch
+from lightswitch.launch.watch.verdict import Limits
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,9 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(problems)
-    engine: list[Callback] = [GlobalBatch(plan, cfg.seed), PredictionWriter(), ProcessLogging(_job_logging())]
+    batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
+    watch = Watch(cfg, report, batch, Limits(**cfg.watch))
+    engine: list[Callback] = [watch, batch, PredictionWriter(), ProcessLogging(_job_logging())]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(
@@ -55,7 +61,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         accumulate_grad_batches=plan.accumulation,
     )
     _raise(problems)
-    return model, data, trainer
+    return model, data, observed(trainer)
 
 
 def _raise(problems: list[str]) -> None:

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import blame, composition, processes, resolvers
+from lightswitch.launch import blame, composition, placement, processes, resolvers
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 from lightswitch.refused import Refused
@@ -44,15 +44,19 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             environ = dict(os.environ)
             try:
                 main(cfg)
+                processes.part()
                 processes.take_back(environ)
-            except Refused as refused:
-                _remove_empty_run_directory()
-                exit_with(refused.problems)
             except Exception as error:
-                if (problem := blame.told(error, cfg)) is None:
+                code = blame.answer(error, cfg)
+                if isinstance(error, Refused):
+                    _remove_empty_run_directory()
+                processes.end_ranks()
+                if code is None:
                     raise
-                blame.keep(error)
-                exit_with([problem])
+                raise SystemExit(code) from None
+            except BaseException:
+                processes.end_ranks()
+                raise
 
         hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
 
@@ -61,6 +65,8 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
             gc.disable()  # until the config is composed: of the many small objects that takes, few are garbage
+            if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
+                processes.follow_parent()
             composition.shorten()
             resolvers.register()
             sys.argv[1:] = normalised(sys.argv[1:])

@@ -44,6 +44,9 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
     yield from _wrong_scaling(**cfg["lr_scaling"])
+    for limit, seconds in cfg["watch"].items():
+        if type(seconds) not in (int, float) or seconds <= 0:
+            yield f"watch.{limit}={seconds}: it is a time in seconds, above 0"
 
 
 def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:

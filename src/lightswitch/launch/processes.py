@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 
 from lightswitch.launch import placement
+
+ranks: list[subprocess.Popen[bytes]] = []  # that this process has started; it is rank 0 of its node
+_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
+are_watched = threading.Event()  # the ranks, by one another
+
+
+def part() -> None:
+    """The run is done: end the watch of the ranks over one another."""
+    if are_watched.is_set():
+        from lightswitch.launch.watch import callback  # it imports torch, as this process has
+
+        callback.leave()
 
 
 def leave_group_at_exit() -> None:
@@ -33,3 +50,46 @@ def _leave_group() -> None:
         comm = sys.modules.get(name)
         if comm is not None and comm.is_available() and comm.is_initialized():
             comm.destroy_process_group()
+
+
+def how_ended(pid: int) -> str | None:
+    """Of a process in `ranks`; None while it runs, and of any other."""
+    code = next((rank.poll() for rank in ranks if rank.pid == pid), None)
+    if code is None:
+        return None
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def end_ranks() -> None:
+    """Of a run that has failed: first they may end by themselves."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def kill_children() -> None:
+    import psutil  # at the end alone: it takes its time to import
+
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+
+
+def follow_parent() -> None:
+    """End this rank when the process that started it has ended, until the ranks watch one another: it would wait for
+    that one for half an hour."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while not are_watched.wait(1):
+            if os.getppid() != parent:
+                if os.environ["LOCAL_RANK"] == "1":  # one line for all
+                    print(f"rank 0 failed: process {parent} was killed before it trained", file=sys.stderr, flush=True)
+                kill_children()
+                os._exit(1)
+
+    threading.Thread(target=follow, name="follow parent", daemon=True).start()

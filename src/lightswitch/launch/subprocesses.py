@@ -1,0 +1,51 @@
+"""The ranks that a plain `python train.py` starts: what becomes of them until the ranks watch one another."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lightswitch.launch import processes
+from lightswitch.launch.mistakes import EXIT_CODE
+from lightswitch.launch.watch.failure import FAILED, node_name
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's, less its observer, which kills this process when another has failed, without a word."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            processes.ranks[:] = self.procs
+            threading.Thread(target=self._observe, name="ranks", daemon=True).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def _observe(self) -> None:
+        while not processes.are_watched.wait(0.2):
+            for local_rank, process in enumerate(self.procs, start=1):
+                if code := process.poll():
+                    _end_with(self.cluster_environment.node_rank() * self.num_processes + local_rank, process.pid, code)
+
+
+def _end_with(rank: int, pid: int, code: int) -> None:
+    if code < 0:  # else it has told its error itself
+        line = f"rank {rank} on {node_name()} failed: process {pid} {processes.how_ended(pid)} before it trained"
+        print(line, file=sys.stderr, flush=True)
+    processes.kill_children()
+    os._exit(EXIT_CODE if code == EXIT_CODE else FAILED)
+
+
+def observed(trainer: Trainer) -> Trainer:
+    launcher = trainer.strategy.launcher
+    if type(launcher) is _SubprocessScriptLauncher:
+        trainer.strategy._launcher = Launcher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+    return trainer

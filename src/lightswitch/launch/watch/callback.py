@@ -1,0 +1,119 @@
+"""The watch over the ranks of a run, from the time they form a group."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from omegaconf import DictConfig
+
+from lightswitch.batches.callback import GlobalBatch
+from lightswitch.launch import blame, crash, processes
+from lightswitch.launch.crash import CrashReport
+from lightswitch.launch.resume import shown
+from lightswitch.launch.watch.failure import FAILED, Failure, Rank, node_name
+from lightswitch.launch.watch.member import Member
+from lightswitch.launch.watch.verdict import Limits
+
+log = logging.getLogger(__name__)
+
+_member: Member | None = None  # a process is one rank of one run
+
+
+class Watch(Callback):
+    """Joins the watch at the first stage, counts the batches begun, and tells of an error before anything is torn down.
+
+    A run of one process has no watch, but a crash report.
+    """
+
+    def __init__(self, cfg: DictConfig, report: CrashReport, batch: GlobalBatch, limits: Limits) -> None:
+        self.cfg = cfg
+        self.report = report
+        self.batch = batch
+        self.limits = limits
+        self._own: Failure | None = None
+        self._trainer: Trainer
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        global _member
+        self._trainer = trainer
+        if trainer.world_size == 1 or _member is not None:
+            return
+        rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
+        member = Member(rank, self.limits, self._answer)
+        strategy: Any = trainer.strategy
+        at = (rank, *member.open_hub(), self.report.folder) if trainer.is_global_zero else None
+        first, port, token, self.report.folder = strategy.broadcast(at)
+        try:
+            member.join(first, strategy.cluster_environment.main_address, port, token)
+        except (OSError, TimeoutError) as error:
+            log.warning("%s can't reach the watch over the ranks, and goes without: %s", rank, error)
+            return
+        _member = member
+        processes.are_watched.set()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, Exception):
+            return
+        if _member is not None:
+            self._own = blame.failure(exception, self.cfg, _member.rank)
+            _member.fail(self._own)
+        elif trainer.world_size == 1:
+            self._report_alone(trainer, exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):  # this process ends with the stage
+            leave()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._moved()
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._moved()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._moved()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._moved()
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._moved()
+
+    def _report_alone(self, trainer: Trainer, error: Exception) -> None:
+        rank = Rank(0, 1, node_name(), os.getpid())
+        own = blame.failure(error, self.cfg, rank)
+        if own.exit_code == FAILED:
+            with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
+                self.report.add_rank(rank, self.batch.place(trainer), own)
+            if sys.version_info >= (3, 11):  # printed below the traceback
+                error.add_note(f"crash report: {shown(self.report.folder)}")
+
+    def _moved(self) -> None:
+        if _member is not None:
+            _member.progress += 1
+
+    def _answer(self, failure: Failure) -> None:
+        assert _member is not None
+        self.report.tell(failure)
+        crash.to_torchrun(failure)
+        self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
+
+
+def answered(error: Exception, cfg: DictConfig) -> Failure:
+    """What failed first in the run, told already."""
+    assert _member is not None
+    return _member.verdict or _member.fail(blame.failure(error, cfg, _member.rank))
+
+
+def leave() -> None:
+    global _member
+    if _member is not None:
+        _member.leave()
+    _member = None
+    processes.are_watched.clear()

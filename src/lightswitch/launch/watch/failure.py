@@ -1,0 +1,49 @@
+"""What went wrong, and where, as plain data that can be sent."""
+
+from __future__ import annotations
+
+import re
+import socket
+import traceback
+from dataclasses import dataclass
+
+FAILED = 1  # the exit code; 2 is for what a user can mend
+
+# Errors of a rank whose neighbour is gone: of gloo, NCCL, and the store where ranks meet
+_FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Rank:
+    number: int
+    world_size: int | None  # None: not known yet
+    node: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.number}{f' of {self.world_size}' if self.world_size else ''} on {self.node}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """
+    Args:
+        line: what the user reads first.
+        details: a traceback, or where the ranks stand.
+        follows: it looks as if it came of another rank's failure.
+    """
+
+    line: str
+    details: str = ""
+    exit_code: int = FAILED
+    follows: bool = False
+
+
+def of_error(rank: Rank, error: BaseException) -> Failure:
+    told = traceback.format_exception_only(error)[-1].strip()
+    details = "".join(traceback.format_exception(error))
+    return Failure(f"{rank} failed: {told.splitlines()[0]}", details, follows=_FOLLOWS.search(told) is not None)
+
+
+def node_name() -> str:
+    return socket.gethostname()

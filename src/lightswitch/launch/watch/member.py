@@ -1,0 +1,152 @@
+"""A rank's side of the watch: a thread that tells the hub how it does, and ends it when the run has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from threading import Event, Thread, Timer
+from typing import Any, TypeVar
+
+from lightswitch.launch import processes
+from lightswitch.launch.watch import sockets
+from lightswitch.launch.watch.failure import Failure, Rank
+from lightswitch.launch.watch.hub import LONGEST_LINE_BYTES, Hub
+from lightswitch.launch.watch.stacks import oom_kills, stand
+from lightswitch.launch.watch.verdict import ANSWER_SECONDS, WITHOUT_A_WORD, Limits
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 30.0
+_GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a logger's file not flushed
+
+
+class Member:
+    """
+    Args:
+        answer: called with the verdict, beside the main thread, before the rank is ended.
+    """
+
+    def __init__(self, rank: Rank, limits: Limits, answer: Callable[[Failure], None]) -> None:
+        self.rank = rank
+        self.limits = limits
+        self.progress = 0  # batches begun
+        self.verdict: Failure | None = None
+        self._answer = answer
+        self._answered = Event()
+        self._left = False
+        self._hub: Hub | None = None
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="watch", daemon=True).start()
+
+    def open_hub(self) -> tuple[int, str]:
+        """Its port, and the token without which it hears nobody."""
+        self._hub = Hub(self.limits)
+        return self._do(self._hub.open()), self._hub.token
+
+    def join(self, first: Rank, address: str, port: int, token: str) -> None:
+        """
+        Args:
+            first: rank 0, where the hub is.
+
+        Raises:
+            OSError, TimeoutError: the hub can't be reached.
+        """
+        self._first = first
+        self._do(self._join(address, port, token))
+
+    def fail(self, failure: Failure) -> Failure:
+        """What failed first in the run, once this is told: it need not be the same."""
+        self._do(self._say(failure=asdict(failure)))
+        if not self._answered.wait(2 * ANSWER_SECONDS):
+            self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
+            self._answered.wait(ANSWER_SECONDS)
+        return self.verdict or failure
+
+    def leave(self) -> None:
+        """The proper end. Rank 0 waits here for the others, or for a verdict on those that do not come.
+
+        Raises:
+            SystemExit: the run has failed.
+        """
+        self._left = True
+        self._do(self._say(leaves=True, progress=self.progress))
+        if self._hub is not None:
+            left = asyncio.run_coroutine_threadsafe(self._hub.all_left(), self._loop)
+            while not left.done() and self.verdict is None:
+                self._answered.wait(0.02)
+        if self.verdict is not None:
+            self._answered.wait()
+            raise SystemExit(self.verdict.exit_code)
+        self._do(self._close())
+
+    def _do(self, what: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(2 * _CONNECT_SECONDS)
+
+    async def _join(self, address: str, port: int, token: str) -> None:
+        opened = asyncio.open_connection(address, port, limit=LONGEST_LINE_BYTES)
+        self._reader, self._writer = await asyncio.wait_for(opened, _CONNECT_SECONDS)
+        sockets.keep_from_children(self._writer.get_extra_info("socket"))
+        await self._say(rank=asdict(self.rank), token=token, oom_kills=oom_kills())
+        if not await asyncio.wait_for(self._reader.readline(), _CONNECT_SECONDS):
+            raise ConnectionError(f"{address}:{port} does not answer as the watch does")
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    async def _say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # that the hub is gone shows where it is listened to
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            await self._writer.drain()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._writer.close()
+        self._loop.call_later(0.1, self._loop.stop)  # once it is closed
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.lost_after_seconds / 8)
+            await self._say(progress=self.progress)
+
+    async def _listen(self) -> None:
+        lost = WITHOUT_A_WORD
+        try:
+            while line := await asyncio.wait_for(self._reader.readline(), self.limits.lost_after_seconds):
+                message = json.loads(line)
+                if "ask" in message:
+                    await self._say(stand=asdict(stand()), progress=self.progress)
+                if "verdict" in message:
+                    self._end(Failure(**message["verdict"]))
+                    return
+        except (asyncio.TimeoutError, OSError):
+            lost = f"was lost: nothing heard for {self.limits.lost_after_seconds:g} s"
+        if not self._left:
+            self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
+
+    def _end(self, failure: Failure) -> None:
+        if self.verdict is not None:
+            return
+        self.verdict = failure
+        timer = Timer(_GRACE_SECONDS, _exit, [failure.exit_code])  # whatever blocks, in here or in the main thread
+        timer.daemon = True
+        timer.start()
+        Thread(target=self._tell, name="crash report", daemon=True).start()  # the hub is in this one, in rank 0
+
+    def _tell(self) -> None:
+        assert self.verdict is not None
+        try:
+            self._answer(self.verdict)
+        finally:
+            self._answered.set()
+
+
+def _exit(code: int) -> None:
+    """Not by an exception: the main thread may be in a collective that never returns."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    processes.kill_children()
+    os._exit(code)

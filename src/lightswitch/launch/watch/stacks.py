@@ -1,0 +1,58 @@
+"""Where the threads of this process stand."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENGINE = str(Path(__file__).parents[2])
+_LIBRARIES = tuple({sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")})
+_WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for the other ranks
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank's main thread is.
+
+    Args:
+        place: file, line and function, of the user's own code where it is in any.
+        waits: it is in a collective, or in something that ends with one.
+        oom_kills: processes that this node's kernel has killed for want of memory, since the node is up.
+    """
+
+    place: str
+    waits: bool
+    oom_kills: int
+
+
+def stand() -> Stand:
+    stack = _main_stack()
+    own = [frame for frame in stack if not frame.filename.startswith((*_LIBRARIES, _ENGINE, "<"))]
+    at = (own or stack)[-1]
+    waits = any(part in stack[-1].filename for part in _WAITING)
+    return Stand(f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills())
+
+
+def _main_stack() -> traceback.StackSummary:
+    return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+
+
+def all_stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
+    )
+
+
+def oom_kills() -> int:
+    """Linux counts them, whichever control group ran out; 0 elsewhere."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))

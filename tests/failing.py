@@ -1,0 +1,63 @@
+"""A model that fails where and as it is told to, and data that does before the ranks have met."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from tests.plain import PlainData, PlainModel
+
+How = Literal["raises", "refuses", "is killed", "hangs", "nothing"]
+
+
+class FailingModel(PlainModel):
+    """
+    Args:
+        stage: in which of a model's hooks it happens.
+    """
+
+    def __init__(self, how: How, rank: int = 1, stage: str = "training_step", **rest: Any) -> None:
+        super().__init__(**rest)
+        self.how, self.rank, self.stage = how, rank, stage
+
+    def setup(self, stage: str) -> None:
+        self._perhaps_fail("setup", 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._perhaps_fail("training_step", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._perhaps_fail("test_step", batch_idx + 2)
+        super().test_step(batch, batch_idx)
+
+    def _perhaps_fail(self, stage: str, batch_idx: int) -> None:
+        if (self.stage, batch_idx, self.trainer.global_rank) == (stage, 2, self.rank):
+            fail(self.how)
+
+
+class FailingData(PlainData):
+    """Fails in a rank when it is made: before that one has met the others."""
+
+    def __init__(self, how: How, rank: int = 1) -> None:
+        super().__init__()
+        here = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0
+        if int(here) == rank:
+            fail(how)
+
+
+def fail(how: How) -> None:
+    Path(f"failed_{os.getpid()}").write_text(str(time.time()))  # when: for the table of failures
+    if how == "raises":
+        raise RuntimeError("this is the bug")
+    if how == "refuses":
+        raise ValueError("this is no batch of mine")
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hangs":
+        time.sleep(1000)

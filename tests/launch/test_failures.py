@@ -1,0 +1,80 @@
+"""Whatever happens to a rank, all end soon, and the user reads which rank failed, and of what."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import Finished, Train
+
+RUN = (
+    *("model._target_=tests.failing.FailingModel", "data._target_=tests.plain.PlainData", "run_id=mine"),
+    *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4", "watch.hung_after_seconds=3"),
+)
+
+
+def _failed(train: Train, *arguments: str) -> Finished:
+    finished = train(*RUN, *arguments, ranks=2, check=False)
+    assert finished.returncode != 0
+    return finished
+
+
+def test_of_an_error_one_rank_alone_speaks_and_it_is_the_right_one(train: Train) -> None:
+    failed = _failed(train, "model.how=raises")
+    first, *traceback, said, where = failed.err.splitlines()
+    assert first.startswith("rank 1 of 2 on ")
+    assert first.endswith(" failed: RuntimeError: this is the bug")
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert said == "RuntimeError: this is the bug"
+    assert where.startswith("crash report: runs/failingmodel/mine/crash/")
+    assert failed.returncode == 1
+
+
+def test_what_a_user_can_mend_is_told_once(train: Train) -> None:
+    failed = _failed(train, "model.how=refuses")
+    assert failed.err.splitlines()[0] == "error: model: this is no batch of mine"
+    assert "Traceback" not in failed.err
+    assert failed.returncode == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named(rank: int, train: Train) -> None:
+    failed = _failed(train, "model.how='is killed'", f"model.rank={rank}")
+    assert failed.err.splitlines()[0].startswith(f"rank {rank} of 2 on ")
+    assert "it was killed, or crashed outside of Python" in failed.err.splitlines()[0]
+    assert "Traceback" not in failed.err
+
+
+@pytest.mark.parametrize("stage", ["training_step", "test_step"])
+def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(stage: str, train: Train) -> None:
+    failed = _failed(train, "model.how=hangs", f"model.stage={stage}")
+    line = failed.err.splitlines()[0]
+    assert line.startswith("rank 1 of 2 on ")
+    assert "hangs at" in line
+    assert "in fail: time.sleep(1000)" in line
+    assert failed.returncode == 1
+
+
+def test_the_crash_report_holds_what_each_rank_knows(train: Train) -> None:
+    failed = _failed(train, "model.how=raises")
+    (report,) = (failed.run_dir / "crash").iterdir()
+    assert (report / "failure.txt").read_text().splitlines()[-1] == "RuntimeError: this is the bug"
+    for rank in (0, 1):
+        told = (report / f"rank_{rank}.txt").read_text()
+        assert told.startswith(f"rank {rank} of 2 on ")
+        assert "epoch 0, step 2, micro batch 0: samples [" in told
+        assert "thread MainThread:" in told
+        assert f"\nRANK={rank}\n" in told
+
+
+def test_a_run_of_one_process_keeps_its_traceback_and_has_a_crash_report(train: Train) -> None:
+    failed = train(*RUN, "strategy=single", "model.how=raises", "model.rank=0", check=False)
+    assert failed.returncode == 1
+    assert failed.err.splitlines()[-1].startswith("RuntimeError: this is the bug")
+    (report,) = (failed.run_dir / "crash").iterdir()
+    assert "RuntimeError: this is the bug" in (report / "rank_0.txt").read_text()
+
+
+def test_a_run_that_ends_as_it_should_says_nothing(train: Train) -> None:
+    finished = train(*RUN, "model.how=nothing", ranks=2)
+    assert finished.err == ""
+    assert not (finished.run_dir / "crash").exists()
