@@ -10,13 +10,15 @@ sbatch slurm/multinode.sh strategy=ddp
 
 from omegaconf import DictConfig
 
-from lightswitch.launch import preflight
+from lightswitch.launch import finished, preflight
 from lightswitch.launch.entry import entry
 
 
 @entry(config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     plan = preflight.check(cfg)  # what is wrong with the config is told before torch is imported
+    if finished.before(cfg):
+        return
 
     from lightning.pytorch import seed_everything
 
@@ -24,15 +26,15 @@ def main(cfg: DictConfig) -> None:
 
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     model, data, trainer = build.build(cfg, plan)
-    checkpoint = resume.find(cfg)
+    start = resume.find(cfg)
     run_directory.record(cfg)
-    report.begin(cfg, model, trainer, plan, checkpoint)
+    report.begin(cfg, model, trainer, plan, start)
 
     if cfg.mode == "fit":
-        metrics = stages.fit(model, data, trainer, checkpoint)
+        metrics = stages.fit(model, data, trainer, start.path)
         metrics |= stages.test_best(model, data, trainer)
     else:
-        metrics = stages.evaluate(cfg.mode, model, data, trainer, checkpoint)
+        metrics = stages.evaluate(cfg.mode, model, data, trainer, start.path)
     report.end(cfg, trainer, plan, metrics)
 
 

@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "lightswitch.launch.entry",
     "lightswitch.launch.preflight",
     "lightswitch.launch.knobs",
+    "lightswitch.launch.finished",
     "lightswitch.launch.nodes",
     "lightswitch.launch.devices",
     "lightswitch.launch.launchers",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.conftest import PLAIN, Finished, Train, runs_in
@@ -70,11 +72,27 @@ def test_a_run_goes_on_at_another_world_size_and_accumulation(train: Train) -> N
         assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, name
 
 
-def test_a_finished_run_started_again_trains_nothing(uninterrupted: Finished, train: Train) -> None:
-    before = {name: uninterrupted.column(name) for name in KEPT}
-    again = train(*RUN, f"trainer.max_steps={STEPS}", folder=uninterrupted.folder)
-    assert f"stands at step {STEPS} already" in again.out
-    assert {name: again.column(name) for name in KEPT} == before
+def test_a_finished_run_started_again_does_nothing_on_any_rank(uninterrupted: Finished, train: Train) -> None:
+    written = _written(uninterrupted)
+    again = train(*RUN, f"trainer.max_steps={STEPS}", folder=uninterrupted.folder, ranks=2)
+    finished, go_on = again.out.splitlines()
+    assert finished == f"finished   fit and test have ended at step {STEPS}; resume=never starts anew"
+    assert go_on.endswith(f"run_id=mine trainer.max_steps={2 * STEPS}")
+    assert _written(again) == written
+
+
+def _written(run: Finished) -> dict[Path, int]:
+    files = {path for path in run.run_dir.rglob("*") if path.name != "train.log"}
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_run_that_was_killed_in_its_test_tests_and_trains_nothing(train: Train) -> None:
+    killed = train(*RUN, "trainer.max_steps=8", "callbacks.kill._target_=tests.plain.KilledInTest", check=False)
+    assert killed.returncode == 9
+    losses = killed.column("train/loss")
+    again = train(*RUN, "trainer.max_steps=8", folder=killed.folder)
+    assert "tests      runs/plainmodel/mine/checkpoints/best.ckpt" in again.out
+    assert (again.column("train/loss"), list(again.column("test/loss"))) == (losses, [8])
 
 
 def test_a_checkpoint_cut_short_is_passed_over_and_the_one_before_it_used(train: Train) -> None:

@@ -219,6 +219,14 @@ def _predictions(run_dir: Path) -> torch.Tensor:
     return torch.cat([batch for file in files for batch in torch.load(file)])
 
 
+def test_a_missing_checkpoint_is_told_with_those_that_are_there(trained: Finished, train: Train) -> None:
+    there = sorted(path.name for path in trained.run_dir.glob("checkpoints/*.ckpt"))
+    missing = trained.run_dir / "checkpoints" / "newest.ckpt"
+    refused = train(*PLAIN, "mode=test", f"ckpt_path={missing}", check=False)
+    assert refused.err == f"error: ckpt_path={missing}: there is no such file; that folder has {', '.join(there)}\n"
+    assert {"best.ckpt", "last.ckpt"} <= set(there)
+
+
 @pytest.mark.parametrize("asked", ["resume=cut.ckpt", "mode=test ckpt_path=cut.ckpt"])
 def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
     asked: str, trained: Finished, train: Train, tmp_path

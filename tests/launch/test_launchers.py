@@ -68,6 +68,7 @@ def test_torchrun_starts_one_run(start: Start, tmp_path: Path) -> None:
     assert [first["local_rank"], second["local_rank"]] == [0, 1]
     assert (first["world_size"], first["strategy"], first["cluster"]) == (2, "DDP", "TorchElasticEnvironment")
     assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
+    assert f"\nevaluate   torchrun --nproc-per-node=2 {TRAIN_PY} model._target_=" in out
 
 
 def test_torchrun_decides_the_number_of_devices(train: Train) -> None:

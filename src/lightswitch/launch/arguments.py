@@ -22,6 +22,13 @@ def normalised(arguments: list[str]) -> list[str]:
     return flags + _emptied(overrides) + overrides + _quiet_ranks()
 
 
+def shortened(override: str) -> str:
+    """As a person types it, of what `normalised` made."""
+    short = override.removeprefix("++")
+    override = short if _addable(short) == override else override
+    return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override)  # a path that needs no quotes
+
+
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Lightning appends overrides to the command line of the processes it starts: they may not follow a flag."""
     flags: list[str] = []

@@ -15,7 +15,7 @@ def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
     if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
         yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
     keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
-    if precision == "16-true" and not keeps_float32:
+    if precision == "16-true" and not keeps_float32 and cfg["mode"] == "fit":
         yield from _vanishing_eps(cfg)
 
 

@@ -142,4 +142,9 @@ def _files(cfg: dict[str, Any]) -> Iterator[str]:
     }
     for key, path in named.items():
         if path and not Path(path).exists():
-            yield f"{key}={path}: there is no such file"
+            yield f"{key}={path}: there is no such file{_checkpoints_beside(Path(path))}"
+
+
+def _checkpoints_beside(path: Path) -> str:
+    there = sorted(other.name for other in path.parent.glob("*.ckpt") if other.exists())
+    return f"; that folder has {', '.join(there)}" if there else ""

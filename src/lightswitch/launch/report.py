@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import shlex
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.launch.resume import shown
+from lightswitch.checkpoints.find import position_of
+from lightswitch.launch import commands, finished
+from lightswitch.launch.resume import Start, shown
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @rank_zero_only
-def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, checkpoint: Path | None) -> None:
+def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     log.info("model      %s%s", type(model).__name__, _size(model))
     log.info(
@@ -37,8 +38,8 @@ def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: Batch
     )  # fmt: skip
     log.info("batch      %s", plan)
     log.info("run        %s", shown(_run_dir()))
-    if checkpoint is not None:
-        log.info("%s %s", "resumes   " if cfg.mode == "fit" else "reads     ", shown(checkpoint))
+    if start.path is not None:
+        log.info("%s %s", "resumes   " if cfg.mode == "fit" else "reads     ", start)
 
 
 def _size(model: LightningModule) -> str:
@@ -57,35 +58,29 @@ def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) ->
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
-    for what, command in _next(cfg).items():
-        log.info("%-10s %s", what, command)
+    told = _told(cfg)
+    for what, text in told.items():
+        log.info("%-10s %s", what, text)
+    if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
+        finished.keep(cfg, trainer.global_step, told.get("go on"))
 
 
-def _next(cfg: DictConfig) -> dict[str, str]:
-    """What to type next, each as it can be pasted."""
+def _told(cfg: DictConfig) -> dict[str, str]:
+    """Where everything is, and what to type next."""
     run_dir = _run_dir()
     if cfg.mode == "predict":
         return {"written": shown(run_dir / "predictions")}
+    told = {"metrics": shown(run_dir / "metrics.csv")}
     if cfg.mode != "fit":
-        return {"metrics": shown(run_dir / "metrics.csv")}
-    again = [*_typed("run_id", "resume", "trainer.max_steps"), f"run_id={cfg.run_id}"]
-    best = run_dir / "checkpoints" / "best.ckpt"
-    checkpoint = best if best.exists() else run_dir / "checkpoints" / "last.ckpt"
-    commands = {"metrics": shown(run_dir / "metrics.csv")}
-    if checkpoint.exists():
-        if cfg.trainer.max_steps > 0:  # -1: epochs are counted
-            commands["go on"] = shlex.join([*again, f"trainer.max_steps={2 * cfg.trainer.max_steps}"])
-        commands["evaluate"] = shlex.join([*_typed("run_id"), "mode=test", f"ckpt_path={shown(checkpoint)}"])
+        return told
+    last, best = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    if last.exists() and (position := position_of(last, thoroughly=False)) and (go_on := commands.go_on(cfg, position)):
+        told["go on"] = go_on
+    if (checkpoint := best if best.exists() else last).exists():
+        told["evaluate"] = commands.evaluate(shown(checkpoint))
     if (run_dir / "tensorboard").exists():
-        commands["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
-    return commands
-
-
-def _typed(*without: str) -> list[str]:
-    """The command as it was typed, less some keys."""
-    script = next(index for index, word in enumerate(sys.orig_argv) if word.endswith(".py"))
-    words = sys.orig_argv[script:]
-    return ["python", *(word for word in words if word.lstrip("+").partition("=")[0] not in without)]
+        told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
+    return told
 
 
 def _run_dir() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,34 +13,39 @@ from lightswitch.checkpoints.find import newest, position_of
 from lightswitch.launch import placement
 from lightswitch.refused import Refused
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run reads, and where it stands in training; none for a run that starts at step 0."""
+
+    path: Path | None = None
+    position: Position | None = None
+
+    def __str__(self) -> str:
+        assert self.path is not None
+        return shown(self.path) + (f", at step {self.position.global_step}" if self.position else "")
 
 
-def find(cfg: DictConfig) -> Path | None:
-    """The checkpoint that ``cfg.mode`` reads; None for a run that starts at step 0.
-
+def find(cfg: DictConfig) -> Start:
+    """
     Raises:
         Refused: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
     """
     if cfg.mode != "fit":
-        _position(Path(cfg.ckpt_path))
-        return Path(cfg.ckpt_path)
+        return _read(Path(cfg.ckpt_path))
     if cfg.init_from:
-        _position(Path(cfg.init_from))
-    path, position = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
-    if path is None:
-        return None
+        _read(Path(cfg.init_from))
+    start = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
+    if start.path is None:
+        return start
+    position, path = start.position, shown(start.path)
     lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it names no position in the data"
     if lost:
         raise Refused(
-            f"{shown(path)} can't be resumed: {lost}; start anew with resume=never or another run_id, "
-            f"or from its weights alone with init_from={shown(path)} and another run_id"
+            f"{path} can't be resumed: {lost}; start anew with resume=never or another run_id, "
+            f"or from its weights alone with init_from={path} and another run_id"
         )
-    if position and 0 <= cfg.trainer.max_steps <= position.global_step:
-        log.info(
-            "finished   the run stands at step %d already; a higher trainer.max_steps goes on", position.global_step
-        )
-    return path
+    return start
 
 
 def shown(path: Path) -> str:
@@ -48,16 +53,14 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _to_resume(resume: str, run_dir: Path) -> tuple[Path | None, Position | None]:
+def _to_resume(resume: str, run_dir: Path) -> Start:
     if resume == "auto":
-        return newest(run_dir, thoroughly=_is_first()) or (None, None)
-    if resume == "never":
-        return None, None
-    return Path(resume), _position(Path(resume))
+        return Start(*newest(run_dir, thoroughly=_is_first()) or ())
+    return Start() if resume == "never" else _read(Path(resume))
 
 
-def _position(path: Path) -> Position | None:
-    return position_of(path, thoroughly=_is_first())
+def _read(path: Path) -> Start:
+    return Start(path, position_of(path, thoroughly=_is_first()))
 
 
 def _is_first() -> bool:

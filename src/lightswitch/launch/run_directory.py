@@ -15,6 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch.launch import finished
+
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 
 
@@ -23,6 +25,8 @@ def record(cfg: DictConfig) -> None:
     """Write ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    if cfg.mode == "fit":
+        finished.forget()
     if cfg.resume == "never":
         _set_checkpoints_aside(run_dir)
     _save_composition(cfg, run_dir / ".hydra")

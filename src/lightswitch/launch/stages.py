@@ -8,6 +8,8 @@ from pathlib import Path
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightswitch.launch.resume import shown
+
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
@@ -23,6 +25,8 @@ def test_best(model: LightningModule, data: LightningDataModule | None, trainer:
     if trainer.interrupted or not (_has(model, "test_step") and (_has(data, "test_dataloader"))):
         return {}
     best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
+    if trainer.is_global_zero:
+        log.info("tests      %s", shown(Path(best)) if best else "the last weights")
     trainer.test(model, datamodule=data, ckpt_path=best, verbose=False)
     return _metrics(trainer)
 

@@ -103,8 +103,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
-        # a collective for inference alone, which would be compiled for a minute
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed compiles programs to see what it can compile, for a collective of inference that takes a minute more
+        deepspeed.ops.__compatible_ops__ = {}
         self._init_deepspeed_distributed()
 
     # Model

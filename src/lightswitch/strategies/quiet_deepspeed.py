@@ -1,9 +1,8 @@
-"""deepspeed, imported without what it says on the way."""
+"""deepspeed, imported without what it says where there is no GPU."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from typing import Any
 
@@ -13,11 +12,7 @@ import torch
 def _imported() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
-    logging.disable(logging.INFO)  # to see whether there is a libaio it compiles a program, and the command is logged
-    try:
-        return importlib.import_module("deepspeed")
-    finally:
-        logging.disable(logging.NOTSET)
+    return importlib.import_module("deepspeed")
 
 
 deepspeed = _imported()

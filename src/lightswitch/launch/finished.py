@@ -1,0 +1,59 @@
+"""A run that has ended, as its directory tells: started again, it does nothing. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.launch import placement
+
+log = logging.getLogger(__name__)
+
+_FILE = "ended.json"
+
+
+def before(cfg: DictConfig) -> bool:
+    """Whether fit and test have ended already, under limits that these do not exceed: every process finds the same."""
+    if cfg.mode != "fit" or cfg.resume != "auto" or not _file().exists():
+        return False
+    ended = json.loads(_file().read_text())
+    if _exceed(_limits(cfg), ended["limits"]):
+        return False
+    if placement.detect().rank == 0:
+        log.info("finished   fit and test have ended at step %d; resume=never starts anew", ended["step"])
+        if ended["go_on"]:
+            log.info("go on      %s", ended["go_on"])
+    return True
+
+
+def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
+    _file().write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
+
+
+def forget() -> None:
+    _file().unlink(missing_ok=True)
+
+
+def _limits(cfg: DictConfig) -> dict[str, Any]:
+    limits: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    return {name: limits.get(name) for name in ("max_steps", "max_epochs", "max_time")}
+
+
+def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
+    if limits["max_time"] != others["max_time"]:
+        return True
+    return any(_count(limits[name]) > _count(others[name]) for name in ("max_steps", "max_epochs"))
+
+
+def _count(limit: int | None) -> float:
+    return math.inf if limit in (None, -1) else float(limit)
+
+
+def _file() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir) / _FILE
