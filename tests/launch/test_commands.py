@@ -28,15 +28,20 @@ def _command(run: Finished, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("place", "run_dir"),
-    [("run_id=mine", "runs/plainmodel/mine"), ("++hydra.run.dir='runs/sweep/3'", "runs/sweep/3")],
+    ("devices", "place", "run_dir"),
+    [
+        (("strategy=ddp_fork", "trainer.devices=2"), "run_id=mine", "runs/plainmodel/mine"),
+        ((), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3"),
+    ],
     ids=["a run", "a job of a sweep"],
 )
-def test_what_a_run_says_to_type_next_can_be_pasted(place: str, run_dir: str, train: Train) -> None:
-    first = train(*PLAIN, place, *OF_TRAINING, "model.width=8")
+def test_what_a_run_says_to_type_next_can_be_pasted(
+    devices: tuple[str, ...], place: str, run_dir: str, train: Train
+) -> None:
+    first = train(*PLAIN, *devices, place, *OF_TRAINING, "model.width=8")
     evaluate, go_on = _command(first, "evaluate"), _command(first, "go on")
     best = f"ckpt_path={run_dir}/checkpoints/best.ckpt"
-    assert evaluate == [*PLAIN, "model.width=8", "mode=test", best]
+    assert evaluate == [*PLAIN, *devices, "model.width=8", "mode=test", best]
     tested = train(*evaluate, "name=tested", folder=first.folder)
     assert f"reads      {run_dir}/checkpoints/best.ckpt, at step " in tested.out
     assert go_on[-1] == "trainer.max_epochs=4"

@@ -58,14 +58,17 @@ def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) ->
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
-    told = _told(cfg)
-    for what, text in told.items():
+    last = _run_dir() / "checkpoints" / "last.ckpt"
+    position = position_of(last, thoroughly=False) if last.exists() else None
+    go_on = commands.go_on(cfg, position) if position else None
+    for what, text in _told(cfg, go_on).items():
         log.info("%-10s %s", what, text)
     if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
-        finished.keep(cfg, trainer.global_step, told.get("go on"))
+        # the counters of processes that were spawned have ended with them
+        finished.keep(cfg, position.global_step if position else trainer.global_step, go_on)
 
 
-def _told(cfg: DictConfig) -> dict[str, str]:
+def _told(cfg: DictConfig, go_on: str | None) -> dict[str, str]:
     """Where everything is, and what to type next."""
     run_dir = _run_dir()
     if cfg.mode == "predict":
@@ -73,9 +76,9 @@ def _told(cfg: DictConfig) -> dict[str, str]:
     told = {"metrics": shown(run_dir / "metrics.csv")}
     if cfg.mode != "fit":
         return told
-    last, best = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
-    if last.exists() and (position := position_of(last, thoroughly=False)) and (go_on := commands.go_on(cfg, position)):
+    if go_on:
         told["go on"] = go_on
+    best, last = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
     if (checkpoint := best if best.exists() else last).exists():
         told["evaluate"] = commands.evaluate(shown(checkpoint))
     if (run_dir / "tensorboard").exists():
