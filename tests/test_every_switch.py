@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import math
 import os
@@ -19,7 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.launch import build, nodes, resolvers
-from tests.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
+from tests.conftest import CHECKOUT, PLAIN, Train
 from tests.launch.witness import WITNESS, witnesses
 
 
@@ -34,7 +33,7 @@ PAIRS = [
     for data in choices("data")
     if (data in LANGUAGE_DATA) == model.startswith("gpt")
 ]
-STRATEGIES = {  # on one device; each finds its process as if it were the first of the sweep
+STRATEGIES = {  # on one device
     "ddp": ("DDP", "_SubprocessScriptLauncher", None),
     "ddp_fork": ("DDP", "_MultiProcessingLauncher", "fork"),
     "ddp_spawn": ("DDP", "_MultiProcessingLauncher", "spawn"),
@@ -181,21 +180,13 @@ SHORT = (*PLAIN, *WITNESS, "run_id=mine", "trainer.max_steps=2", "trainer.val_ch
 SHORT += ("trainer.log_every_n_steps=1", "trainer.accelerator=cpu")
 
 
-@pytest.fixture(scope="module")
-def strategies(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of each strategy, in one sweep."""
-    train = runs_in(tmp_path_factory.mktemp("strategies"))
-    return train("-m", *SHORT, f"strategy={','.join(STRATEGIES)}")
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_strategy_in_use_is_the_one_asked_for(strategy: str, strategies: Finished) -> None:
-    number = list(STRATEGIES).index(strategy)
+def test_the_strategy_in_use_is_the_one_asked_for(strategy: str, train: Train) -> None:
     name, launcher, start_method = STRATEGIES[strategy]
-    (seen,) = witnesses(strategies.folder / f"runs/plainmodel/mine/{number}")
+    run = train(*SHORT, f"strategy={strategy}")
+    (seen,) = witnesses(run.run_dir)
     assert (seen["strategy"], seen["launcher"], seen["start_method"]) == (name, launcher, start_method)
-    shown = [line for line in strategies.out.splitlines() if line.startswith("strategy ")]
-    assert shown[number] == f"strategy   {name}, precision 32-true, 1 node × 1 CPU"
+    assert f"strategy   {name}, precision 32-true, 1 node × 1 CPU" in run.out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -204,19 +195,13 @@ def test_the_strategy_in_use_is_the_one_asked_for(strategy: str, strategies: Fin
     ids=["single", "auto", "ddp_fork"],
 )
 def test_every_precision_trains(switches: tuple[str, ...], train: Train) -> None:
-    # AdamW's usual eps of 1e-8 is 0 in float16
-    swept = train("-m", *SHORT, *switches, "model.eps=1e-4", f"precision={','.join(PRECISIONS_ON_CPU)}")
-    for number, precision in enumerate(PRECISIONS_ON_CPU):
-        run_dir = swept.folder / f"runs/plainmodel/mine/{number}"
-        assert {seen["precision"] for seen in witnesses(run_dir)} == {precision}
-        first, second = _losses(run_dir)
+    for precision in PRECISIONS_ON_CPU:
+        # AdamW's usual eps of 1e-8 is 0 in float16
+        run = train(*SHORT, *switches, "model.eps=1e-4", f"precision={precision}")
+        assert {seen["precision"] for seen in witnesses(run.run_dir)} == {precision}
+        first, second = run.column("train/loss").values()
         assert first == pytest.approx(1.5272, abs=0.01)
         assert math.isfinite(second)
-
-
-def _losses(run_dir: Path) -> list[float]:
-    with (run_dir / "metrics.csv").open() as file:
-        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
 
 
 def test_float16_autocast_is_refused_without_a_gpu(train: Train) -> None:
@@ -226,11 +211,9 @@ def test_float16_autocast_is_refused_without_a_gpu(train: Train) -> None:
 
 @pytest.mark.gpu
 def test_every_precision_trains_on_a_gpu(train: Train) -> None:
-    precisions = choices("precision")
     run = [argument for argument in SHORT if argument != "trainer.accelerator=cpu"]
-    swept = train("-m", *run, "model.eps=1e-4", f"precision={','.join(precisions)}")
-    for number, precision in enumerate(precisions):
-        (seen,) = witnesses(swept.folder / f"runs/plainmodel/mine/{number}")
+    for precision in choices("precision"):
+        (seen,) = witnesses(train(*run, "model.eps=1e-4", f"precision={precision}").run_dir)
         assert seen["precision"] == precision
 
 

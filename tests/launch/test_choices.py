@@ -30,11 +30,10 @@ def column(run_dir: Path, name: str) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def debugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run directories of a sweep over all debug choices."""
+    """A run directory by debug choice."""
     train = runs_in(tmp_path_factory.mktemp("debug"))
     record = ("callbacks.record._target_=tests.plain.Record", "callbacks.record.folder=${hydra:runtime.output_dir}")
-    swept = train("-m", *ON_CPU, *record, "run_id=mine", "trainer.max_steps=20", f"debug={','.join(DEBUG)}")
-    return {choice: swept.folder / f"runs/plainmodel/mine/{number}" for number, choice in enumerate(DEBUG)}
+    return {choice: train(*ON_CPU, *record, "trainer.max_steps=20", f"debug={choice}").run_dir for choice in DEBUG}
 
 
 def test_one_batch_runs_every_stage_and_leaves_no_checkpoint(debugged: dict[str, Path]) -> None:
@@ -171,24 +170,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, train: Train) -> None:
     checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
-    swept = train("-m", *ON_CPU, "run_id=again", "mode=validate,test", f"ckpt_path={checkpoint}")
-    validated, tested = (swept.folder / f"runs/plainmodel/again/{number}" for number in (0, 1))
-    assert column(validated, "val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-6)}
-    assert column(tested, "test/loss").keys() == {4}
+    validated, tested = (train(*ON_CPU, f"mode={mode}", f"ckpt_path={checkpoint}") for mode in ("validate", "test"))
+    assert validated.column("val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-6)}
+    assert tested.column("test/loss").keys() == {4}
     shared = train(*ON_CPU, "mode=validate", f"ckpt_path={checkpoint}", "strategy=ddp_fork", "trainer.devices=2")
     assert shared.column("val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-5)}
-    assert column(tested, "test/loss") == pytest.approx(trained.column("test/loss"), abs=1e-6)
-    assert not list(swept.folder.rglob("*.ckpt"))
-    assert f"reads      {checkpoint}" in swept.out
+    assert tested.column("test/loss") == pytest.approx(trained.column("test/loss"), abs=1e-6)
+    assert not list(tested.folder.rglob("*.ckpt"))
+    assert f"reads      {checkpoint}" in tested.out
 
 
 def test_the_best_checkpoint_is_tested_and_not_the_last_weights(train: Train) -> None:
     first = train(*SHORT, "trainer.max_steps=6", "model.lr=1.0")
     best, last = (first.run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
-    swept = train("-m", *ON_CPU, "run_id=again", "mode=validate,test", f"ckpt_path={best},{last}")
-    of = [swept.folder / f"runs/plainmodel/again/{number}" for number in range(4)]
-    (best_val,), (last_val,) = (column(run_dir, "val/loss").values() for run_dir in of[:2])
-    (best_test,), (last_test,) = (column(run_dir, "test/loss").values() for run_dir in of[2:])
+    best_val, last_val, best_test, last_test = (
+        next(iter(train(*ON_CPU, f"mode={mode}", f"ckpt_path={path}").column(metric).values()))
+        for mode, metric in (("validate", "val/loss"), ("test", "test/loss"))
+        for path in (best, last)
+    )
     assert best_val < last_val
     assert best_val == min(first.column("val/loss").values())
     assert last_val == first.column("val/loss")[5]

@@ -15,6 +15,9 @@ _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--confi
 _VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
 
 
+_SWEEPS = {"-m", "--multirun"}
+
+
 def normalised(arguments: list[str]) -> list[str]:
     """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied."""
     flags, overrides = _split(arguments)
@@ -27,6 +30,19 @@ def shortened(override: str) -> str:
     short = override.removeprefix("++")
     override = short if _addable(short) == override else override
     return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override)  # a path that needs no quotes
+
+
+def flags_of_a_job(arguments: list[str]) -> list[str]:
+    """Those of a sweep's command line that each of its jobs has, too."""
+    return [flag for flag in _split(arguments)[0] if flag not in _SWEEPS]
+
+
+def quoted(path: str) -> str:
+    """As the value of an override, whatever it contains."""
+    if re.fullmatch(r"[\w.-]*/[\w./-]+", path):
+        return path
+    escaped = path.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -57,7 +73,7 @@ def _addable(override: str) -> str:
 def _emptied(overrides: list[str]) -> list[str]:
     """A group whose `_target_` is replaced loses its file: those arguments belong to another class."""
     keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-    replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and group not in keys]
+    replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and not {group, f"~{group}"} & keys]
     partial = [f"++{group}._partial_=true" for group in replaced if group in _PARTIAL]
     return [f"~{group}" for group in replaced] + partial
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import blame, composition, placement, processes, resolvers
+from lightswitch.launch import blame, composition, placement, processes, resolvers, sweep, sweep_job
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 from lightswitch.refused import Refused
@@ -33,19 +34,19 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 
     def decorate(main: Main) -> Callable[[], None]:
         composed = False
+        typed: list[str] = []
 
         @functools.wraps(main)
-        def guarded(cfg: DictConfig) -> None:
+        def guarded(cfg: DictConfig) -> float | None:
             nonlocal composed
-            if not composed:  # the jobs of a sweep follow one another here
-                gc.freeze()  # what is there stays: not to be looked through now, all at once
-                gc.enable()
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                return sweep_job.run(typed, cfg)
             composed = True
-            environ = dict(os.environ)
+            gc.freeze()  # what is there stays: not to be looked through now, all at once
+            gc.enable()
             try:
                 main(cfg)
                 processes.part()
-                processes.take_back(environ)
             except Exception as error:
                 code = blame.answer(error, cfg)
                 if isinstance(error, Refused):
@@ -57,6 +58,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except BaseException:
                 processes.end_ranks()
                 raise
+            return None
 
         hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
 
@@ -68,8 +70,10 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
                 processes.follow_parent()
             composition.shorten()
+            sweep.oversee()
             resolvers.register()
             sys.argv[1:] = normalised(sys.argv[1:])
+            typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
             try:
                 hydra_main()
             except (HydraException, OmegaConfBaseException, OSError, Mistakes) as error:

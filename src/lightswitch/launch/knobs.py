@@ -17,6 +17,7 @@ _KNOBS: dict[str, tuple[type, ...]] = {
     "run_id": (str, int),
     "seed": (int,),
     "mode": (str,),
+    "objective": (str,),
     "resume": (str,),
     "init_from": (str, type(None)),
     "ckpt_path": (str, type(None)),

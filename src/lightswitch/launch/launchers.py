@@ -8,12 +8,8 @@ from typing import Any
 from lightswitch.launch import devices, placement
 
 
-def other_counts(trainer: dict[str, Any], sweep: bool) -> Iterator[str]:
-    strategy = trainer.get("strategy") or {}
-    method = strategy.get("start_method") if isinstance(strategy, dict) else str(strategy)
+def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
     nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
-    if sweep and per_node > 1 and not method:
-        yield "a sweep starts its jobs in one process; with trainer.devices > 1 use strategy=ddp_spawn"
     place = placement.detect()
     if place.uneven:
         yield (

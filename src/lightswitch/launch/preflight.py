@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -43,7 +42,7 @@ def check(cfg: DictConfig) -> BatchPlan:
         _batch(plain),
         knobs.unscaled_rate(cfg, plain),
         _strategy(plain),
-        launchers.other_counts(plain["trainer"], sweep=hydra.mode == RunMode.MULTIRUN),
+        launchers.other_counts(plain["trainer"]),
         launchers.absent(plain),
         _checkpoints(plain),
         _loggers(plain),

@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 
-from lightswitch.launch import placement
-
 ranks: list[subprocess.Popen[bytes]] = []  # that this process has started; it is rank 0 of its node
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
 are_watched = threading.Event()  # the ranks, by one another
@@ -29,20 +27,6 @@ def part() -> None:
 def leave_group_at_exit() -> None:
     """Lightning ends NCCL groups only; the threads of gloo, left running, can abort a finished process as it exits."""
     atexit.register(_leave_group)
-
-
-def take_back(environ: dict[str, str]) -> None:
-    """End what a finished job made of this process, so that the next job of a sweep finds it as the first one did.
-
-    A launcher's processes stay one group: where they meet was said once, for all jobs.
-
-    Args:
-        environ: the environment before the job. Strategies export their rank, world size and port.
-    """
-    if not placement.detect(environ).is_external:
-        _leave_group()
-    os.environ.clear()
-    os.environ.update(environ)
 
 
 def _leave_group() -> None:

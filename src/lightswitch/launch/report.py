@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
-from lightswitch.launch import commands, finished
+from lightswitch.launch import commands, finished, results
 from lightswitch.launch.resume import Start, shown
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
@@ -55,6 +55,7 @@ def _size(model: LightningModule) -> str:
 
 @rank_zero_only
 def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) -> None:
+    results.write(_run_dir(), metrics)
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))

@@ -1,0 +1,18 @@
+"""The metrics that a run ended with, kept in its directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_FILE = "results.json"
+
+
+def write(run_dir: Path, metrics: dict[str, float]) -> None:
+    (run_dir / _FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def read(run_dir: Path) -> dict[str, float]:
+    """None of them where the run has not ended."""
+    path = run_dir / _FILE
+    return dict(json.loads(path.read_text())) if path.exists() else {}
