@@ -45,7 +45,7 @@ def oversee() -> None:
         except (KeyboardInterrupt, SystemExit) as stop:
             _cancel(_submitted(folder) - submitted_before)
             raise SystemExit(_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
-        except HydraException:  # a mistake in what was typed, of some job
+        except (HydraException, Mistakes):  # in what was typed
             raise
         except Exception as error:
             if not any(record.has_failed for record in sweep_record.read_all(folder)):

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from lightswitch.launch import placement, results, sweep_record
 from lightswitch.launch.arguments import flags_of_a_job, quoted
+from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.sweep_process import run_to_its_end
 from lightswitch.launch.sweep_record import FAILED, FINISHED, STOPPED, Record
 
@@ -33,6 +34,7 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
         The objective, for Optuna; None where the job failed or logged none. Either way the sweep goes on.
 
     Raises:
+        Mistakes: the directory is another job's. Its checkpoints must not become this one's.
         SystemExit: a signal has ended the job before it was done. It ends the sweep, too.
     """
     hydra = HydraConfig.get()
@@ -41,8 +43,7 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
     job = Record(hydra.job.num, list(hydra.overrides.task), directory, start=_start())
     earlier = sweep_record.read(folder)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
-        error = f"{directory} holds the job with {other}; start this sweep under another run_id"
-        return _end(replace(job, state=FAILED, error=error), folder)
+        raise Mistakes([f"{directory} holds the job with {other}; start this sweep under another run_id"])
     if (
         earlier is not None
         and earlier.state == FINISHED
