@@ -37,16 +37,11 @@ def test_its_mistakes_are_told_as_it_shows_them(command: str, error: str, train:
     assert finished.err.strip() == error
 
 
-def test_its_model_trains_from_two_files(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_model_trains_from_two_files(train: Train, tmp_path: Path) -> None:
     assert MODEL is not None
-    imports = (
-        "from collections.abc import Callable\nfrom lightning.pytorch import LightningModule\n"
-        "from torch import Tensor, nn\nfrom torch.nn.functional import cross_entropy\n"
-        "from torch.optim import Optimizer\n"
-    )
     folder = tmp_path / "1"
     (folder / "conf" / "model").mkdir(parents=True)
-    (folder / "readme_mlp.py").write_text(imports + MODEL[1])
+    (folder / "readme_mlp.py").write_text(MODEL[1])
     config = re.search(r"```yaml\n# conf/model/mlp\.yaml\n(.*?)```", README, re.DOTALL)
     assert config is not None
     written = config[1].replace("project.models.mlp", "readme_mlp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightswitch.launch.arguments import normalised
+from lightswitch.launch.arguments import normalised, shortened
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,12 @@ def test_an_argument_of_a_constructor_needs_no_plus(group: str) -> None:
 @pytest.mark.parametrize("argument", ["seed=1", "sead=1", "+trainer.x=1", "~trainer.x", "hydra.run.dir=x", "model=vit"])
 def test_anything_else_stays_as_it_is(argument: str) -> None:
     assert normalised([argument]) == [argument]
+
+
+@pytest.mark.parametrize("typed", ["trainer.max_steps=3", "seed=1", "++mine=1", "hydra.run.dir=runs/mine", "x='1/2 3'"])
+def test_an_override_is_shown_as_it_is_typed(typed: str) -> None:
+    assert shortened(*normalised([typed])) == typed
+    assert shortened("hydra.run.dir='runs/mine'") == "hydra.run.dir=runs/mine"
 
 
 def test_equals_signs_spaces_and_commas_stay_in_a_value() -> None:

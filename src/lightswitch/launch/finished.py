@@ -20,9 +20,12 @@ _FILE = "ended.json"
 
 def before(cfg: DictConfig) -> bool:
     """Whether fit and test have ended already, under limits that these do not exceed: every process finds the same."""
-    if cfg.mode != "fit" or cfg.resume != "auto" or not _file().exists():
+    if cfg.mode != "fit" or cfg.resume != "auto":
         return False
-    ended = json.loads(_file().read_text())
+    try:
+        ended = json.loads(_file().read_text())
+    except FileNotFoundError:  # or a faster rank, which goes on, has just removed it
+        return False
     if _exceed(_limits(cfg), ended["limits"]):
         return False
     if placement.detect().rank == 0:
@@ -33,7 +36,9 @@ def before(cfg: DictConfig) -> bool:
 
 
 def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
-    _file().write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
+    beside = _file().with_suffix(".partial")
+    beside.write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
+    beside.replace(_file())
 
 
 def forget() -> None:
