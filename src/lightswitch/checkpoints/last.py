@@ -43,16 +43,17 @@ class LastCheckpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step // self.every_n_steps > self._saved_step // self.every_n_steps:
-            self._save(trainer)
+            self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step != self._saved_step:
-            self._save(trainer)
+        self.save(trainer)
 
-    def _save(self, trainer: Trainer) -> None:
-        self._saved_step = trainer.global_step
-        if getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
+    def save(self, trainer: Trainer) -> None:
+        """Unless it has been at this step."""
+        dry = getattr(trainer, "fast_dev_run", False)  # set past Lightning's own declaration
+        if dry or trainer.global_step == self._saved_step:
             return
+        self._saved_step = trainer.global_step
         path = self.folder / f"step_{trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:

@@ -83,11 +83,14 @@ class PortableCheckpoints(Strategy):
             log.error("%s; training goes on, and the checkpoints before it are kept", failure)
 
     def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_saving()
+
+    def finish_saving(self) -> None:
         """
         Raises:
             UnwrittenCheckpoint: the run's last checkpoint could not be written.
         """
-        super().on_train_end()
         self._saver.wait()
         if (failure := self._saver.failure()) is not None:
             raise failure

@@ -20,6 +20,7 @@ from lightswitch.checkpoints.initial import InitialWeights
 from lightswitch.launch import crash, processes
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
+from lightswitch.launch.preemption import Preemption
 from lightswitch.launch.process_logging import ProcessLogging
 from lightswitch.launch.subprocesses import observed
 from lightswitch.launch.watch.callback import Watch
@@ -47,7 +48,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     _raise(problems)
     batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
     watch = Watch(cfg, report, batch, Limits(**cfg.watch))
-    engine: list[Callback] = [watch, batch, PredictionWriter(), ProcessLogging(_job_logging())]
+    engine: list[Callback] = [watch, batch, Preemption(), PredictionWriter(), ProcessLogging(_job_logging())]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(

@@ -35,6 +35,11 @@ def go_on(cfg: DictConfig, position: Position) -> str | None:
     return shlex.join([*_program(), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)])
 
 
+def again(cfg: DictConfig) -> str:
+    """The same, in the same directory."""
+    return shlex.join([*_program(), *_overrides(without=_PLACE), f"run_id={cfg.run_id}"])
+
+
 def evaluate(checkpoint: str) -> str:
     """With what makes the model and its data, and spreads them over devices."""
     typed = _overrides(without=_READ_BY_FIT_ALONE)

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import gc
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,10 +20,23 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import blame, composition, placement, processes, resolvers, sweep, sweep_job
+from lightswitch.launch import (
+    blame,
+    commands,
+    composition,
+    placement,
+    processes,
+    requeue,
+    resolvers,
+    signals,
+    sweep,
+    sweep_job,
+)
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 from lightswitch.refused import Refused
+
+log = logging.getLogger(__name__)
 
 Main = Callable[[DictConfig], None]
 
@@ -47,7 +62,12 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             try:
                 main(cfg)
                 processes.part()
+            except signals.Stopped as stopped:
+                _stop(stopped, cfg)
             except Exception as error:
+                if (behind := signals.behind(error)) is not None:
+                    blame.keep(error)
+                    _stop(behind, cfg)
                 code = blame.answer(error, cfg)
                 if isinstance(error, Refused):
                     _remove_empty_run_directory()
@@ -66,6 +86,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             # Threads that wait by spinning slow a run tenfold where it shares its cores; they cost nothing asleep.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
+            signals.catch()
             gc.disable()  # until the config is composed: of the many small objects that takes, few are garbage
             if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
                 processes.follow_parent()
@@ -76,6 +97,9 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
             try:
                 hydra_main()
+                signals.ignore()
+            except signals.Stopped as stopped:
+                raise requeue.after(stopped) from None
             except (HydraException, OmegaConfBaseException, OSError, Mistakes) as error:
                 if composed:
                     raise
@@ -84,6 +108,15 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
+
+
+def _stop(stopped: signals.Stopped, cfg: DictConfig) -> NoReturn:
+    processes.part()
+    processes.end_ranks()
+    if placement.detect().rank == 0:
+        log.info("stopped    by %s", stopped.by.name)
+        log.info("go on      %s", commands.again(cfg))
+    raise stopped from None
 
 
 def _remove_empty_run_directory() -> None:

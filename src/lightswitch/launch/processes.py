@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import NoReturn
 
 ranks: list[subprocess.Popen[bytes]] = []  # that this process has started; it is rank 0 of its node
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
@@ -56,6 +57,14 @@ def end_ranks() -> None:
         worker.kill()
 
 
+def leave_now(code: int) -> NoReturn:
+    """End this process and those it started, whatever they are doing."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kill_children()
+    os._exit(code)
+
+
 def kill_children() -> None:
     import psutil  # at the end alone: it takes its time to import
 
@@ -73,7 +82,6 @@ def follow_parent() -> None:
             if os.getppid() != parent:
                 if os.environ["LOCAL_RANK"] == "1":  # one line for all
                     print(f"rank 0 failed: process {parent} was killed before it trained", file=sys.stderr, flush=True)
-                kill_children()
-                os._exit(1)
+                leave_now(1)
 
     threading.Thread(target=follow, name="follow parent", daemon=True).start()

@@ -8,6 +8,7 @@ from pathlib import Path
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightswitch.launch import signals
 from lightswitch.launch.resume import shown
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,8 @@ Metrics = dict[str, float]
 
 
 def fit(model: LightningModule, data: LightningDataModule | None, trainer: Trainer, checkpoint: Path | None) -> Metrics:
-    trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+    with signals.forwarded_by(trainer.strategy.launcher):
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     return _metrics(trainer)
 
 
@@ -27,7 +29,8 @@ def test_best(model: LightningModule, data: LightningDataModule | None, trainer:
     best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
     if trainer.is_global_zero:
         log.info("tests      %s", shown(Path(best)) if best else "the last weights")
-    trainer.test(model, datamodule=data, ckpt_path=best, verbose=False)
+    with signals.forwarded_by(trainer.strategy.launcher):
+        trainer.test(model, datamodule=data, ckpt_path=best, verbose=False)
     return _metrics(trainer)
 
 
@@ -38,11 +41,12 @@ def evaluate(
     trainer: Trainer,
     checkpoint: Path | None,
 ) -> Metrics:
-    if mode == "predict":
-        trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
-    else:
-        stage = trainer.validate if mode == "validate" else trainer.test
-        stage(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    with signals.forwarded_by(trainer.strategy.launcher):
+        if mode == "predict":
+            trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+        else:
+            stage = trainer.validate if mode == "validate" else trainer.test
+            stage(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
     return _metrics(trainer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -40,8 +39,7 @@ def _end_with(rank: int, pid: int, code: int) -> None:
     if code < 0:  # else it has told its error itself
         line = f"rank {rank} on {node_name()} failed: process {pid} {processes.how_ended(pid)} before it trained"
         print(line, file=sys.stderr, flush=True)
-    processes.kill_children()
-    os._exit(EXIT_CODE if code == EXIT_CODE else FAILED)
+    processes.leave_now(EXIT_CODE if code == EXIT_CODE else FAILED)
 
 
 def observed(trainer: Trainer) -> Trainer:

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.launch import blame, crash, processes
+from lightswitch.launch import blame, crash, processes, signals
 from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.resume import shown
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank, node_name
@@ -58,6 +58,8 @@ class Watch(Callback):
         processes.are_watched.set()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, signals.Stopped):
+            leave()
         if not isinstance(exception, Exception):
             return
         if _member is not None:

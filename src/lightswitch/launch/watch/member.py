@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from threading import Event, Thread, Timer
@@ -131,7 +129,9 @@ class Member:
         if self.verdict is not None:
             return
         self.verdict = failure
-        timer = Timer(_GRACE_SECONDS, _exit, [failure.exit_code])  # whatever blocks, in here or in the main thread
+        timer = Timer(
+            _GRACE_SECONDS, processes.leave_now, [failure.exit_code]
+        )  # whatever blocks, in here or in the main thread
         timer.daemon = True
         timer.start()
         Thread(target=self._tell, name="crash report", daemon=True).start()  # the hub is in this one, in rank 0
@@ -142,11 +142,3 @@ class Member:
             self._answer(self.verdict)
         finally:
             self._answered.set()
-
-
-def _exit(code: int) -> None:
-    """Not by an exception: the main thread may be in a collective that never returns."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    processes.kill_children()
-    os._exit(code)
