@@ -99,6 +99,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 hydra_main()
                 signals.ignore()
             except signals.Stopped as stopped:
+                signals.ignore()
                 raise requeue.after(stopped) from None
             except (HydraException, OmegaConfBaseException, OSError, Mistakes) as error:
                 if composed:

@@ -86,7 +86,7 @@ def obey() -> None:
 
 
 def ignore() -> None:
-    """The run is finished: its exit code is 0, whatever comes."""
+    """What comes now comes too late: the exit code stays what it is."""
     if threading.current_thread() is threading.main_thread():
         for number in CAUGHT:
             signal.signal(number, signal.SIG_IGN)
