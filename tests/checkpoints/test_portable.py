@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,3 +75,36 @@ def test_a_run_that_starts_anew_leaves_the_checkpoints_of_the_one_before(saved: 
     anew = train(*SHORT, "trainer.max_steps=2", "resume=never", folder=first.folder)
     names = {path.relative_to(anew.run_dir).as_posix() for path in anew.run_dir.glob("checkpoints*/step_*")}
     assert names == {"checkpoints/step_2.ckpt", "checkpoints_1/step_6.ckpt"}
+
+
+HARMED = (*SHORT, "strategy=ddp", "callbacks.last_checkpoint.every_n_steps=2", "trainer.max_steps=4")
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("of_two"))(*HARMED, ranks=2)
+
+
+@pytest.mark.parametrize("harmed", [["step_4"], ["step_4", "step_2"]], ids=["the newest", "all"])
+def test_every_rank_knows_which_checkpoints_are_harmed(
+    harmed: list[str], of_two: Finished, train: Train, tmp_path: Path
+) -> None:
+    """One bit of a tensor's file: nothing but its checksum tells."""
+    shutil.copytree(of_two.folder, tmp_path / "again", symlinks=True)
+    for name in harmed:
+        flip_a_bit(tmp_path / "again" / f"runs/plainmodel/mine/checkpoints/{name}.ckpt/__1_0.distcp")
+    again = train(*HARMED, "trainer.max_steps=5", ranks=2, folder=tmp_path / "again", check=False)
+    told = [f"runs/plainmodel/mine/checkpoints/{name}.ckpt can't be read as a checkpoint: __1_0.distcp is not what was "
+            "written" for name in harmed]  # fmt: skip
+    if len(harmed) == 2:
+        advice = "start anew with resume=never, or go on from another with resume=PATH"
+        assert (again.returncode, again.err) == (2, f"error: {'; '.join([*told, advice])}\n" * 2)
+    else:
+        assert f"{told[0]}; it is passed over\nresumes    runs/plainmodel/mine/checkpoints/step_2.ckpt\n" in again.out
+        assert (again.returncode, again.out.count(told[0])) == (0, 1)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightswitch.refused import Refused
@@ -43,10 +44,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], grou
     """
     rank = dist.get_rank(group) if group else 0
     partial = path.with_name(f"{path.name}.partial")
-    if rank == 0:
-        _together(group, lambda: _empty(partial))
-    else:
-        _together(group, lambda: None)
+    _together(group, lambda: _empty(partial) if rank == 0 else None)
     sums = _together(group, lambda: _write_tensors(partial, tensors, group, rank))
     _together(group, lambda: _finish(path, partial, state, sums) if rank == 0 else None)
 
@@ -57,22 +55,32 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, in a few words; None if each is what was written."""
-    try:
-        lines = [line.split("  ") for line in (path / SUMS).read_text().splitlines()]
-        sums = {name: digest for digest, name in lines}
-    except (OSError, ValueError):
-        return f"it has no {SUMS}, or a part of it"
-    for name in (_TENSORS, STATE, *(file.name for file in path.glob("*.distcp"))):
-        if name not in sums:
-            return f"{SUMS} does not name {name}"
-    for name, expected in sums.items():
-        if not (path / name).exists():
-            return f"{name} is missing"
-        if _sha256(path / name) != expected:
-            return f"{name} is not what was written"
-    return None
+def tensors(path: Path) -> dict[str, Tensor]:
+    """By name, without values: shapes and dtypes."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(item.size, dtype=item.properties.dtype, device="meta")
+        for name, item in stored.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+
+def damage(path: Path, group: dist.ProcessGroup | None = None) -> str | None:
+    """What is wrong with the files of a checkpoint, in a few words; None if each is what was written.
+
+    Collective over ``group``: each rank reads a part of the files, and all say the same.
+    """
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    found = [_damage(path, slice(rank, None, ranks))]
+    if group is not None:
+        found *= ranks
+        dist.all_gather_object(found, found[rank], group=group)
+    return next(filter(None, found), None)
+
+
+def damage_at_a_glance(path: Path) -> str | None:
+    """The same without reading the tensors, for any process by itself."""
+    return _damage(path, slice(0))
 
 
 def previous(path: Path) -> Path:
@@ -85,6 +93,29 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _damage(path: Path, part: slice) -> str | None:
+    """
+    Args:
+        part: of the tensors' files, those to compare with their checksums; the others are small.
+    """
+    try:
+        lines = [line.split("  ") for line in (path / SUMS).read_text().splitlines()]
+        sums = {name: digest for digest, name in lines}
+    except (OSError, ValueError):
+        return f"it has no {SUMS}, or a part of it"
+    parts = sorted(file.name for file in path.glob("*.distcp"))
+    for name in (_TENSORS, STATE, *parts):
+        if name not in sums:
+            return f"{SUMS} does not name {name}"
+    for name in sums:
+        if not (path / name).exists():
+            return f"{name} is missing"
+    for name in (_TENSORS, STATE, *parts[part]):
+        if _sha256(path / name) != sums[name]:
+            return f"{name} is not what was written"
+    return None
 
 
 def _empty(folder: Path) -> None:

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.reader import UnfitCheckpoint
-from lightswitch.checkpoints.weights import Told, Weights
+from lightswitch.checkpoints.reader import Told, UnfitCheckpoint
+from lightswitch.checkpoints.weights import Weights
 from lightswitch.refused import Refused
 
 FOLDER_STEM = "model"  # of the files in a folder that is named without any

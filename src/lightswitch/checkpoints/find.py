@@ -5,50 +5,97 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+
 from lightswitch.batches.position import Position, saved_position
 from lightswitch.checkpoints import directory, foreign
-from lightswitch.checkpoints.reader import UnfitCheckpoint
+from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint, shown, unreadable
 
 log = logging.getLogger(__name__)
 
 
-def newest(run_dir: Path, thoroughly: bool) -> tuple[Path, Position] | None:
-    """The good checkpoint that stands furthest in training, whoever wrote it; None where there is none yet.
+def newest(run_dir: Path) -> tuple[Path, Position] | None:
+    """The checkpoint that stands furthest in training, whoever wrote it; None where there is none yet.
 
-    Args:
-        thoroughly: compare checksums, too. One process of a run does, and hands the path to the others.
+    Whether its tensors are what was written is found where they are read, by all ranks together.
+
+    Raises:
+        UnfitCheckpoint: there are some, and none of them can be read.
     """
-    patterns = ("checkpoints/*.ckpt", "checkpoints/*.ckpt.previous", "*.ckpt")
-    found = [path for pattern in patterns for path in run_dir.glob(pattern) if not path.is_symlink()]
-    standing = [(path, position) for path in found if (position := _good(path, thoroughly=False)) is not None]
-    # of two at the same place, the one whose validation has run
-    standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due), reverse=True)
-    return next(((path, at) for path, at in standing if not thoroughly or _good(path, thoroughly=True)), None)
+    standing, harmed = _found(run_dir)
+    if harmed and not standing:
+        raise _none_is_whole(harmed)
+    _tell(harmed)
+    return standing[0] if standing else None
 
 
-def position_of(path: Path, thoroughly: bool) -> Position | None:
+def up_to(path: Path, run_dir: Path) -> list[Path]:
+    """A checkpoint and, if it is the run's own, those that stand before it: what a run may go on from."""
+    standing = [own for own, _ in _found(run_dir)[0]]
+    return standing[standing.index(path) :] if path in standing else [path]
+
+
+def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Reader:
+    """Of the first one that is what was written. Collective.
+
+    Raises:
+        UnfitCheckpoint: on every rank, when none of them is.
+    """
+    harmed: list[UnfitCheckpoint] = []
+    for path in candidates:
+        try:
+            reader = Reader(path, group)
+        except UnfitCheckpoint as error:
+            harmed.append(error)
+            continue
+        _tell(harmed, instead=path)
+        return reader
+    raise _none_is_whole(harmed)
+
+
+def position_of(path: Path) -> Position | None:
     """Where a checkpoint stands in training; None for one that was written by something else.
 
     Raises:
-        UnfitCheckpoint: it can't be read, or it isn't what was written.
+        UnfitCheckpoint: it can't be read, as far as can be told without reading its tensors.
     """
-    found = None
     try:
         if foreign.is_foreign(path):
             if path.is_file():
                 foreign.read(path)
             return None
-        found = directory.damage(path) if thoroughly else None
+        found = directory.damage_at_a_glance(path)
         if found is None:
             return saved_position(directory.read_state(path))
     except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
-        found = str(error).partition("\n")[0] or type(error).__name__
-    raise UnfitCheckpoint(f"{path} can't be read as a checkpoint: {found}")
+        raise unreadable(path, error) from error
+    raise unreadable(path, found)
 
 
-def _good(path: Path, thoroughly: bool) -> Position | None:
-    try:
-        return position_of(path, thoroughly)
-    except UnfitCheckpoint as error:
+def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:
+    """Those that can be read, the furthest in training first, and what is wrong with the others."""
+    patterns = ("checkpoints/*.ckpt", "checkpoints/*.ckpt.previous", "*.ckpt")
+    standing, harmed = [], []
+    for path in (path for pattern in patterns for path in run_dir.glob(pattern) if not path.is_symlink()):
+        try:
+            if (position := position_of(path)) is not None:
+                standing.append((path, position))
+        except UnfitCheckpoint as error:
+            harmed.append(error)
+    # of two at the same place, the one whose validation has run
+    standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due), reverse=True)
+    return standing, harmed
+
+
+@rank_zero_only
+def _tell(harmed: list[UnfitCheckpoint], instead: Path | None = None) -> None:
+    for error in harmed:
         log.warning("%s; it is passed over", error)
-        return None
+    if harmed and instead:
+        log.info("resumes    %s", shown(instead))
+
+
+def _none_is_whole(harmed: list[UnfitCheckpoint]) -> UnfitCheckpoint:
+    told = "; ".join(map(str, harmed))
+    return UnfitCheckpoint(f"{told}; start anew with resume=never, or go on from another with resume=PATH")

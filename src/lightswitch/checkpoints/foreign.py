@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.names import own_name
 
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates older ones
@@ -22,11 +22,19 @@ def is_foreign(path: Path) -> bool:
 
 
 def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP) or DeepSpeed's; whole, on the CPU."""
+    """Of a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP) or DeepSpeed's; whole, on the CPU.
+
+    What modules keep that is no tensor stands in the state under "extra_state", as in a checkpoint of ours.
+    """
+    state: dict[str, Any] = {_VERSION: _OF_ANY}
     if path.is_file():
         state = read(path)
-        return _named(state.pop("state_dict")), state
-    return _named(_of_zero(path) if _is_zero(path) else _of_shards(path)), {_VERSION: _OF_ANY}
+        named = _own_names(state.pop("state_dict"))
+    else:
+        named = _own_names(_of_zero(path) if _is_zero(path) else _of_shards(path))
+    tensors = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor)}
+    extra = {name: value for name, value in named.items() if name not in tensors}
+    return _first_names(tensors), {**state, "extra_state": extra}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -49,11 +57,10 @@ def _is_zero(path: Path) -> bool:
 
 
 def _of_shards(path: Path) -> dict[str, Tensor]:
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
     whole = {
-        key: torch.empty(item.size, dtype=item.properties.dtype)
-        for key, item in stored.items()
-        if isinstance(item, TensorStorageMetadata) and key.startswith(("state_dict.", "model."))
+        key: torch.empty_like(tensor, device="cpu")
+        for key, tensor in directory.tensors(path).items()
+        if key.startswith(("state_dict.", "model."))
     }
     load(whole, storage_reader=FileSystemReader(path), no_dist=True)
     return {key.partition(".")[2]: tensor for key, tensor in whole.items()}
@@ -66,12 +73,18 @@ def _of_zero(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _named(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    named = {own_name(name): value.detach() for name, value in state_dict.items()}
+def _own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+    named = {own_name(name): value for name, value in state_dict.items()}
     for wrapper in _BEFORE_NAMES:
         if all(name.startswith(wrapper) for name in named):
             named = {name.removeprefix(wrapper): value for name, value in named.items()}
-    first: dict[tuple[int, torch.Size], str] = {}  # a tied weight has several names
-    for name, value in named.items():
-        first.setdefault((value.data_ptr(), value.shape), name)
-    return {name: named[name] for name in first.values()}
+    return named
+
+
+def _first_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a tied weight, which has several."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in tensors.items():
+        memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+        first.setdefault(memory, name)
+    return {name: tensors[name] for name in first.values()}

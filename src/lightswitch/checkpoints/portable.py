@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import directory, names
+from lightswitch.checkpoints import directory, find, names
 from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
@@ -101,7 +102,13 @@ class PortableCheckpoints(Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
-        self._reader = Reader(Path(self.broadcast(checkpoint_path)), self._ranks())
+        assert self.lightning_module is not None
+        trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
+        if trainer.state.fn == TrainerFn.FITTING:
+            candidates = self.broadcast(find.up_to(path, Path(trainer.default_root_dir)))
+            self._reader = find.first_whole(candidates, self._ranks())
+        else:
+            self._reader = Reader(self.broadcast(path), self._ranks())
         return {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
 
     def start_from(self, path: Path) -> None:
@@ -136,7 +143,7 @@ class PortableCheckpoints(Strategy):
         targets: dict[str, Tensor] = {}
         for full_name in self._reader.names(prefix):
             name, _, key = full_name.rpartition(".")
-            shape = self._reader.shapes[prefix + full_name]
+            shape = self._reader.like[prefix + full_name].shape
             like = parameters[name].detach()
             tensor = torch.zeros_like(like) if shape == like.shape and like.dim() else torch.zeros(shape)
             state.setdefault(name, {})[key] = targets[prefix + full_name] = tensor

@@ -60,7 +60,7 @@ def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) ->
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
     last = _run_dir() / "checkpoints" / "last.ckpt"
-    position = position_of(last, thoroughly=False) if last.exists() else None
+    position = position_of(last) if last.exists() else None
     go_on = commands.go_on(cfg, position) if position else None
     for what, text in _told(cfg, go_on).items():
         log.info("%-10s %s", what, text)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
 from lightswitch.checkpoints.find import newest, position_of
-from lightswitch.launch import placement
+from lightswitch.checkpoints.reader import shown as shown  # all of launch shows paths so
 from lightswitch.refused import Refused
 
 
@@ -48,21 +48,11 @@ def find(cfg: DictConfig) -> Start:
     return start
 
 
-def shown(path: Path) -> str:
-    """Relative where it lies below the working directory: as it can be pasted."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def _to_resume(resume: str, run_dir: Path) -> Start:
     if resume == "auto":
-        return Start(*newest(run_dir, thoroughly=_is_first()) or ())
+        return Start(*newest(run_dir) or ())
     return Start() if resume == "never" else _read(Path(resume))
 
 
 def _read(path: Path) -> Start:
-    return Start(path, position_of(path, thoroughly=_is_first()))
-
-
-def _is_first() -> bool:
-    """Checksums are compared by one process of the run: the strategies hand its path to the others."""
-    return placement.detect().rank == 0
+    return Start(path, position_of(path))
