@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.strategies import deepspeed_loss_scale
 from lightswitch.strategies.deepspeed_state import gather, scatter_states, scatter_weights
 from lightswitch.strategies.quiet_deepspeed import deepspeed
 
@@ -48,6 +49,15 @@ class PortableDeepSpeed(PortableCheckpoints):
         states, self._gathered_states = self._gathered_states, {}
         return {"class": _class(optimizer), "state": states, "param_groups": self._groups(optimizer)}
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if scale := deepspeed_loss_scale.state_of(self._loss_scaler):
+            checkpoint[deepspeed_loss_scale.KEY] = scale
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        return getattr(getattr(self.model, "optimizer", None), "loss_scaler", None)
+
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._saver.wait()
         return dict(tensors)  # copies already
@@ -78,6 +88,7 @@ class PortableDeepSpeed(PortableCheckpoints):
             self.lightning_module,
             lambda name: {key: self._reader.read(f"optimizer.0.{name}.{key}") for key in keys.get(name, ())},
         )
+        deepspeed_loss_scale.load(self._loss_scaler, checkpoint.get(deepspeed_loss_scale.KEY, {}))
         for group, saved in zip(
             self.optimizers[0].param_groups, checkpoint["optimizer_states"][0]["param_groups"], strict=True
         ):

@@ -1,0 +1,36 @@
+"""DeepSpeed's loss scale in a checkpoint, as torch's GradScaler has its own there: a run goes on under either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KEY = "MixedPrecision"  # Lightning's, for the state of the GradScaler
+
+
+def state_of(scaler: Any) -> dict[str, Any]:
+    """The `GradScaler.state_dict` that grows at the same step; empty where the scale is fixed, or there is none.
+
+    Args:
+        scaler: a `DynamicLossScaler`, which grows in a step with ``scale_window`` good ones, or a multiple, behind it;
+            GradScaler in one that makes them up.
+    """
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+    return {
+        "scale": float(scaler.cur_scale),
+        "growth_factor": scaler.scale_factor,
+        "backoff_factor": 1 / scaler.scale_factor,
+        "growth_interval": scaler.scale_window,
+        "_growth_tracker": (good_steps - 1) % scaler.scale_window if good_steps else -1,
+        "hysteresis": scaler.cur_hysteresis,  # overflows to take before the scale falls: GradScaler takes none
+    }
+
+
+def load(scaler: Any, state: dict[str, Any]) -> None:
+    """Scale and place between two growths; by how much and how often it grows, the run's config says."""
+    if not state or not getattr(scaler, "dynamic", False):
+        return
+    scaler.cur_scale = state["scale"]
+    scaler.last_overflow_iter = scaler.cur_iter - 2 - state["_growth_tracker"]
+    scaler.cur_hysteresis = state.get("hysteresis", scaler.cur_hysteresis)
