@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
-from lightswitch.batches.metrics import exact_mean, plain_hyper_parameters, synced_in_evaluation
+from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
@@ -168,17 +168,14 @@ class GlobalBatch(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         save_position(checkpoint, replace(self._position(trainer), validation_due=self._validation_due(trainer)))
-        if "hyper_parameters" in checkpoint:
-            checkpoint["hyper_parameters"] = plain_hyper_parameters(checkpoint["hyper_parameters"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
             if position is not None:  # what is measured is logged at the step of the weights it is measured on
                 trainer.fit_loop.epoch_loop._batches_that_stepped = position.global_step
-        elif position is None:
-            raise ValueError("this checkpoint was not written by lightswitch: it names no position in the data")
         else:
+            assert position is not None, "a run goes on from no other checkpoint"
             self._resumed = position
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
@@ -41,16 +40,3 @@ def synced_in_evaluation(trainer: Trainer, log: Callable[..., None]) -> Callable
         log(name, value, *args, **kwargs)
 
     return synced
-
-
-def plain_hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
-    """What of ``saved`` can be read back with ``weights_only=True``: no partial, no DictConfig, no class."""
-    return {name: value for name, value in saved.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str, torch.dtype, torch.Tensor)

@@ -121,7 +121,7 @@ class PortableCheckpoints(Strategy):
         module = self.lightning_module
         assert module is not None
         live = {name: value for name, value in names.state_of(module).items() if isinstance(value, Tensor)}
-        self._reader.check_model(live, strict)
+        self._reader.check_model(live, module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})
         if extra := checkpoint.get("extra_state"):

@@ -81,8 +81,12 @@ class Reader:
         load(whole, storage_reader=FileSystemReader(self.path), no_dist=True)
         return whole[name]
 
-    def check_model(self, live: Mapping[str, Any], strict: bool) -> None:
+    def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """
+        Args:
+            live: the model's state by name.
+            arguments: those that it was built with, as far as it has saved them.
+
         Raises:
             UnfitCheckpoint: names or shapes of the parameters differ.
         """
@@ -95,9 +99,17 @@ class Reader:
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
             raise UnfitCheckpoint(
-                f"{self.path} is of another model: {_several(problems)}; give the model the arguments it had, "
-                "or start anew under another run_id"
+                f"{self.path} is of another model: {_several([*self._other_arguments(arguments), *problems])}; "
+                "give the model the arguments it had, or start anew under another run_id"
             )
+
+    def _other_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
+        saved = self.state.get("hyper_parameters", {})
+        return [
+            f"model.{name} was {saved[name]}, is {value}"
+            for name, value in arguments.items()
+            if name in saved and str(saved[name]) != str(value)
+        ]
 
 
 def unreadable(path: Path, why: str | Exception) -> UnfitCheckpoint:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
@@ -27,6 +26,7 @@ from lightswitch.strategies import deepspeed_config
 from lightswitch.strategies.deepspeed_checkpoints import PortableDeepSpeed
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.quiet_deepspeed import deepspeed
+from lightswitch.strategies.rank_0 import share
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -161,13 +161,14 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
                 if self.config.get(name, {}).get("enabled"):
                     _cast(model.parameters(), dtype)
             model.to(self.root_device)
-            _share_rank_0(model.parameters())
+            for parameter in model.parameters():
+                share([parameter])
         self._share_buffers()
 
     def _share_buffers(self) -> None:
         """Rank 0's, as under DDP: the statistics of batch norms differ by rank."""
         assert self.lightning_module is not None
-        _share_rank_0(self.lightning_module.buffers())
+        share(self.lightning_module.buffers())
 
     def on_validation_start(self) -> None:
         self._share_buffers()
@@ -195,13 +196,6 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             engine.destroy()
 
 
-def _share_rank_0(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        shared = tensor.detach().contiguous()
-        dist.broadcast(shared.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows few types
-        tensor.data.copy_(shared)
-
-
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """The weights alone; buffers stay as they are."""
     for parameter in parameters:
@@ -214,7 +208,7 @@ class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
         """As DeepSpeed's, which fails for a parameter that is a scalar (0.19)."""
         _cast([param], self.dtype)
         self._convert_to_deepspeed_param(param)
-        _share_rank_0([param])
+        share([param])
         param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
 
 

@@ -69,7 +69,7 @@ class PortableDeepSpeed(PortableCheckpoints):
             super().load_model_state_dict(checkpoint, strict)
             return
         live = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
-        self._reader.check_model({**live, **_buffers(module)}, strict)
+        self._reader.check_model({**live, **_buffers(module)}, module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": buffer for name, buffer in _buffers(module).items() if name in saved})
         scatter_weights(engine, module, lambda name: self._reader.read(f"model.{name}") if name in saved else None)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,13 +23,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.refused import Refused
 from lightswitch.strategies.clipping import clip_by_norm
-from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
-from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
+from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
+from lightswitch.strategies.replicated import replicated_parameters
+from lightswitch.strategies.sharded import Sharded, average_replicated, compute_again
 from lightswitch.strategies.units import find_units
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDP(PortableCheckpoints, ModelParallelStrategy):
+class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     """Shards parameters, gradients and optimizer state; the model's repeated blocks are gathered one at a time.
 
     Runs on CUDA and on the CPU. What is built in `configure_model` is built once, on the CPU of global rank 0, and
@@ -121,37 +119,32 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
 
     # The model
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Of `configure_model`: the values are rank 0's, and those of other ranks would be thrown away."""
-        with torch.device("cpu" if self.global_rank == 0 else "meta"):
-            yield
-
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if self.model is not self._sharded:
-            self.model = self._sharded = self._shard(trainer)
+            self.model = self._sharded = self._shard()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _shard(self, trainer: Trainer) -> nn.Module:
-        model = self._prepared(trainer)
+    def _shard(self) -> nn.Module:
+        model = self.prepared()
         units = find_units(model, self.units)
         done: set[nn.Module] = set()
         for module in [*reversed(units.values()), model]:  # inner before outer
             hand_out(module, self.root_device, done)
             self._shard_unit(module, is_root=module is model)
         hand_out_metrics(model, self.root_device)
+        average_replicated(model)
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
             self._tell(units.values())
         return model
 
-    def _prepared(self, trainer: Trainer) -> nn.Module:
+    def prepared(self) -> nn.Module:
         """
         Raises:
             Refused: the module does what this strategy does.
@@ -162,24 +155,11 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
                 f"{type(self.lightning_module).__name__} shards itself in configure_model; leave fully_shard and "
                 "parallelize_module to the strategy"
             )
-        if not self.lightning_module.automatic_optimization:
-            raise Refused(
-                f"{type(self.lightning_module).__name__} optimizes by hand inside of training_step, where a sharded "
-                "strategy has the parameters gathered; use strategy=ddp"
-            )
-        if lost := self.broadcast(left_on_meta(self.lightning_module), src=self.world_size - 1):
-            raise Refused(
-                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
-                "values on ranks other than 0; use register_buffer"
-            )
-        model = self.precision_plugin.convert_module(self.lightning_module)
-        return self._layer_sync.apply(model) if self._layer_sync else model
+        return super().prepared()
 
     def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
         if self.activation_checkpointing and not is_root:
-            # inside of the hooks that gather the parameters, so that they are at hand when it is computed again
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        replicated = replicated_parameters(module)
+            compute_again(module)
         fully_shard(
             module,
             mesh=self._data_parallel_mesh,
@@ -187,11 +167,8 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
             reshard_after_forward=self._frees_after_forward and not is_root,
             mp_policy=self.mixed_precision,
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
-            ignored_params=replicated,
+            ignored_params=replicated_parameters(module),
         )
-        for parameter in replicated:
-            if is_root and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
 
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))
@@ -239,22 +216,10 @@ class FSDP(PortableCheckpoints, ModelParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._reshard()  # a step without a backward pass has left the old values gathered
-        assert self.model is not None
-        broadcast_buffers(self.model)
+        self.free_gathered()  # a step without a backward pass has left the old values gathered
         return output
 
-    def on_validation_end(self) -> None:
-        self._reshard()
-
-    def on_test_end(self) -> None:
-        self._reshard()
-
-    def on_predict_end(self) -> None:
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit."""
+    def free_gathered(self) -> None:
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,18 +23,18 @@ from torch.distributed.fsdp import MixedPrecision as Dtypes
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from lightswitch.refused import Refused
 from lightswitch.strategies.fsdp1_state import PortableFSDP1
-from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics, left_on_meta
-from lightswitch.strategies.replicated import average_gradient, broadcast_buffers, replicated_parameters
+from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
+from lightswitch.strategies.replicated import replicated_parameters
+from lightswitch.strategies.sharded import Sharded, average_replicated, compute_again
 from lightswitch.strategies.units import find_units
 
 log = logging.getLogger(__name__)
 
 
-class FSDP1(PortableFSDP1, FSDPStrategy):
+class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     """Lightning's FSDPStrategy under the names of its documentation, with plain values.
 
     Args:
@@ -91,12 +90,6 @@ class FSDP1(PortableFSDP1, FSDPStrategy):
     # The model
 
     @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Of `configure_model`: the values are rank 0's, and those of other ranks would be thrown away."""
-        with torch.device("cpu" if self.global_rank == 0 else "meta"), self.precision_plugin.tensor_init_context():
-            yield
-
-    @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         yield  # it is for modules that wrap themselves, which are refused
 
@@ -115,46 +108,33 @@ class FSDP1(PortableFSDP1, FSDPStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # Lightning's is torch's
 
     def _sharded(self) -> FullyShardedDataParallel:
-        model = self._prepared()
+        model = self.prepared()
         mesh = self._mesh()
         done: set[nn.Module] = set()
         for path, unit in reversed(find_units(model, self.units).items()):  # inner before outer
             hand_out(unit, self.root_device, done)
             if self.activation_checkpointing:
-                # inside of the hooks that gather the parameters, so that they are at hand when it is computed again
-                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+                compute_again(unit)
             model.set_submodule(path, self._wrapped(unit, mesh))
         hand_out(model, self.root_device, done)
         root = self._wrapped(model, mesh)
         hand_out_metrics(model, self.root_device)
         self._check(root)
-        for parameter in replicated_parameters(model):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
+        average_replicated(model)
         return root
 
-    def _prepared(self) -> nn.Module:
+    def prepared(self) -> nn.Module:
         """
         Raises:
             Refused: the module does what this strategy does.
         """
-        module = self.lightning_module
-        assert module is not None
-        name = type(module).__name__
-        if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-            raise Refused(f"{name} wraps itself in configure_model; leave FullyShardedDataParallel to the strategy")
-        if not module.automatic_optimization:
+        assert self.lightning_module is not None
+        if any(isinstance(part, FullyShardedDataParallel) for part in self.lightning_module.modules()):
             raise Refused(
-                f"{name} optimizes by hand inside of training_step, where a sharded strategy has the parameters "
-                "gathered; use strategy=ddp"
+                f"{type(self.lightning_module).__name__} wraps itself in configure_model; leave "
+                "FullyShardedDataParallel to the strategy"
             )
-        if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
-            raise Refused(
-                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
-                "values on ranks other than 0; use register_buffer"
-            )
-        model = self.precision_plugin.convert_module(module)
-        return self._layer_sync.apply(model) if self._layer_sync else model
+        return super().prepared()
 
     def _mesh(self) -> DeviceMesh | None:
         """Without one, the two HYBRID strategies would train replicas that are never averaged; and checkpoints are
@@ -208,23 +188,7 @@ class FSDP1(PortableFSDP1, FSDPStrategy):
             warnings.filterwarnings("ignore", "Called FSDP.clip_grad_norm_.* with no gradients")  # a small model's rank
             self._root.clip_grad_norm_(clip_val)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        assert self.model is not None
-        broadcast_buffers(self.model)
-        return output
-
-    def on_validation_end(self) -> None:
-        self._free_gathered()
-
-    def on_test_end(self) -> None:
-        self._free_gathered()
-
-    def on_predict_end(self) -> None:
-        self._free_gathered()
-
-    def _free_gathered(self) -> None:
-        """Without a backward pass, the root and with SHARD_GRAD_OP every unit keep values that a load makes stale."""
+    def free_gathered(self) -> None:
         assert self._root is not None
         for module, handle in _handles(self._root):
             _reshard(module, handle, True)

@@ -38,7 +38,8 @@ class PortableFSDP1(PortableCheckpoints):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         live = {name: value for name, value in self.lightning_module_state_dict().items() if isinstance(value, Tensor)}
-        self._reader.check_model(live, strict)
+        assert self.lightning_module is not None
+        self._reader.check_model(live, self.lightning_module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})
         assert self._root is not None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from lightswitch.strategies.rank_0 import of_rank_0
 
 
 def hand_out(module: nn.Module, device: torch.device, done: set[nn.Module]) -> None:
@@ -20,10 +21,10 @@ def hand_out(module: nn.Module, device: torch.device, done: set[nn.Module]) -> N
     for part in [part for part in module.modules() if part not in done]:
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in handed:
-                handed[parameter] = nn.Parameter(_of_rank_0(parameter, device), parameter.requires_grad)
+                handed[parameter] = nn.Parameter(of_rank_0(parameter, device), parameter.requires_grad)
             setattr(part, name, handed[parameter])
         for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, _of_rank_0(buffer, device))
+            setattr(part, name, of_rank_0(buffer, device))
         done.add(part)
 
 
@@ -31,7 +32,7 @@ def hand_out_metrics(module: nn.Module, device: torch.device) -> None:
     """The same for the states of metrics, which are neither parameters nor buffers."""
     for part in module.modules():
         if isinstance(part, Metric):
-            part._apply(lambda tensor: _of_rank_0(tensor, device))
+            part._apply(lambda tensor: of_rank_0(tensor, device))
 
 
 def left_on_meta(module: nn.Module) -> list[str]:
@@ -43,15 +44,6 @@ def left_on_meta(module: nn.Module) -> list[str]:
         if name not in ("_parameters", "_buffers") and not isinstance(part, Metric)
         if any(tensor.is_meta for tensor in _tensors(value))
     ]
-
-
-def _of_rank_0(tensor: Tensor, device: torch.device) -> Tensor:
-    if dist.get_rank() == 0:
-        value = tensor.detach().to(device).contiguous()
-    else:
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    dist.broadcast(value.flatten().view(torch.uint8), src=0)  # as bytes: NCCL does not know every dtype
-    return value
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hydra.utils import get_object
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
@@ -32,8 +31,8 @@ class TensorParallel(FSDP):
         self.plans = plans
         self._styles: dict[nn.Module, ParallelStyle] = {}
 
-    def _prepared(self, trainer: Trainer) -> nn.Module:
-        model = super()._prepared(trainer)
+    def prepared(self) -> nn.Module:
+        model = super().prepared()
         plan = self._plan(model)
         self._styles = {
             module: style
