@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.conftest import Train
-from tests.strategies.shards import WITNESS, held, largest_difference, tensors
+from tests.strategies.witness import GRAD_NORM, WITNESS, held, largest_difference, tensors
 from tests.tiny import GPT, NO_CHECKPOINTS, VIT
 
-COMMON = (*NO_CHECKPOINTS, *WITNESS, "trainer.accelerator=cpu")
+COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 TP = (*COMMON, "strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
 
 

@@ -1,44 +1,15 @@
-"""What each rank of a DeepSpeed run holds of a model, written down for a test."""
+"""Weights and optimizer states taken out of a DeepSpeed engine in the middle of a run."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import deepspeed
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lightswitch.strategies import deepspeed_state
-from tests.strategies.modules import Convolutions
-
-
-class Parts(pl.Callback):
-    """The whole tensors at the start and at the end, and the elements that each rank has of them."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-
-    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._save(trainer, module, "start")
-
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._save(trainer, module, "end")
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
-        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
-        counted = {
-            "parameters": sum(getattr(p, "ds_tensor", p).numel() for p in parameters),
-            "whole": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-            "states": sum(t.numel() for t in states),
-            "built_on": getattr(module, "built_on", None),
-        }
-        (self.folder / f"elements_{trainer.global_rank}.json").write_text(json.dumps(counted))
-
-    def _save(self, trainer: pl.Trainer, module: pl.LightningModule, when: str) -> None:
-        tensors = {name: whole(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-        torch.save(tensors, self.folder / f"{when}_{trainer.global_rank}.pt")
+from tests.strategies.witness import whole
 
 
 class TakenOut(pl.Callback):
@@ -56,19 +27,10 @@ class TakenOut(pl.Callback):
         put_back(engine, module, other)
         assert_equal(taken_out(engine, module), other)
         for name, parameter in module.named_parameters():
-            assert torch.equal(whole(parameter), other[name][0].float()), name
+            assert torch.equal(whole(parameter).float(), other[name][0].float()), name
         put_back(engine, module, taken)
         assert_equal(taken_out(engine, module), taken)
         torch.save(taken, self.folder / f"taken_{trainer.global_rank}.pt")
-
-
-class Adversaries(Convolutions):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.features, self.head)]
 
 
 State = dict[str, tuple[Tensor, dict[str, Tensor]]]
@@ -102,10 +64,3 @@ class Native(pl.Callback):
             states = trainer.optimizers[0].state
             taken = {n: (p.detach().clone(), dict(states.get(p, {}))) for n, p in module.named_parameters()}
             torch.save(taken, self.folder / "taken_0.pt")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    if not hasattr(tensor, "ds_id"):
-        return tensor.detach().float().clone()
-    with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach().float().clone()
