@@ -11,7 +11,10 @@ from tests import tiny
 from tests.conftest import runs_in
 
 # Of those with portable checkpoints, with the ranks they run on.
-STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp1": 2, "deepspeed_stage_2": 2, "deepspeed_stage_3": 2}
+STRATEGIES = {
+    **{"single": 1, "ddp": 2, "fsdp": 2, "fsdp1": 2, "deepspeed_stage_2": 2, "deepspeed_stage_3": 2},
+    "fsdp_tp trainer.strategy.tensor_parallel_size=2": 4,
+}
 
 SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=2", "global_batch_size=24", "run_id=mine")
 ANSWERS = (
@@ -35,8 +38,10 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
 
     def run_dir(model: str, strategy: str = "single") -> Path:
         if (model, strategy) not in runs:
-            train = runs_in(tmp_path_factory.mktemp(f"{model}_{strategy}"))
-            finished = train(*MODELS[model], *SHORT, *ANSWERS, f"strategy={strategy}", ranks=STRATEGIES[strategy])
+            train = runs_in(tmp_path_factory.mktemp(f"{model}_{strategy.partition(' ')[0]}"))
+            finished = train(
+                *MODELS[model], *SHORT, *ANSWERS, *f"strategy={strategy}".split(), ranks=STRATEGIES[strategy]
+            )
             runs[model, strategy] = finished.run_dir
         return runs[model, strategy]
 

@@ -18,6 +18,7 @@ class AsLightning(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         stock: Any = super(PortableCheckpoints, trainer.strategy)
+        trainer.strategy._state_dict_type = "sharded"  # FSDPStrategy's, which takes it as an argument
         checkpoint = {"pytorch-lightning_version": pl.__version__, "global_step": trainer.global_step}
         checkpoint["state_dict"] = stock.lightning_module_state_dict()
         checkpoint["optimizer_states"] = [stock.optimizer_state(optimizer) for optimizer in trainer.optimizers]

@@ -37,14 +37,19 @@ def saved_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["gpt.safetensors", "gpt.pt", "folder"])
-def test_every_strategys_export_answers_as_the_live_model(
+@pytest.mark.parametrize("name", ["gpt.safetensors", "gpt.pt", "folder", "no export"])
+def test_of_every_strategy_the_loaded_model_answers_as_the_live_one(
     strategy: str, name: str, run_of: RunOf, tmp_path: Path
 ) -> None:
     run_dir = run_of("gpt", strategy)
-    export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path / name)
-    model = lightswitch.load(tmp_path / name)
-    assert torch.equal(model(question(model)), torch.load(run_dir / "logits.pt"))
+    file = run_dir / "checkpoints" / "last.ckpt"
+    if name != "no export":
+        export(file, "-o", tmp_path / name)
+        file = tmp_path / name
+    model = lightswitch.load(file)
+    live = torch.load(run_dir / "logits.pt")
+    # a tensor-parallel group adds up in another order
+    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-6 if "tp" in strategy else 0)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -106,7 +111,7 @@ def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path
 
 def test_strategies_export_the_same_names_and_shapes(run_of: RunOf, tmp_path: Path) -> None:
     for strategy in STRATEGIES:
-        export(run_of("gpt", strategy), "-o", tmp_path / f"{strategy}.safetensors")
+        export(run_of("gpt", strategy), "-o", tmp_path / f"{strategy}.safetensors".replace(" ", "_"))
     shapes = [{n: v.shape for n, v in load_file(path).items()} for path in sorted(tmp_path.glob("*.safetensors"))]
     assert all(found == shapes[0] for found in shapes)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import Train
+from tests.conftest import Finished, Train, runs_in
 from tests.tiny import GPT
 from tests.ways import WAYS
 
@@ -16,17 +16,21 @@ AS_LIGHTNING = (
     "callbacks.lightnings._target_=tests.checkpoints.lightnings.AsLightning",
     "callbacks.lightnings.folder=${hydra:runtime.output_dir}",
 )
-WRITTEN = ("single", "ddp × 2", "fsdp × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2")
+WRITTEN = ("single", "ddp × 2", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2")
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("fresh"))(*RUN, "strategy=single")
 
 
 @pytest.mark.parametrize("way", WRITTEN)
-def test_a_run_starts_from_its_weights(way: str, train: Train) -> None:
+def test_a_run_starts_from_its_weights(way: str, fresh: Finished, train: Train) -> None:
     written = train(*RUN, *WAYS[way].switches, *AS_LIGHTNING, ranks=WAYS[way].ranks)
     path = written.run_dir / "lightnings.ckpt"
     tested = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single")
     assert tested.column("test/loss")[0] == pytest.approx(written.column("test/loss")[4], abs=1e-5)
     begun = train(*RUN, f"init_from={path}", "strategy=fsdp", "run_id=new", ranks=2)
-    fresh = train(*RUN, "run_id=new", "strategy=single")
     assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
 
 

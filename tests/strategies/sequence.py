@@ -1,20 +1,15 @@
-"""fit, validate, test and predict, one after another in the same processes: python sequence.py STAGE OFFLOAD."""
+"""fit, validate, test and predict under ZeRO-3 with offload, one after another in the same processes."""
 
 from __future__ import annotations
-
-import sys
 
 import lightning.pytorch as pl
 
 from lightswitch.strategies.deepspeed import DeepSpeed
-from lightswitch.strategies.single import Single
 from tests.foreign import Convolutions, Pictures
 
 if __name__ == "__main__":
-    stage = int(sys.argv[1])
-    strategy = DeepSpeed(stage=stage, offload_optimizer=sys.argv[2] == "offload") if stage else Single()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2 if stage else 1, strategy=strategy, max_steps=4, logger=False,
+        accelerator="cpu", devices=2, strategy=DeepSpeed(stage=3, offload_optimizer=True), max_steps=4, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     pl.seed_everything(1, workers=True, verbose=False)
@@ -27,4 +22,4 @@ if __name__ == "__main__":
     predicted = sum(len(batch) for batch in trainer.predict(module, data))
     again = trainer.validate(module, data, verbose=False)[0]["val/loss"]
     if trainer.is_global_zero:
-        print(f"{validated:.6f} {tested:.6f} {predicted} {again:.6f}")
+        print(f"{validated:.6f} {tested:.6f} {again:.6f} {predicted}")

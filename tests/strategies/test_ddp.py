@@ -107,8 +107,8 @@ REFUSED = {
     "use gloo or nccl",
     "process_group_backend=ucc": "trainer.strategy.process_group_backend=ucc: found str, "
     "expected gloo, mpi, nccl, null. Did you mean nccl?",
-    "comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, powersgd, "
-    "null. Did you mean fp16?",
+    "comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, powersgd, null. "
+    "Did you mean fp16?",
     "start_powerSGD_iter=9": "trainer.strategy.start_powerSGD_iter is PowerSGD's; "
     "also type trainer.strategy.comm_hook=powersgd",
     "comm_hook=powersgd start_powerSGD_iter=1": "trainer.strategy.start_powerSGD_iter=1: ddp rebuilds its buckets "

@@ -19,13 +19,9 @@ SAVED, END = 7, 16  # steps: the first lies between two validations
 METRICS = ("train/loss", "val/loss", "samples")
 
 
-def begin(train: Train, way: str) -> Finished:
-    return train(*RUN, *WAYS[way].switches, f"trainer.max_steps={SAVED}", ranks=WAYS[way].ranks)
-
-
-def go_on(train: Train, way: str, folder: Path | None) -> Finished:
+def go_on(train: Train, way: str, folder: Path | None, stop: int = END) -> Finished:
     """Without a folder: from the beginning."""
-    return train(*RUN, *WAYS[way].switches, f"trainer.max_steps={END}", ranks=WAYS[way].ranks, folder=folder)
+    return train(*RUN, *WAYS[way].switches, f"trainer.max_steps={stop}", ranks=WAYS[way].ranks, folder=folder)
 
 
 def difference(expected: Finished, found: Finished) -> float:
@@ -49,7 +45,7 @@ def main() -> None:
 
 
 def _row(train: Train, before: str, uninterrupted: Finished, folder: Path) -> dict[str, float]:
-    begun = begin(train, before)
+    begun = go_on(train, before, None, SAVED)
     row = {}
     for after in WAYS:
         again = folder / "again"
