@@ -97,34 +97,6 @@ def test_auto_counts_devices_and_nodes() -> None:
     assert names == ["Single", "Single", "DDP", "DDP"]
 
 
-REFUSED = {
-    "static_graph=true find_unused_parameters=true": "trainer.strategy.static_graph finds unused parameters itself; "
-    "leave find_unused_parameters out",
-    "timeout_seconds=0": "trainer.strategy.timeout_seconds=0: use a number greater than 0, or leave it out",
-    "process_group_backend=nccl": "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; "
-    "use gloo",
-    "process_group_backend=mpi": "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; "
-    "use gloo or nccl",
-    "process_group_backend=ucc": "trainer.strategy.process_group_backend=ucc: found str, "
-    "expected gloo, mpi, nccl, null. Did you mean nccl?",
-    "comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, powersgd, null. "
-    "Did you mean fp16?",
-    "start_powerSGD_iter=9": "trainer.strategy.start_powerSGD_iter is PowerSGD's; "
-    "also type trainer.strategy.comm_hook=powersgd",
-    "comm_hook=powersgd start_powerSGD_iter=1": "trainer.strategy.start_powerSGD_iter=1: ddp rebuilds its buckets "
-    "after the first step, and PowerSGD can start after that; use 2 or more",
-    "comm_hook=powersgd matrix_approximation_rank=0": "trainer.strategy.matrix_approximation_rank=0: use 1 or more",
-    "timeout=60": "trainer.strategy.timeout: DDP takes no timeout. Did you mean timeout_seconds?",
-}
-
-
-@pytest.mark.parametrize("options", REFUSED)
-def test_what_ddp_cannot_do_is_told_in_a_line(options: str, train: Train) -> None:
-    typed = [f"trainer.strategy.{option}" for option in options.split()]
-    run = train(*SHORT, "trainer.accelerator=cpu", *typed, check=False)
-    assert (run.returncode, run.err) == (2, f"error: {REFUSED[options]}\n")
-
-
 class ShowTimeout(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         group = torch.distributed.group.WORLD

@@ -85,20 +85,6 @@ def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, train: T
     assert {weight.dtype for weight in parameters} == {torch.bfloat16}
 
 
-def test_two_optimizers_are_refused_with_the_reason(train: Train) -> None:
-    run = (
-        model("Adversaries"),
-        *DIGITS,
-        *CPU,
-        "micro_batch_size=16",
-        "trainer.gradient_clip_val=null",
-        "strategy=deepspeed_stage_2",
-    )
-    refused = train(*run, check=False)
-    assert (refused.returncode, refused.err.count("error: ")) == (2, 1)
-    assert "DeepSpeed steps one optimizer" in refused.err
-
-
 def test_stages_follow_one_another_in_a_process() -> None:
     command = [sys.executable, str(Path(__file__).with_name("sequence.py"))]
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}

@@ -61,23 +61,6 @@ def test_gradients_are_clipped_by_value(run: Run) -> None:
     assert largest_difference(sharded, alone, "train/loss") <= 1e-5
 
 
-REFUSED = {
-    "Manual": "Manual optimizes by hand inside of training_step",
-    "OwnSharding": "OwnSharding shards itself in configure_model",
-    "NothingToShard": "there is nothing to shard in NothingToShard",
-    "Late": "offset: a tensor made in configure_model that is neither parameter nor buffer",
-}
-
-
-@pytest.mark.parametrize("module", REFUSED)
-def test_what_can_not_be_sharded_is_refused_in_a_line(module: str, train: Train) -> None:
-    options = {"Late": ("model.stray=true",), "Manual": ("trainer.gradient_clip_val=null",)}.get(module, ())
-    refused = train(f"model._target_=tests.foreign.{module}", *options, *MODULES, "strategy=fsdp", ranks=2, check=False)
-    assert refused.returncode
-    assert REFUSED[module] in refused.err
-    assert "Traceback" not in refused.err
-
-
 SHORT = ("trainer.max_steps=3", "trainer.val_check_interval=3")
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tests.conftest import PLAIN, Finished, Train, runs_in
+from tests.conftest import Finished, Train, runs_in
 from tests.strategies.witness import WITNESS, held, tensors
 from tests.tiny import GPT, MODELS, NO_CHECKPOINTS
 
@@ -84,44 +84,3 @@ def test_clipping_by_value_and_bf16_are_those_of_one_process(train: Train) -> No
     alone, run = train(*switches, *NO_CHECKPOINTS, "strategy=single"), train(*switches, *FSDP1, ranks=2)
     here, there = run.column("train/loss"), alone.column("train/loss")
     assert max(abs(here[step] - there[step]) for step in there) < 2e-3
-
-
-MODELS_REFUSED = {
-    "Manual": "Manual optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
-    "use strategy=ddp",
-    "StateAtOnce": "Adagrad makes its state before the first step, where it would not be sharded; use strategy=fsdp, "
-    "or another optimizer",
-}
-
-
-@pytest.mark.parametrize("model", MODELS_REFUSED)
-def test_a_module_that_it_cannot_shard_is_refused_in_a_line(model: str, train: Train) -> None:
-    by_hand = "trainer.gradient_clip_val=null"  # Lightning clips no gradients of those who optimize by hand
-    run = train(f"model._target_=tests.foreign.{model}", "data=digits", *FSDP1, by_hand, ranks=2, check=False)
-    assert run.returncode == 2
-    assert set(run.err.splitlines()) == {f"error: {MODELS_REFUSED[model]}"}
-
-
-REFUSED = {
-    "trainer.strategy.device_mesh=[1,2]": "trainer.strategy.device_mesh is for HYBRID_SHARD, and "
-    "sharding_strategy=FULL_SHARD; leave it out",
-    "trainer.strategy.sharding_strategy=HYBRID_SHARD trainer.strategy.device_mesh=[2,2]": "trainer.strategy.device_mesh"
-    "=[2, 2]: [replicas, devices of each] has to make the 2 devices of the run",
-    "trainer.strategy.sharding_strategy=HYBRID_SHARD trainer.strategy.device_mesh=[2,1]": "sharding_strategy="
-    "HYBRID_SHARD with 2 replicas of 1 device each shards nothing; use strategy=ddp, or give "
-    "trainer.strategy.device_mesh=[replicas,devices of each]",
-    "trainer.strategy.sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
-    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2. Did you mean FULL_SHARD?",
-    "trainer.strategy.mixed_precision={param:float32}": "trainer.strategy.mixed_precision.param: use param_dtype, "
-    "reduce_dtype or buffer_dtype",
-    "trainer.strategy.mixed_precision={param_dtype:fp8}": "trainer.strategy.mixed_precision.param_dtype=fp8: "
-    "use float32, bfloat16 or float16",
-    "precision=64-true": "precision=64-true is not for strategy=fsdp1, which clips gradients in 32 bits; "
-    "use strategy=fsdp or ddp",
-}
-
-
-@pytest.mark.parametrize("options", REFUSED)
-def test_what_it_cannot_do_is_told_in_a_line(options: str, train: Train) -> None:
-    run = train(*PLAIN, *FSDP1, "trainer.devices=2", *options.split(), check=False)
-    assert (run.returncode, run.err) == (2, f"error: {REFUSED[options]}\n")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.conftest import Train
 from tests.strategies.witness import GRAD_NORM, WITNESS, held, largest_difference, tensors
-from tests.tiny import GPT, NO_CHECKPOINTS, VIT
+from tests.tiny import GPT, NO_CHECKPOINTS
 
 COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 TP = (*COMMON, "strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
@@ -34,25 +33,3 @@ def test_the_devices_of_a_group_drop_the_same_units(train: Train) -> None:
     cut = train(*GPT, *TP, *options, "trainer.max_steps=4", "trainer.val_check_interval=4", ranks=2)
     assert tensors(cut, "end", 0) == tensors(cut, "end", 1)
     assert max(cut.column("train/loss").values()) < 6
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        ((*VIT, *TP), "strategy=fsdp_tp has no plan for VisionTransformer, only for GPT; use strategy=fsdp, or"),
-        (
-            (*GPT, *TP, "trainer.strategy.tensor_parallel_size=3"),
-            "trainer.strategy.tensor_parallel_size=3 does not divide 1 × 2 devices; use trainer.devices=3",
-        ),
-        (
-            (*GPT, *TP, "model.heads=1"),
-            "the GPT's heads 1 does not divide over a tensor-parallel group of 2; use model.heads=2",
-        ),
-    ],
-    ids=["no plan", "devices", "heads"],
-)
-def test_what_can_not_be_cut_is_refused_in_a_line(overrides: tuple[str, ...], line: str, train: Train) -> None:
-    refused = train(*overrides, ranks=2, check=False)
-    assert refused.returncode == 2
-    assert f"error: {line}" in refused.err
-    assert "Traceback" not in refused.err

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger(__name__)
 
@@ -46,5 +47,10 @@ def _plain(value: Any, path: str) -> tuple[bool, Any]:
             return True, converted()
     if path not in _left_out:
         _left_out.add(path)
-        log.warning("checkpoints leave out %s: a %s can't be read back safely", path.lstrip("."), type(value).__name__)
+        _tell(path, value)
     return False, None
+
+
+@rank_zero_only
+def _tell(path: str, value: Any) -> None:
+    log.warning("checkpoints leave out %s: a %s can't be read back safely", path.lstrip("."), type(value).__name__)
