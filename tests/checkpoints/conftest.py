@@ -9,11 +9,14 @@ import pytest
 
 from tests import tiny
 from tests.conftest import runs_in
+from tests.ways import WAYS, Way
 
-# Of those with portable checkpoints, with the ranks they run on.
+PLAN = "trainer.strategy.plans.LogitsGPT=project.models.gpt_plan.tensor_parallel"
 STRATEGIES = {
-    **{"single": 1, "ddp": 2, "fsdp": 2, "fsdp1": 2, "deepspeed_stage_2": 2, "deepspeed_stage_3": 2},
-    "fsdp_tp trainer.strategy.tensor_parallel_size=2": 4,
+    "single": Way(("strategy=single",)),
+    **{name: Way((f"strategy={name}",), 2) for name in ("ddp", "fsdp", "fsdp1")},
+    **{name: Way((f"strategy={name}",), 2) for name in ("deepspeed_stage_2", "deepspeed_stage_3")},
+    "fsdp_tp": Way((*WAYS["fsdp_tp 2 × 2"].switches, PLAN), 4),
 }
 
 SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=2", "global_batch_size=24", "run_id=mine")
@@ -38,10 +41,8 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
 
     def run_dir(model: str, strategy: str = "single") -> Path:
         if (model, strategy) not in runs:
-            train = runs_in(tmp_path_factory.mktemp(f"{model}_{strategy.partition(' ')[0]}"))
-            finished = train(
-                *MODELS[model], *SHORT, *ANSWERS, *f"strategy={strategy}".split(), ranks=STRATEGIES[strategy]
-            )
+            train, way = runs_in(tmp_path_factory.mktemp(f"{model}_{strategy}")), STRATEGIES[strategy]
+            finished = train(*MODELS[model], *SHORT, *ANSWERS, *way.switches, ranks=way.ranks)
             runs[model, strategy] = finished.run_dir
         return runs[model, strategy]
 

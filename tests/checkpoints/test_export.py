@@ -49,7 +49,7 @@ def test_of_every_strategy_the_loaded_model_answers_as_the_live_one(
     model = lightswitch.load(file)
     live = torch.load(run_dir / "logits.pt")
     # a tensor-parallel group adds up in another order
-    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-6 if "tp" in strategy else 0)
+    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-6 if strategy == "fsdp_tp" else 0)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -111,7 +111,7 @@ def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path
 
 def test_strategies_export_the_same_names_and_shapes(run_of: RunOf, tmp_path: Path) -> None:
     for strategy in STRATEGIES:
-        export(run_of("gpt", strategy), "-o", tmp_path / f"{strategy}.safetensors".replace(" ", "_"))
+        export(run_of("gpt", strategy), "-o", tmp_path / f"{strategy}.safetensors")
     shapes = [{n: v.shape for n, v in load_file(path).items()} for path in sorted(tmp_path.glob("*.safetensors"))]
     assert all(found == shapes[0] for found in shapes)
 
