@@ -49,7 +49,7 @@ def test_of_every_strategy_the_loaded_model_answers_as_the_live_one(
     model = lightswitch.load(file)
     live = torch.load(run_dir / "logits.pt")
     # a tensor-parallel group adds up in another order
-    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-6 if strategy == "fsdp_tp" else 0)
+    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-5 if strategy == "fsdp_tp" else 0)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
