@@ -3,7 +3,7 @@
 
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
-EXTRAS := deepspeed,digits,mlflow,wandb,dev
+EXTRAS := deepspeed,digits,mlflow,optuna,submitit,wandb,dev
 WORKERS ?= 2
 INSTALLED := .venv/installed
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --constraint constraints.txt

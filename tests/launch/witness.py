@@ -31,6 +31,7 @@ class Witness(pl.Callback):
             "world_size": trainer.world_size,
             "node_rank": trainer.node_rank,
             "local_rank": trainer.local_rank,
+            "hparams": dict(module.hparams),
         }
         (self.folder / f"witness_{trainer.global_rank}.json").write_text(json.dumps(seen))
 

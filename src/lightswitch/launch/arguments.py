@@ -32,6 +32,10 @@ def shortened(override: str) -> str:
     return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override)  # a path that needs no quotes
 
 
+def asks_for_a_sweep(arguments: list[str]) -> bool:
+    return not _SWEEPS.isdisjoint(arguments)
+
+
 def flags_of_a_job(arguments: list[str]) -> list[str]:
     """Those of a sweep's command line that each of its jobs has, too."""
     return [flag for flag in _split(arguments)[0] if flag not in _SWEEPS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import hydra
@@ -10,6 +11,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
+
+from lightswitch.launch import arguments
 
 
 def shorten() -> None:
@@ -31,6 +34,8 @@ def _compose_once() -> None:
     look = Hydra.get_mode
 
     def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        if arguments.asks_for_a_sweep(sys.argv[1:]):  # also one of a single job
+            return look(self, config_name, overrides)
         try:
             cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
         except (HydraException, OmegaConfBaseException):

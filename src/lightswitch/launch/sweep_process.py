@@ -19,7 +19,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 _ENOUGH = 3  # interrupts: the first two are the run's own, to save and to end without it
 _LOOK_EVERY_SECONDS = 1
 _GRACE_SECONDS = 10
-_ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)\b.*|rank \d+ .*failed.*)")
+_ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)(?::.*)?$|rank \d+ .*failed.*)")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains a run for each task of a job array: before -- the overrides of all, after it a task's own in each line.
+#   sbatch --array=0-3 slurm/sweep.sh strategy=fsdp model=gpt2 -- seed=1 seed=2 'seed=1 optimizer.lr=1e-3' seed=3
+#   sbatch --array=0-99%8 --nodes=1 slurm/sweep.sh -- "$(cat overrides.txt)"
+# Each is a run of slurm/multinode.sh, and takes the same options of sbatch; it is requeued and goes on by itself.
+#SBATCH --job-name=lightswitch-sweep
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=SIGUSR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+
+common=()
+while (($#)) && [[ $1 != -- ]]; do common+=("$1") && shift; done
+lines=()
+(($# < 2)) || mapfile -t lines < <(shift && printf '%s\n' "$@" | sed '/^[[:space:]]*$/d')
+
+if [[ -z ${lines[${SLURM_ARRAY_TASK_ID:-none}]+there} ]]; then
+  echo "found array task ${SLURM_ARRAY_TASK_ID:-none}, and ${#lines[@]} lines of overrides after --; use --array=0-N" >&2
+  exit 2
+fi
+mapfile -t own < <(xargs printf '%s\n' <<< "${lines[SLURM_ARRAY_TASK_ID]}") # quotes hold a word together
+exec bash "$SLURM_SUBMIT_DIR/slurm/multinode.sh" "${common[@]}" "${own[@]}"

@@ -1,0 +1,29 @@
+"""A run without torch, for what a sweep does with any: it composes as train.py does, and ends at once."""
+
+import signal
+import time
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightswitch.launch import results
+from lightswitch.launch.entry import entry
+
+
+@entry(config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    with (run_dir / "starts").open("a") as starts:
+        starts.write(f"{HydraConfig.get().mode.name}\n")
+    if cfg.name == "broken":
+        raise RuntimeError("it is broken\nfor a reason")
+    if cfg.name == "waiting":
+        signal.signal(signal.SIGINT, lambda *_: exit(130))
+        (run_dir / "waits").touch()
+        time.sleep(60)
+    results.write(run_dir, {"val/loss": cfg.seed / 4})
+
+
+if __name__ == "__main__":
+    main()

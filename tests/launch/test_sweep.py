@@ -1,0 +1,154 @@
+"""`python train.py -m …`: each job is a run of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import CHECKOUT, PLAIN
+from tests.launch.witness import WITNESS, witnesses
+
+SHORT = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "run_id=x")
+FAST = (*SHORT, "trainer.devices=2", "logger=csv", "~callbacks.lr_monitor")
+
+Sweep = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def command(script: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(script), "-m", *arguments]
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Path:
+    """The script of tests/launch/swept.py, with the project's own config beside it."""
+    (tmp_path / "conf").symlink_to(CHECKOUT / "conf")
+    (tmp_path / "swept.py").symlink_to(CHECKOUT / "tests/launch/swept.py")
+    return tmp_path / "swept.py"
+
+
+@pytest.fixture
+def sweep(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+
+    def run(*arguments: str, script: Path = swept, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command(script, *arguments),
+            cwd=swept.parent,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+
+    return run
+
+
+def rows(out: str) -> list[list[str]]:
+    """Of the table at the end."""
+    table = re.split(r"^job +overrides.*$", out, flags=re.MULTILINE)[1]
+    return [line.split() for line in table.strip().split("\n\n")[0].splitlines()]
+
+
+def test_a_grid_trains_each_job_on_processes_of_its_own(sweep: Sweep, tmp_path: Path) -> None:
+    grid = ("strategy=ddp,fsdp", "global_batch_size=24,25")
+    done = sweep(*FAST, *grid, script=CHECKOUT / "train.py")
+    assert done.returncode == 1, done.stderr
+    runs = tmp_path / "runs/plainmodel/x"
+    for number, strategy in ((0, "DDP"), (2, "FSDP")):
+        seen = witnesses(runs / str(number))
+        assert [(rank["strategy"], rank["world_size"], rank["local_rank"]) for rank in seen] == [
+            (strategy, 2, 0),
+            (strategy, 2, 1),
+        ]
+    assert [row[3] for row in rows(done.stdout)] == ["finished", "failed", "finished", "failed"]
+    assert rows(done.stdout)[2][:2] == ["2", "strategy=fsdp"]
+    assert "2 of 4 jobs failed\njob 1      global_batch_size 25 does not divide over 2 devices" in done.stdout
+    assert len(list(tmp_path.glob("runs/*/*"))) == 1
+
+
+def test_optuna_samples_once_for_all_ranks(sweep: Sweep, tmp_path: Path) -> None:
+    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "model.lr=interval(0.01,0.1)")
+    done = sweep(*FAST, "strategy=ddp", *chosen, script=CHECKOUT / "train.py")
+    assert done.returncode == 0, done.stderr
+    rates = []
+    for number in range(3):
+        first, second = witnesses(tmp_path / f"runs/plainmodel/x/{number}")
+        assert first["hparams"] == second["hparams"]
+        rates.append(first["hparams"]["lr"])
+    assert len(set(rates)) == 3
+    best = min(rows(done.stdout), key=lambda row: float(row[2]))
+    written = (tmp_path / "runs/plainmodel/x/optimization_results.yaml").read_text()
+    assert f"best_value: {best[2][:4]}" in written
+    assert str(rates[int(best[0])]) in written
+
+
+def test_what_has_finished_is_not_run_again(sweep: Sweep, tmp_path: Path) -> None:
+    for _ in range(2):
+        done = sweep("run_id=x", "name=one,broken", "seed=3")
+        assert done.returncode == 1
+        assert rows(done.stdout) == [
+            ["0", "name=one", "0.75", "finished", "runs/gpt/x/0"],
+            ["1", "name=broken", "-", "failed", "runs/gpt/x/1"],
+        ]
+        assert done.stdout.endswith("1 of 2 jobs failed\njob 1      RuntimeError: it is broken\n")
+    assert "job 0      has finished before" in done.stdout
+    runs = tmp_path / "runs/gpt/x"
+    assert [(runs / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
+
+
+def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Path) -> None:
+    assert sweep("run_id=x", "seed=1,2").returncode == 0
+    other = sweep("run_id=x", "seed=1,3")
+    assert other.returncode == 2
+    assert "error: runs/gpt/x/1 holds the job with seed=2; start this sweep under another run_id" in other.stderr
+    assert json.loads((tmp_path / "runs/gpt/x/1/results.json").read_text()) == {"val/loss": 0.5}
+
+
+def test_a_sweep_that_optuna_goes_on_with_is_sampled_as_before(sweep: Sweep) -> None:
+    chosen = ("run_id=x", "hydra/sweeper=optuna", "hydra.sweeper.sampler.seed=1", "seed=range(0,1000)")
+    first = sweep(*chosen, "hydra.sweeper.n_trials=2")
+    more = sweep(*chosen, "hydra.sweeper.n_trials=3")
+    assert (first.returncode, more.returncode) == (0, 0), more.stderr
+    assert rows(more.stdout)[:2] == rows(first.stdout)
+    assert more.stdout.count("has finished before") == 2
+
+
+def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    process = subprocess.Popen(
+        command(swept, "run_id=x", "name=waiting", "seed=1,2"), cwd=swept.parent, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (swept.parent / "runs/waiting/x/0/waits").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (row,) = rows(out)
+    assert row[-4:] == ["seed=1", "-", "stopped", "runs/waiting/x/0"]
+    assert children
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path) -> None:
+    rank = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    refused = sweep("run_id=x", "seed=1,2", **rank)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: a sweep starts the processes of its jobs itself, and torchrun has started this one; "
+        "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster\n"
+    )
+    assert not (tmp_path / "runs").exists()

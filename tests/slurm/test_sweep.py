@@ -1,0 +1,63 @@
+"""Sweeps on a real cluster: as an array of slurm/sweep.sh, and by Hydra's launcher for submitit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CHECKOUT, PLAIN
+from tests.launch.test_sweep import rows
+from tests.launch.witness import WITNESS, witnesses
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import Job, submit
+
+pytestmark = pytest.mark.slurm
+
+RUN = (*PLAIN, *WITNESS, "name=plain", "trainer.max_steps=2", "trainer.val_check_interval=2", "strategy=ddp")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The checkout seen from a folder of the test's own, so that its runs stay there."""
+    for name in ("train.py", "conf", "slurm"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
+
+
+def test_an_array_trains_a_run_in_each_task(slurm_cluster: Cluster, checkout: Path) -> None:
+    script, options = CHECKOUT / "slurm/sweep.sh", {"nodes": 1, "array": "0-1"}
+    array = submit(slurm_cluster, script, *RUN, "--", "seed=1", "seed=2 'model.width=8'", cwd=checkout, **options)
+    tasks = [Job(slurm_cluster, f"{array.id}_{number}") for number in (0, 1)]
+    assert [task.wait() for task in tasks] == ["COMPLETED", "COMPLETED"], tasks[0].output()
+    runs = checkout / "runs/plain"
+    told = [json.loads((runs / task.id / "run.json").read_text())["overrides"] for task in tasks]
+    assert "seed=1" in told[0]
+    assert {"seed=2", "++model.width=8"} <= set(told[1])
+
+
+def test_an_array_task_without_overrides_is_refused(slurm_cluster: Cluster, checkout: Path) -> None:
+    script = CHECKOUT / "slurm/sweep.sh"
+    job = Job(slurm_cluster, f"{submit(slurm_cluster, script, '--', 'seed=1', cwd=checkout, nodes=1, array=1).id}_1")
+    assert job.wait() == "FAILED"
+    assert job.output() == "found array task 1, and 1 lines of overrides after --; use --array=0-N\n"
+
+
+def test_submitit_trains_each_job_on_nodes_of_its_own(
+    slurm_cluster: Cluster, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.timeout_min=5")
+    typed = (sys.executable, "train.py", "-m", *RUN, *launcher, "run_id=x", "seed=1,2")
+    swept = slurm_cluster.run(*typed, cwd=checkout)
+    assert swept.returncode == 0, swept.stderr + swept.stdout
+    assert [row[3] for row in rows(swept.stdout)] == ["finished", "finished"]
+    for number in ("0", "1"):
+        seen = witnesses(checkout / "runs/plain/x" / number)
+        assert [(rank["world_size"], rank["node_rank"], rank["cluster"]) for rank in seen] == [
+            (2, 0, "SLURMEnvironment"),
+            (2, 1, "SLURMEnvironment"),
+        ]
