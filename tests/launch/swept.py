@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.launch import results
+from lightswitch.launch import placement, results
 from lightswitch.launch.entry import entry
 
 
@@ -16,11 +16,12 @@ def main(cfg: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     with (run_dir / "starts").open("a") as starts:
         starts.write(f"{HydraConfig.get().mode.name}\n")
-    if cfg.name == "broken":
+    if cfg.name == "broken" or (cfg.name == "half" and placement.detect().rank == 1):
         raise RuntimeError("it is broken\nfor a reason")
     if cfg.name == "waiting":
         signal.signal(signal.SIGINT, lambda *_: exit(130))
         (run_dir / "waits").touch()
+    if cfg.name in ("waiting", "half"):
         time.sleep(60)
     results.write(run_dir, {"val/loss": cfg.seed / 4})
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,16 @@ from tests.slurm.jobs import Job, submit
 
 pytestmark = pytest.mark.slurm
 
+Swept = Callable[..., "subprocess.CompletedProcess[str]"]
+
 RUN = (*PLAIN, *WITNESS, "name=plain", "trainer.max_steps=2", "trainer.val_check_interval=2", "strategy=ddp")
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The checkout seen from a folder of the test's own, so that its runs stay there."""
-    for name in ("train.py", "conf", "slurm"):
-        (tmp_path / name).symlink_to(CHECKOUT / name)
+    for name in ("train.py", "conf", "slurm", "tests/launch/swept.py"):
+        (tmp_path / Path(name).name).symlink_to(CHECKOUT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     return tmp_path
 
@@ -46,18 +50,32 @@ def test_an_array_task_without_overrides_is_refused(slurm_cluster: Cluster, chec
     assert job.output() == "found array task 1, and 1 lines of overrides after --; use --array=0-N\n"
 
 
-def test_submitit_trains_each_job_on_nodes_of_its_own(
-    slurm_cluster: Cluster, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def swept(slurm_cluster: Cluster, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Swept:
+    """A sweep by submitit, each job on two nodes."""
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.timeout_min=5")
-    typed = (sys.executable, "train.py", "-m", *RUN, *launcher, "run_id=x", "seed=1,2")
-    swept = slurm_cluster.run(*typed, cwd=checkout)
-    assert swept.returncode == 0, swept.stderr + swept.stdout
-    assert [row[3] for row in rows(swept.stdout)] == ["finished", "finished"]
+    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.timeout_min=5", "run_id=x")
+
+    def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return slurm_cluster.run(sys.executable, script, "-m", *launcher, *arguments, cwd=checkout)
+
+    return run
+
+
+def test_submitit_trains_each_job_on_nodes_of_its_own(swept: Swept, checkout: Path) -> None:
+    done = swept("train.py", *RUN, "seed=1,2")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [row[3] for row in rows(done.stdout)] == ["finished", "finished"]
     for number in ("0", "1"):
         seen = witnesses(checkout / "runs/plain/x" / number)
         assert [(rank["world_size"], rank["node_rank"], rank["cluster"]) for rank in seen] == [
             (2, 0, "SLURMEnvironment"),
             (2, 1, "SLURMEnvironment"),
         ]
+
+
+def test_a_task_that_fails_ends_its_job_and_not_the_sweep(swept: Swept) -> None:
+    done = swept("swept.py", "name=half,whole", "seed=1")
+    assert done.returncode == 1, done.stderr
+    assert [row[3] for row in rows(done.stdout)] == ["failed", "finished"]
+    assert done.stdout.endswith("1 of 2 jobs failed\njob 0      rank 1 of 2 on node2 failed: RuntimeError: it is broken\n")
