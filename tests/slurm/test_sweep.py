@@ -78,4 +78,4 @@ def test_a_task_that_fails_ends_its_job_and_not_the_sweep(swept: Swept) -> None:
     done = swept("swept.py", "name=half,whole", "seed=1")
     assert done.returncode == 1, done.stderr
     assert [row[3] for row in rows(done.stdout)] == ["failed", "finished"]
-    assert done.stdout.endswith("1 of 2 jobs failed\njob 0      rank 1 of 2 on node2 failed: RuntimeError: it is broken\n")
+    assert done.stdout.endswith("job 0      rank 1 of 2 on node2 failed: RuntimeError: it is broken\n")

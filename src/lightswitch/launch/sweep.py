@@ -17,7 +17,6 @@ from lightswitch.launch.arguments import quoted
 from lightswitch.launch.mistakes import Mistakes
 
 _FAILED = 1
-_INTERRUPTED = 130  # as a shell reports Ctrl+C
 
 
 def oversee() -> None:
@@ -42,9 +41,9 @@ def oversee() -> None:
         pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job elsewhere knows of no clock or id that named it
         try:
             walk(self, config_name, task_function, [*overrides, pinned], with_log_configuration)
-        except (KeyboardInterrupt, SystemExit) as stop:
+        except (KeyboardInterrupt, SystemExit):
             _cancel(_submitted(folder) - submitted_before)
-            raise SystemExit(_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
+            raise
         except (HydraException, Mistakes):  # in what was typed
             raise
         except Exception as error:

@@ -17,11 +17,11 @@ from omegaconf import DictConfig
 from lightswitch.launch import placement, results, sweep_record
 from lightswitch.launch.arguments import flags_of_a_job, quoted
 from lightswitch.launch.mistakes import Mistakes
+from lightswitch.launch.signals import REQUEUED
 from lightswitch.launch.sweep_process import run_to_its_end
 from lightswitch.launch.sweep_record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
-_NOTICE = (signal.SIGUSR1, signal.SIGUSR2)  # of a time limit: it asks the job to end, and not the sweep
 
 
 def run(typed: list[str], cfg: DictConfig) -> float | None:
@@ -76,7 +76,7 @@ def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: st
     else:
         job = replace(job, state=FAILED, error=ended.error or _how(ended.exit_code))
     value = _end(job, folder)
-    if job.state == STOPPED or set(ended.signals) - set(_NOTICE):
+    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit is the job's alone
         raise SystemExit(ended.exit_code if ended.exit_code > 0 else 128 + ended.signals[0])
     return value
 

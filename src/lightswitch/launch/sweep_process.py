@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from lightswitch.launch.signals import CAUGHT
+
 _ENOUGH = 3  # interrupts: the first two are the run's own, to save and to end without it
 _LOOK_EVERY_SECONDS = 1
 _GRACE_SECONDS = 10
@@ -37,10 +38,7 @@ def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -
     Args:
         is_lost: whether it is of no use any more and is to be ended; asked every second.
     """
-    child = subprocess.Popen(
-        command, cwd=cwd, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    )
-    with _handing_on_signals(child) as signals:
+    with _started(command, cwd) as (child, signals):
         assert child.stderr is not None
         errors = _Errors(child.stderr)
         errors.start()
@@ -51,10 +49,9 @@ def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -
 
 
 @contextlib.contextmanager
-def _handing_on_signals(child: subprocess.Popen[str]) -> Iterator[list[int]]:
+def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """An interrupt goes to all of its processes, as from a terminal, and the others to the first, as from Slurm."""
     received: list[int] = []
-    wakeup = signal.set_wakeup_fd(-1)  # what listens there would end this process before its child
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -63,9 +60,15 @@ def _handing_on_signals(child: subprocess.Popen[str]) -> Iterator[list[int]]:
         else:
             _signal_all(child, signal.SIGKILL if received.count(number) >= _ENOUGH else number)
 
-    before = {number: signal.signal(number, hand_on) for number in _FORWARDED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits it, and unblocks what it can answer
+    child = subprocess.Popen(
+        command, cwd=cwd, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    wakeup = signal.set_wakeup_fd(-1)  # what listens there would end this process before its child
+    before = {number: signal.signal(number, hand_on) for number in (*CAUGHT, signal.SIGHUP)}
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        yield received
+        yield child, received
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
