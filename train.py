@@ -22,12 +22,11 @@ def main(cfg: DictConfig) -> None:
 
     from lightning.pytorch import seed_everything
 
-    from lightswitch.launch import build, report, resume, run_directory, stages
+    from lightswitch.launch import build, report, resume, stages
 
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     model, data, trainer = build.build(cfg, plan)
     start = resume.find(cfg)
-    run_directory.record(cfg)
     report.begin(cfg, model, trainer, plan, start)
 
     if cfg.mode == "fit":

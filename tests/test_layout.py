@@ -19,6 +19,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # What each part may import of the others. Monitoring stands beside the line and imports none of it.
 BELOW = {
     "export": {"checkpoints", "monitoring"},
+    "doctor": {"launch", "strategies"},
     "launch": {"planning", "strategies", "checkpoints", "batches", "monitoring"},
     "planning": {"batches"},
     "strategies": {"checkpoints", "batches"},

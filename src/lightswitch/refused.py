@@ -7,3 +7,11 @@ class Refused(Exception):
     @property
     def problems(self) -> list[str]:
         return [str(self)]
+
+
+class ToldElsewhere(Refused):
+    """Another process of the run tells it: this one says nothing."""
+
+    @property
+    def problems(self) -> list[str]:
+        return []

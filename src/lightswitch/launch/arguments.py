@@ -19,8 +19,11 @@ _SWEEPS = {"-m", "--multirun"}
 
 
 def normalised(arguments: list[str]) -> list[str]:
-    """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied."""
-    flags, overrides = _split(arguments)
+    """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied.
+
+    `torch.distributed.launch` adds a flag that says what LOCAL_RANK says as well.
+    """
+    flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
     overrides = [_addable(_choosing(override)) for override in overrides]
     return flags + _emptied(overrides) + overrides + _quiet_ranks()
 

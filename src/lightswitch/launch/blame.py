@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from lightswitch.launch import crash, placement, processes
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.failure import Failure, Rank, node_name, of_error
-from lightswitch.refused import Refused
+from lightswitch.refused import Refused, ToldElsewhere
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ _ON_PURPOSE = ("ValueError", "FileNotFoundError", "ModuleNotFoundError")
 
 def answer(error: Exception, cfg: DictConfig) -> int | None:
     """The exit code, once the user is told; None for a bug in a run of one process, which keeps its traceback."""
+    if isinstance(error, ToldElsewhere):
+        return EXIT_CODE
     if processes.are_watched.is_set():
         from lightswitch.launch.watch import callback  # it imports torch, as this process has
 

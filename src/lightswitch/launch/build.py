@@ -17,11 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
-from lightswitch.launch import crash, processes
+from lightswitch.launch import crash, meeting, processes
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
 from lightswitch.launch.preemption import Preemption
 from lightswitch.launch.process_logging import ProcessLogging
+from lightswitch.launch.run_directory import RunRecord
 from lightswitch.launch.subprocesses import observed
 from lightswitch.launch.watch.callback import Watch
 from lightswitch.launch.watch.verdict import Limits
@@ -40,6 +41,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         Mistakes: with what each constructor says of its arguments, all at once.
     """
     processes.leave_group_at_exit()
+    record = RunRecord(cfg)  # of what was asked for
     cfg = _with_scaled_learning_rate(cfg, plan)
     problems: list[str] = []
     model, data, callbacks, loggers, cluster = (
@@ -48,7 +50,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     _raise(problems)
     batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
     watch = Watch(cfg, report, batch, Limits(**cfg.watch))
-    engine: list[Callback] = [watch, batch, Preemption(), PredictionWriter(), ProcessLogging(_job_logging())]
+    engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ProcessLogging(_job_logging())]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(
@@ -62,6 +64,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         accumulate_grad_batches=plan.accumulation,
     )
     _raise(problems)
+    meeting.arrange(cfg, trainer)
     return model, data, observed(trainer)
 
 
@@ -102,7 +105,7 @@ def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:
     rule = cfg.lr_scaling.rule
     if rule == "none":
         return cfg
-    cfg, tuned = cfg.copy(), cfg.optimizer.lr  # the run directory keeps what was asked for
+    cfg, tuned = cfg.copy(), cfg.optimizer.lr
     cfg.optimizer.lr = scaled_learning_rate(tuned, rule, plan.global_batch, cfg.lr_scaling.reference_batch_size)
     log.info(
         "learning rate %g tuned at a global batch of %d becomes %g at %d (%s rule)",

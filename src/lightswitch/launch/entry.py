@@ -88,14 +88,14 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
             signals.catch()
             gc.disable()  # until the config is composed: of the many small objects that takes, few are garbage
-            if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
-                processes.follow_parent()
             composition.shorten()
             sweep.oversee()
             resolvers.register()
-            sys.argv[1:] = normalised(sys.argv[1:])
-            typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
             try:
+                if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
+                    processes.follow_parent()
+                sys.argv[1:] = normalised(sys.argv[1:])
+                typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
                 hydra_main()
                 signals.ignore()
             except signals.Stopped as stopped:

@@ -41,8 +41,8 @@ def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
     beside.replace(_file())
 
 
-def forget() -> None:
-    _file().unlink(missing_ok=True)
+def forget(run_dir: Path) -> None:
+    (run_dir / _FILE).unlink(missing_ok=True)
 
 
 def _limits(cfg: DictConfig) -> dict[str, Any]:

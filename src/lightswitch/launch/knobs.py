@@ -23,6 +23,7 @@ _KNOBS: dict[str, tuple[type, ...]] = {
     "ckpt_path": (str, type(None)),
     "global_batch_size": (int,),
     "micro_batch_size": (int, type(None)),
+    "meet_timeout_seconds": (int, float),
 }
 
 

@@ -7,6 +7,12 @@ from typing import Any
 
 from lightswitch.launch import devices, placement
 
+_EVENED = {
+    "slurm": "use --ntasks-per-node={}",
+    "torchrun": "give every torchrun the same --nproc-per-node",
+    "env": "export the same LOCAL_WORLD_SIZE on every node",
+}
+
 
 def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
     nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
@@ -14,7 +20,7 @@ def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
     if place.uneven:
         yield (
             f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, and each must have as many as "
-            f"the others; use --ntasks-per-node={place.devices_per_node}"
+            f"the others; {_EVENED[place.launcher].format(place.devices_per_node)}"
         )
     elif place.is_external and (place.nodes, place.devices_per_node) != (nodes, per_node):
         yield (

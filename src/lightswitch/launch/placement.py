@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightswitch.launch.mistakes import Mistakes
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -13,7 +15,7 @@ class Placement:
     nodes: int = 1
     devices_per_node: int | None = None  # None: this process decides, and starts the others itself
     rank: int = 0
-    uneven: str | None = None  # processes of each node, where they differ
+    uneven: str | None = None  # processes of each node, where they differ, as far as this process knows
 
     @property
     def is_external(self) -> bool:
@@ -34,9 +36,25 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
 
 
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
-    world = int(environ["WORLD_SIZE"])
-    local = int(environ.get("LOCAL_WORLD_SIZE", world))
-    return Placement(launcher, max(1, world // local), local, int(environ["RANK"]))
+    """
+    Raises:
+        Mistakes: a variable of one who exported them by hand is no number, or a rank is beyond the world.
+    """
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if rank >= world:
+        raise Mistakes([f"RANK={rank} and WORLD_SIZE={world}: export a RANK from 0 to {world - 1}"])
+    local = max(1, _number(environ, "LOCAL_WORLD_SIZE", world))
+    nodes = _number(environ, "GROUP_WORLD_SIZE", max(1, world // local))
+    before = _number(environ, "GROUP_RANK", rank // local) * local  # ranks on the nodes before, were all like this one
+    even = nodes * local == world and before <= rank < before + local
+    return Placement(launcher, nodes, local, rank, None if even else f"{world} (here {local})")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, default)
+    if not str(text).isdecimal():
+        raise Mistakes([f"{name}={text}: export it as a number from 0"])
+    return int(str(text))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:

@@ -12,28 +12,42 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import finished
+from lightswitch.launch import finished, placement
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 
 
-@rank_zero_only
-def record(cfg: DictConfig) -> None:
-    """Write ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if cfg.mode == "fit":
-        finished.forget()
-    if cfg.resume == "never":
-        _set_checkpoints_aside(run_dir)
-    _save_composition(cfg, run_dir / ".hydra")
-    OmegaConf.save(cfg, run_dir / "config.yaml", resolve=True)
+class RunRecord(Callback):
+    """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+
+    Made where Hydra is, and written where the run is, which may be a process that Python spawned, and once nothing is
+    wrong with any process of it: until then an earlier run's files stay as they were.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.run_dir = Path(HydraConfig.get().runtime.output_dir)
+        self.mode, self.resume = cfg.mode, cfg.resume
+        self.files = _files(cfg) if placement.detect().rank == 0 else {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.files and self.mode == "fit":
+            finished.forget(self.run_dir)
+        if self.files and self.resume == "never":
+            _set_checkpoints_aside(self.run_dir)
+        for name, text in self.files.items():
+            (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / name).write_text(text)
+        self.files = {}  # what follows in this process, a test, is the same run
+
+
+def _files(cfg: DictConfig) -> dict[str, str]:
+    hydra = HydraConfig.get()
     told = {
         "command": shlex.join([sys.executable, *sys.argv]),
-        "overrides": list(HydraConfig.get().overrides.task),
+        "overrides": list(hydra.overrides.task),
         "folder": str(Path.cwd()),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -41,7 +55,13 @@ def record(cfg: DictConfig) -> None:
         "host": platform.node(),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
-    (run_dir / "run.json").write_text(json.dumps(told, indent=2) + "\n")
+    return {  # the first three as Hydra writes them as soon as it has composed a config
+        ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
+        ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
+        ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
+        "config.yaml": OmegaConf.to_yaml(cfg, resolve=True),
+        "run.json": json.dumps(told, indent=2) + "\n",
+    }
 
 
 def _set_checkpoints_aside(run_dir: Path) -> None:
@@ -49,14 +69,6 @@ def _set_checkpoints_aside(run_dir: Path) -> None:
     if (checkpoints := run_dir / "checkpoints").exists():
         aside = (run_dir / f"checkpoints_{number}" for number in itertools.count(1))
         checkpoints.rename(next(path for path in aside if not path.exists()))
-
-
-def _save_composition(cfg: DictConfig, folder: Path) -> None:
-    """The files that Hydra writes as soon as it has composed a config, over those of an earlier run."""
-    folder.mkdir(exist_ok=True)
-    OmegaConf.save(cfg, folder / "config.yaml")
-    OmegaConf.save({"hydra": HydraConfig.get()}, folder / "hydra.yaml")
-    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,0 +1,159 @@
+"""The meeting of a run's processes: before they form a group, they must be the same."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from omegaconf import DictConfig, OmegaConf
+from torch._C._distributed_c10d import Store
+
+from lightswitch.launch import agreement, rendezvous
+from lightswitch.launch.agreement import Evidence
+from lightswitch.launch.rendezvous import Place
+from lightswitch.refused import Refused, ToldElsewhere
+
+_LAG_SECONDS = 10.0  # until a file that another node wrote is seen on a shared file system
+_PARTING_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+
+
+def arrange(cfg: DictConfig, trainer: Trainer) -> None:
+    """Let the processes of a Trainer meet before its strategy makes a group of them.
+
+    That group may hang at its first word where versions of NCCL differ, and at any other where something else does.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        meeting = Meeting(strategy, trainer.num_nodes, run_dir, _evidence(cfg, trainer), cfg.meet_timeout_seconds)
+        strategy.setup_environment = meeting  # type: ignore[method-assign]  # of this strategy alone
+
+
+def _evidence(cfg: DictConfig, trainer: Trainer) -> Evidence:
+    conf = [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
+    code = [Path(sys.argv[0]).resolve(), *conf, *agreement.package(__name__)]
+    for node in filter(None, (cfg.get("model"), cfg.get("data"))):
+        code += agreement.package(node._target_)
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    versions = agreement.versions(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
+    return Evidence(versions, agreement.digests(code), agreement.flat(plain))
+
+
+@dataclass
+class Meeting:
+    """Stands in for `setup_environment`, the first that a strategy does in each of its processes."""
+
+    strategy: ParallelStrategy
+    nodes: int
+    run_dir: Path
+    evidence: Evidence
+    timeout_seconds: float
+    is_over: bool = False
+
+    def __call__(self) -> None:
+        """
+        Raises:
+            Refused: the processes differ, or do not come together.
+        """
+        served = None if self.is_over else self._meet()  # until there is a group, which is served at the same port
+        self.is_over = True
+        type(self.strategy).setup_environment(self.strategy)
+        del served
+
+    def _meet(self) -> Store:
+        place = self._place()
+        store = rendezvous.come(place, "meeting")
+        is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+        verdict = agree(store, place, self.evidence, self.run_dir, tell=not is_spawned)
+        if verdict and is_spawned:
+            raise Refused(verdict)  # the process that started this one tells it
+        if verdict:
+            raise ToldElsewhere(verdict)
+        return store
+
+    def _place(self) -> Place:
+        cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
+        assert cluster is not None
+        assert devices is not None
+        rank = cluster.node_rank() * len(devices) + cluster.local_rank()
+        world_size = self.nodes * len(devices)
+        return Place(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
+
+
+def agree(store: Store, place: Place, evidence: Evidence, run_dir: Path, tell: bool) -> str:
+    """What is wrong with the processes, in a line that each of them gets; nothing, if they agree.
+
+    Args:
+        tell: rank 0 prints the line, before the others know it: the first one to exit may take all with it.
+    """
+    own = replace(evidence, rank=place.rank, node=socket.gethostname())
+    return _judge(store, place, own, run_dir, tell) if place.rank == 0 else _attend(store, place, own)
+
+
+def _judge(store: Store, place: Place, own: Evidence, run_dir: Path, tell: bool) -> str:
+    token = run_dir / f".seen_by_all_{secrets.token_hex(8)}"
+    token.touch()
+    try:
+        store.set("token", str(token))
+        store.set("0", _sent(own))
+        missing = rendezvous.missing(store, place)
+        verdict = _waited(missing, place) if missing else _difference(store, place)
+    finally:
+        token.unlink()
+    if verdict and tell:
+        print(f"error: {verdict}", file=sys.stderr, flush=True)
+    store.set("verdict", verdict)
+    if verdict:  # this process may be the one that serves the store
+        _wait_until(lambda: store.add("heard", 0) + len(missing) + 1 >= place.world_size, _PARTING_SECONDS)
+    return verdict
+
+
+def _difference(store: Store, place: Place) -> str:
+    sent = store.multi_get([str(rank) for rank in range(place.world_size)])
+    return agreement.difference([Evidence(**json.loads(one)) for one in sent]) or ""
+
+
+def _attend(store: Store, place: Place, own: Evidence) -> str:
+    token = Path(store.get("token").decode())
+    # a file system that lags keeps what it has once seen, so nobody looks before the file is written
+    sees = _wait_until(token.exists, _LAG_SECONDS)
+    store.set(str(place.rank), _sent(replace(own, sees_run_directory=sees)))
+    verdict = store.get("verdict").decode()
+    if verdict:
+        store.add("heard", 1)
+    return verdict
+
+
+def _sent(evidence: Evidence) -> str:
+    return json.dumps(asdict(evidence))
+
+
+def _waited(missing: list[int], place: Place) -> str:
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks, from rank {missing[0]} on,"
+    return (
+        f"{ranks} of {place.world_size} did not come to {place.address}:{place.port} in {place.timeout_seconds:g} s; "
+        f"look whether all were started, and what they say, or wait longer: "
+        f"meet_timeout_seconds={2 * place.timeout_seconds:g}"
+    )
+
+
+def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
+    end = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -1,0 +1,133 @@
+"""Where the processes of a run meet before they form a group: a key-value store that rank 0 or torchrun serves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from lightswitch.refused import Refused
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.01
+_NOTICE_SECONDS = 30.0
+_JUDGING_SECONDS = 60.0  # rank 0 may have come last, and waits as long as the others did
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that it is to meet."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_seconds: float
+
+
+def come(place: Place, purpose: str) -> Store:
+    """The store, for the keys of one purpose. A process group can be made at the same address while it is in use.
+
+    Raises:
+        Refused: the port is in use, or the store can't be reached.
+    """
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.rank == 0 and not by_torchrun:
+        served = _served(place)
+    else:
+        _reach(place)
+        served = _answered(place)
+    return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", served)
+
+
+def _served(place: Place) -> Store:
+    try:
+        return _tcp_store(place, is_served_here=True)
+    except DistError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise Refused(
+            f"port {place.port} of {socket.gethostname()} is in use; give every process another: "
+            f"cluster.main_port={place.port + 1} with cluster=manual, else MASTER_PORT={place.port + 1}"
+        ) from error
+
+
+def _tcp_store(place: Place, is_served_here: bool) -> Store:
+    return TCPStore(
+        place.address,
+        place.port,
+        place.world_size,
+        is_served_here,
+        timedelta(seconds=place.timeout_seconds + _JUDGING_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=True,  # the process group will be served at the same port
+    )
+
+
+def _reach(place: Place) -> None:
+    """Torch would try for its own time-out, and not say why."""
+    end = time.monotonic() + place.timeout_seconds
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), max(0.1, end - time.monotonic())).close()
+            return
+        except socket.gaierror as error:
+            raise Refused(f"{_who(place)} knows no host {place.address}: {error.strerror}; {_MEND}") from error
+        except OSError as error:
+            if time.monotonic() > end:
+                raise Refused(_unreached(place, error.strerror or str(error))) from error
+        time.sleep(_POLL_SECONDS)
+
+
+_MEND = "look at the address and port that this process was given, and at rank 0"
+
+
+def _who(place: Place) -> str:
+    return f"rank {place.rank} on {socket.gethostname()}"
+
+
+def _unreached(place: Place, reason: str) -> str:
+    return (
+        f"{_who(place)} could not reach rank 0 at {place.address}:{place.port} in {place.timeout_seconds:g} s: "
+        f"{reason}; {_MEND}, or wait longer: meet_timeout_seconds={2 * place.timeout_seconds:g}"
+    )
+
+
+def _answered(place: Place) -> Store:
+    """A server that is none of torch's may never answer, and torch would wait for it without end."""
+    found: list[Store] = []
+
+    def connect() -> None:
+        with contextlib.suppress(DistError):
+            found.append(_tcp_store(place, is_served_here=False))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(place.timeout_seconds)
+    if not found:
+        raise Refused(_unreached(place, "what listens there does not answer as rank 0 would"))
+    return found[0]
+
+
+def missing(store: Store, place: Place) -> list[int]:
+    """The ranks that have not set the key of their number when the time is over."""
+    waiting = list(range(place.world_size))
+    start = told = time.monotonic()
+    while waiting and time.monotonic() < start + place.timeout_seconds:
+        if store.check([str(waiting[0])]):
+            waiting.pop(0)
+            continue
+        if time.monotonic() > told + _NOTICE_SECONDS:
+            told = time.monotonic()
+            log.info("waiting    for rank %d of %d, for %.0f s", waiting[0], place.world_size, told - start)
+        time.sleep(_POLL_SECONDS)
+    return [rank for rank in waiting if not store.check([str(rank)])]
