@@ -91,3 +91,7 @@ def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration(monkeypatch
     assert normalised(["seed=1"]) == ["seed=1"]
     monkeypatch.setenv("RANK", "1")
     assert normalised(["seed=1"]) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]
+
+
+def test_the_flag_of_torch_distributed_launch_is_left_out() -> None:
+    assert normalised(["--local-rank=1", "seed=1"]) == ["seed=1"]

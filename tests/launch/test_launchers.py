@@ -92,6 +92,70 @@ def test_srun_must_start_as_many_processes_on_each_node(start: Start) -> None:
     )
 
 
+def test_torchrun_must_start_as_many_processes_on_each_node(start: Start) -> None:
+    counts = {"TORCHELASTIC_RUN_ID": "mine", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    second = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    process = start(sys.executable, TRAIN_PY, *RUN, **counts, **second)
+    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 2
+    assert out == (
+        "error: torchrun started 3 (here 1) processes on 2 nodes, and each must have as many as the others; "
+        "give every torchrun the same --nproc-per-node\n"
+    )
+
+
+def test_an_exported_rank_must_be_one_of_the_world(start: Start) -> None:
+    exported = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    told = {"2": "error: RANK=2 and WORLD_SIZE=2: export a RANK from 0 to 1\n"}
+    told["one"] = "error: RANK=one: export it as a number from 0\n"
+    processes = {rank: start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", **exported, RANK=rank) for rank in told}
+    assert {rank: process.communicate(timeout=TIMEOUT_SECONDS)[0] for rank, process in processes.items()} == told
+
+
+def test_ranks_that_were_given_different_values_are_told_once(start: Start, tmp_path: Path, port: str) -> None:
+    (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
+    (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
+    outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
+    host = socket.gethostname()
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert outs[0].endswith(
+        f"\nerror: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
+    )
+    assert outs[1] == ""
+    assert (tmp_path / "runs/plainmodel/mine/config.yaml").read_text() == "an earlier run's"
+
+
+BY_HAND = (*RUN, "strategy=ddp", "trainer.num_nodes=2", "cluster=manual", "run_id=mine", "meet_timeout_seconds=1")
+
+
+def test_a_rank_that_does_not_come_is_named(train: Train, port: str) -> None:
+    place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={port}")
+    alone = train(*BY_HAND, *place, check=False)
+    assert alone.returncode == 2
+    assert alone.err.startswith(f"error: rank 1 of 2 did not come to localhost:{port} in 1 s; look whether all")
+
+
+def test_a_main_address_that_nothing_answers_at_is_told(train: Train, port: str) -> None:
+    place = ("cluster.node_rank=1", "cluster.main_address=localhost", f"cluster.main_port={port}")
+    alone = train(*BY_HAND, *place, check=False)
+    assert alone.returncode == 2
+    assert f"rank 1 on {socket.gethostname()} could not reach rank 0 at localhost:{port} in 1 s: " in alone.err
+
+
+def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        used = other.getsockname()[1]
+        place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={used}")
+        refused = train(*BY_HAND, *place, check=False)
+    assert refused.returncode == 2
+    assert refused.err == (
+        f"error: port {used} of {socket.gethostname()} is in use; give every process another: "
+        f"cluster.main_port={used + 1} with cluster=manual, else MASTER_PORT={used + 1}\n"
+    )
+
+
 def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port: str) -> None:
     nodes = [
         start(

@@ -33,6 +33,16 @@ EXPORTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
     [
         pytest.param({}, Placement("local"), id="a shell"),
         pytest.param(TORCHRUN, Placement("torchrun", nodes=2, devices_per_node=4, rank=5), id="torchrun"),
+        pytest.param(
+            {**TORCHRUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2"},
+            Placement("torchrun", nodes=2, devices_per_node=4, rank=5, uneven="6 (here 4)"),
+            id="torchrun, unevenly",
+        ),
+        pytest.param(
+            {**TORCHRUN, "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "3", "RANK": "3"},
+            Placement("torchrun", nodes=3, devices_per_node=4, rank=3, uneven="12 (here 4)"),
+            id="torchrun, unevenly before this node",
+        ),
         pytest.param(SRUN, Placement("slurm", nodes=2, devices_per_node=2, rank=3), id="srun"),
         pytest.param(
             {**SRUN, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"},

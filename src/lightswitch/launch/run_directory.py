@@ -33,14 +33,15 @@ class RunRecord(Callback):
         self.files = _files(cfg) if placement.detect().rank == 0 else {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.files and self.mode == "fit":
+        if stage != self.mode or not trainer.is_global_zero:  # a test after fit is the same run
+            return
+        if self.mode == "fit":
             finished.forget(self.run_dir)
-        if self.files and self.resume == "never":
+        if self.resume == "never":
             _set_checkpoints_aside(self.run_dir)
         for name, text in self.files.items():
             (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (self.run_dir / name).write_text(text)
-        self.files = {}  # what follows in this process, a test, is the same run
 
 
 def _files(cfg: DictConfig) -> dict[str, str]:
