@@ -1,5 +1,5 @@
 # What the job scripts share: where a job runs, over how many processes, and what is done when it ends.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034 # some of it the scripts alone use
 
 # what slurm/site.sh may set otherwise
 python=(python)

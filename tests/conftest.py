@@ -42,10 +42,11 @@ class Finished:
     out: str
     err: str
     folder: Path  # the working directory it ran in
+    run_id: str = "*"
 
     @property
     def run_dir(self) -> Path:
-        (found,) = self.folder.glob("runs/*/*")
+        (found,) = self.folder.glob(f"runs/*/{self.run_id}")
         return found
 
     def metrics(self) -> list[dict[str, str]]:

@@ -33,7 +33,7 @@ ClusterName=lightswitch
 SlurmctldHost=head({subnet}.254)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket,cred_expire=15
+AuthInfo=socket={root}/munge.socket,cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

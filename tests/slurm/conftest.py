@@ -1,8 +1,11 @@
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import CHECKOUT
 from tests.slurm.cluster import Cluster, why_not
 
 
@@ -14,3 +17,12 @@ def slurm_cluster() -> Iterator[Cluster]:
         (pytest.fail if required else pytest.skip)(reason)
     with Cluster(nodes=4) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The checkout seen from a folder of the test's own, so that its runs stay there."""
+    for name in ("train.py", "conf", "slurm"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.slurm.cluster import Cluster
 
-UNFINISHED = {"COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "RUNNING", "SUSPENDED"}
+UNFINISHED = {"COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "RUNNING", "SIGNALING", "SUSPENDED"}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from tests.slurm.jobs import submit
 
 pytestmark = pytest.mark.slurm
 
-SCRIPT = CHECKOUT / "slurm/multinode.sh"
+SLURM = CHECKOUT / "slurm"
+SHAPES = ((4, 1), (2, 2))
 RUN = (
     *PLAIN,
     "name=plain",
@@ -26,33 +26,29 @@ RUN = (
 )
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The checkout seen from a folder of the test's own, so that its runs stay there."""
-    for name in ("train.py", "conf"):
-        (tmp_path / name).symlink_to(CHECKOUT / name)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize(("nodes", "tasks_per_node"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("script", "strategy", "nodes", "tasks_per_node"),
+    [
+        *(("multinode.sh", strategy, *shape) for strategy in ("ddp", "fsdp", "deepspeed_stage_2") for shape in SHAPES),
+        ("torchrun.sh", "fsdp", 2, 2),
+    ],
+)
 def test_nodes_train_the_run_of_one_process(
-    nodes: int, tasks_per_node: int, slurm_cluster: Cluster, checkout: Path, alone: Finished
+    script: str,
+    strategy: str,
+    nodes: int,
+    tasks_per_node: int,
+    slurm_cluster: Cluster,
+    checkout: Path,
+    alone: Finished,
 ) -> None:
-    job = submit(
-        slurm_cluster,
-        SCRIPT,
-        *RUN,
-        "strategy=ddp",
-        cwd=checkout,
-        nodes=nodes,
-        ntasks_per_node=tasks_per_node,
-    )
+    options = {"nodes": nodes, "ntasks_per_node": tasks_per_node}
+    job = submit(slurm_cluster, SLURM / script, *RUN, f"strategy={strategy}", cwd=checkout, **options)
     assert job.wait() == "COMPLETED", job.output()
 
     spread = Finished(0, job.output(), "", checkout)
@@ -64,7 +60,7 @@ def test_nodes_train_the_run_of_one_process(
 
 
 def test_a_rank_that_dies_before_it_trains_ends_the_job(slurm_cluster: Cluster, checkout: Path) -> None:
-    job = submit(slurm_cluster, SCRIPT, *RUN, "strategy=ddp", cwd=checkout, nodes=2, ntasks_per_node=1)
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, "strategy=ddp", cwd=checkout, nodes=2, ntasks_per_node=1)
     _train_process(slurm_cluster, "node2").kill()
     killed_at = time.monotonic()
     assert job.wait(timeout_seconds=60) == "FAILED"
@@ -73,33 +69,10 @@ def test_a_rank_that_dies_before_it_trains_ends_the_job(slurm_cluster: Cluster, 
     assert not list(checkout.glob("runs/*/*/metrics.csv")), "it trained before it died"
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({}, "2 nodes, 4 tasks, GPUs 0,1, 4 threads"),
-        ({"nodes": 4, "gpus_per_node": 1}, "4 nodes, 4 tasks, GPUs 0, 8 threads"),
-        ({"nodes": 1, "ntasks_per_node": 4}, "1 nodes, 4 tasks, GPUs 0,1, 2 threads"),
-        ({"ntasks": 6, "cpus_per_task": 1}, "2 nodes, 6 tasks, GPUs 0,1, 1 threads"),
-        ({"ntasks": 2, "gpus_per_task": 1}, "2 nodes, 2 tasks, GPUs 0,1, 8 threads"),
-    ],
-)
-def test_sbatch_options_decide(options: dict[str, int], given: str, slurm_cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
-from os import environ as e
-world = f"{e['SLURM_STEP_NUM_NODES']} nodes, {e['SLURM_STEP_NUM_TASKS']} tasks"
-print(f"{world}, GPUs {e['CUDA_VISIBLE_DEVICES']}, {e['OMP_NUM_THREADS']} threads")
-""")
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm/site.sh").write_text("unset OMP_NUM_THREADS\n")  # the tests' own
-    job = submit(slurm_cluster, SCRIPT, cwd=tmp_path, **options)
-    assert job.wait() == "COMPLETED", job.output()
-    assert set(job.output().splitlines()) == {given}
-
-
 def test_a_folder_without_train_py_is_refused(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(slurm_cluster, SCRIPT, cwd=tmp_path)
+    job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=tmp_path)
     assert job.wait() == "FAILED"
-    assert job.output() == f"found no train.py in {tmp_path}; run sbatch in the checkout's folder\n"
+    assert job.output() == f"found no slurm/job.sh in {tmp_path}; run sbatch in the checkout's folder\n"
 
 
 def _train_process(cluster: Cluster, node: str) -> psutil.Process:

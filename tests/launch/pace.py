@@ -1,0 +1,32 @@
+"""A run that lasts long enough to be interrupted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class Pace(pl.Callback):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        time.sleep(self.seconds)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        time.sleep(self.seconds)
+
+
+class FailsOnce(pl.Callback):
+    """An error that has gone when the run is started again."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_step == self.step and not Path("failed").exists():
+            Path("failed").touch()
+            raise RuntimeError("a passing fault")
