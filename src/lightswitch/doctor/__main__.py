@@ -1,0 +1,130 @@
+"""What a machine, or all nodes of a job, can do, and what is wrong with them.
+
+python -m lightswitch.doctor
+srun --nodes=2 --ntasks-per-node=1 python -m lightswitch.doctor
+torchrun --nproc-per-node=8 -m lightswitch.doctor
+
+Rank 0 prints the report. The exit code is 1 where it names a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lightswitch.doctor import machine, network
+from lightswitch.doctor.report import Report
+from lightswitch.launch import agreement, cluster, meeting, rendezvous
+from lightswitch.launch.agreement import Evidence
+from lightswitch.launch.rendezvous import Place
+from lightswitch.refused import Refused
+
+RUNS = Path("runs")
+CODE = ("train.py", "conf", "src")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m lightswitch.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="for each step; 60, if not given")
+    timeout_seconds = parser.parse_args().timeout
+    report = Report()
+    try:
+        _examine(report, timeout_seconds)
+    except Refused as refused:
+        report.problems += refused.problems
+    raise SystemExit(report.end())
+
+
+def _examine(report: Report, timeout_seconds: float) -> None:
+    environment = cluster.detect()
+    rank, local_rank, world_size = environment.global_rank(), environment.local_rank(), environment.world_size()
+    found = machine.look(local_rank, RUNS)
+    versions = agreement.versions(on_gpu=torch.cuda.is_available())
+    if world_size == 1:
+        report.machines([asdict(found)])
+        report.software(versions, asdict(found))
+        return
+    report.is_first = rank == 0
+    place = Place(environment.main_address, environment.main_port, rank, world_size, timeout_seconds)
+    report.line("processes", f"{world_size}, which meet at {place.address}:{place.port}")
+    store = rendezvous.come(place, "doctor")
+    everyone = _gathered(store, place, {**asdict(found), "rank": rank}, report)
+    report.machines(everyone)
+    report.software(versions, everyone[0])
+    others = _unreached(store, place, everyone, found.node, report)
+    if others or len(everyone) < world_size:
+        return
+    code = agreement.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
+    shared = RUNS if RUNS.exists() else Path()
+    verdict = meeting.agree(
+        rendezvous.come(place, "agreement"), place, Evidence(versions, code, {}), shared, tell=False
+    )
+    report.problems += [verdict] if verdict and rank == 0 else []
+    _measure(store, place, local_rank, report)
+
+
+def _gathered(store: Store, place: Place, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
+    """What each process says that came in time; its address, too."""
+    listener = network.Listener(place.address)
+    store.set(str(place.rank), json.dumps({**own, "address": listener.address}))
+    if place.rank == 0:
+        missing = rendezvous.missing(store, place)
+        report.problems += [f"rank {rank} did not come in {place.timeout_seconds:g} s" for rank in missing]
+        store.set("came", json.dumps([rank for rank in range(place.world_size) if rank not in missing]))
+    return [json.loads(one) for one in store.multi_get([str(rank) for rank in json.loads(store.get("came"))])]
+
+
+def _unreached(store: Store, place: Place, everyone: list[dict[str, Any]], node: str, report: Report) -> list[str]:
+    """The pairs of nodes without a way from the first to the second; the first process of each node tries it."""
+    firsts = {one["node"]: one for one in reversed(everyone)}
+    is_first = firsts[node]["rank"] == place.rank
+    ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}
+    faults = [f"{node} → {name}: {fault}" for name, fault in network.reach(ways).items() if fault]
+    store.set(f"faults/{place.rank}", json.dumps(faults))
+    told = store.multi_get([f"faults/{one['rank']}" for one in everyone])
+    pairs = [pair for one in told for pair in json.loads(one)]
+    if len(firsts) > 1 and not pairs:
+        report.line("network", f"{len(firsts)} nodes, each of which reaches every other")
+    report.problems += [f"{pair}; look at routes and firewalls between the two" for pair in pairs]
+    return pairs
+
+
+def _measure(store: Store, place: Place, local_rank: int, report: Report) -> None:
+    for backend in ("gloo", *(["nccl"] if torch.cuda.device_count() > local_rank else [])):
+        limit = threading.Timer(place.timeout_seconds, _give_up, (report, backend, place.timeout_seconds))
+        limit.daemon = True
+        limit.start()
+        try:
+            for measured in network.measure(backend, PrefixStore(backend, store), place, local_rank):
+                report.bandwidth(backend, measured)
+        except RuntimeError as error:
+            report.problems.append(f"an all-reduce over {backend} failed: {str(error).splitlines()[0]}")
+            return
+        finally:
+            limit.cancel()
+
+
+def _give_up(report: Report, backend: str, timeout_seconds: float) -> NoReturn:
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    report.problems.append(
+        f"an all-reduce over {backend} did not end in {timeout_seconds:g} s; "
+        f"name the network interface that all nodes share: {variable}=eth0"
+    )
+    code = report.end()
+    sys.stdout.flush()
+    os._exit(code)  # the main thread may be stuck
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which nodes reach one another, and how fast they add up what each has."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lightswitch.launch.rendezvous import Place
+
+_REACH_SECONDS = 5.0
+_TIMES = {8: 50, 2**20: 10, 2**24: 3}  # bytes: how often they are reduced
+_TIMES_ON_GPU = {**_TIMES, 2**28: 10}
+
+
+class Listener:
+    """Answers each byte that comes, as long as the process lives.
+
+    Args:
+        main_address: the address is that of the interface which leads there.
+    """
+
+    def __init__(self, main_address: str) -> None:
+        self._socket = socket.create_server(("", 0))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+            there.connect((main_address, 1))  # sends nothing
+            self.address: tuple[str, int] = (there.getsockname()[0], self._socket.getsockname()[1])
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            peer, _ = self._socket.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.settimeout(_REACH_SECONDS)
+                peer.sendall(peer.recv(1))
+
+
+def reach(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Of each node, what went wrong on the way to it, or nothing."""
+    with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
+        return dict(zip(others, pool.map(_fault, others.values()), strict=True))
+
+
+def _fault(address: tuple[str, int]) -> str:
+    try:
+        with socket.create_connection(address, _REACH_SECONDS) as peer:
+            peer.sendall(b"?")
+            return "" if peer.recv(1) == b"?" else "it hung up"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of an all-reduce; the bus bandwidth is comparable between world sizes (NVIDIA's nccl-tests, PERFORMANCE.md)."""
+
+    size_bytes: int
+    seconds: float
+    world_size: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:  # bytes/s
+        return self.size_bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:  # bytes/s
+        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
+
+
+def measure(backend: str, store: Store, place: Place, local_rank: int) -> Iterator[Measured]:
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    timeout = timedelta(seconds=place.timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    try:
+        for size_bytes, times in (_TIMES_ON_GPU if on_gpu else _TIMES).items():
+            tensor = torch.zeros(size_bytes // 4, device=device)
+            yield Measured(size_bytes, _seconds(tensor, times), place.world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _seconds(tensor: torch.Tensor, times: int) -> float:
+    dist.all_reduce(tensor)
+    _finish(tensor)
+    start = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    _finish(tensor)
+    return (time.perf_counter() - start) / times
+
+
+def _finish(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
