@@ -20,6 +20,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_task}
 # each task sees all GPUs of its node and takes its own; a step of an exclusive job gets none unless it asks
 unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU
 srun_options+=(${gpus_per_node:+"--gpus-per-node=$gpus_per_node"} --kill-on-bad-exit=1)
+srun_options+=(--wait=10) # ranks end together: one that stays is on a node that was lost, and srun would wait for ever
 
 # until Python listens, a signal would kill it
 block_signals=(env --block-signal=USR1 --block-signal=USR2)

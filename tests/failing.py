@@ -19,17 +19,21 @@ class FailingModel(PlainModel):
     """
     Args:
         stage: in which of a model's hooks it happens.
+        step_seconds: so that there is time for something to happen from outside.
     """
 
-    def __init__(self, how: How, rank: int = 1, stage: str = "training_step", **rest: Any) -> None:
+    def __init__(
+        self, how: How, rank: int = 1, stage: str = "training_step", step_seconds: float = 0, **rest: Any
+    ) -> None:
         super().__init__(**rest)
-        self.how, self.rank, self.stage = how, rank, stage
+        self.how, self.rank, self.stage, self.step_seconds = how, rank, stage, step_seconds
 
     def setup(self, stage: str) -> None:
         self._perhaps_fail("setup", 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._perhaps_fail("training_step", batch_idx)
+        time.sleep(self.step_seconds)
         return super().training_step(batch, batch_idx)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.conftest import Finished, Train
+from tests.conftest import Finished, Train, runs_in
 
 RUN = (
     *("model._target_=tests.failing.FailingModel", "data._target_=tests.plain.PlainData", "run_id=mine"),
-    *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4", "watch.hung_after_seconds=3"),
+    *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4"),
 )
 
 
@@ -18,14 +20,27 @@ def _failed(train: Train, *arguments: str) -> Finished:
     return finished
 
 
-def test_of_an_error_one_rank_alone_speaks_and_it_is_the_right_one(train: Train) -> None:
-    failed = _failed(train, "model.how=raises")
-    first, *traceback, said, where = failed.err.splitlines()
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return _failed(runs_in(tmp_path_factory.mktemp("raised")), "model.how=raises")
+
+
+def test_of_an_error_one_rank_alone_speaks_and_it_is_the_right_one(raised: Finished) -> None:
+    first, *traceback, said, where = raised.err.splitlines()
     assert first.startswith("rank 1 of 2 on ")
     assert first.endswith(" failed: RuntimeError: this is the bug")
     assert traceback[0] == "Traceback (most recent call last):"
     assert said == "RuntimeError: this is the bug"
     assert where.startswith("crash report: runs/failingmodel/mine/crash/")
+    assert raised.returncode == 1
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_of_ranks_that_python_forks_too(how: str, train: Train) -> None:
+    failed = train(*RUN, "strategy=ddp_fork", "trainer.devices=2", f"model.how='{how}'", check=False)
+    said = {"raises": r"RuntimeError: this is the bug", "is killed": r"process \d+ ended with.*"}[how]
+    assert re.fullmatch(rf"rank 1 (of 2 )?on \S+ failed: {said}", failed.err.splitlines()[0])
+    assert failed.err.count("Traceback") == (how == "raises")
     assert failed.returncode == 1
 
 
@@ -46,7 +61,7 @@ def test_a_rank_that_is_killed_is_named(rank: int, train: Train) -> None:
 
 @pytest.mark.parametrize("stage", ["training_step", "test_step"])
 def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(stage: str, train: Train) -> None:
-    failed = _failed(train, "model.how=hangs", f"model.stage={stage}")
+    failed = _failed(train, "model.how=hangs", f"model.stage={stage}", "watch.hung_after_seconds=5")
     line = failed.err.splitlines()[0]
     assert line.startswith("rank 1 of 2 on ")
     assert "hangs at" in line
@@ -54,9 +69,8 @@ def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(stage: str, train
     assert failed.returncode == 1
 
 
-def test_the_crash_report_holds_what_each_rank_knows(train: Train) -> None:
-    failed = _failed(train, "model.how=raises")
-    (report,) = (failed.run_dir / "crash").iterdir()
+def test_the_crash_report_holds_what_each_rank_knows(raised: Finished) -> None:
+    (report,) = (raised.run_dir / "crash").iterdir()
     assert (report / "failure.txt").read_text().splitlines()[-1] == "RuntimeError: this is the bug"
     for rank in (0, 1):
         told = (report / f"rank_{rank}.txt").read_text()
@@ -69,7 +83,7 @@ def test_the_crash_report_holds_what_each_rank_knows(train: Train) -> None:
 def test_a_run_of_one_process_keeps_its_traceback_and_has_a_crash_report(train: Train) -> None:
     failed = train(*RUN, "strategy=single", "model.how=raises", "model.rank=0", check=False)
     assert failed.returncode == 1
-    assert failed.err.splitlines()[-1].startswith("RuntimeError: this is the bug")
+    assert "RuntimeError: this is the bug" in failed.err.splitlines()
     (report,) = (failed.run_dir / "crash").iterdir()
     assert "RuntimeError: this is the bug" in (report / "rank_0.txt").read_text()
 

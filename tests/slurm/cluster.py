@@ -102,7 +102,8 @@ class Cluster:
         self.gpus_per_node = gpus_per_node
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.first_pids: dict[str, int] = {}  # the first process inside each host's namespaces
-        self._cards = 0
+        self._plugged = 0
+        self._cards: dict[str, str] = {}  # of each host, its end in the head's bridge
 
     def __enter__(self) -> Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path has at most 107 bytes
@@ -145,6 +146,13 @@ class Cluster:
         process = self.processes.pop(f"node{node}")
         os.kill(self.first_pids.pop(f"node{node}"), signal.SIGKILL)
         process.communicate()
+
+    def cut(self, node: int) -> None:
+        """The node lives on, and nothing that is sent to it or by it arrives."""
+        self._ip_link("set", self._cards[f"node{node}"], "nomaster")
+
+    def mend(self, node: int) -> None:
+        self._ip_link("set", self._cards[f"node{node}"], "master", "bridge")
 
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Runs a command on the head, as one who is logged in there does."""
@@ -207,14 +215,14 @@ class Cluster:
 
     def _plug_card(self, name: str) -> None:
         """Wires eth0 of a new node to the head's bridge."""
-        self._cards += 1  # a crashed node's card may linger
-        card, node_pid = f"veth{self._cards}", str(self.first_pids[name])
+        self._plugged += 1  # a crashed node's card may linger
+        card = self._cards[name] = f"veth{self._plugged}"
+        self._ip_link("add", card, "type", "veth", "peer", "name", "eth0", "netns", str(self.first_pids[name]))
+        self._ip_link("set", card, "master", "bridge", "up")
+
+    def _ip_link(self, *arguments: str) -> None:
         in_head_network = ["nsenter", f"--net=/proc/{self.first_pids['head']}/ns/net", "ip", "link"]
-        subprocess.run(
-            [*in_head_network, "add", card, "type", "veth", "peer", "name", "eth0", "netns", node_pid],
-            check=True,
-        )
-        subprocess.run([*in_head_network, "set", card, "master", "bridge", "up"], check=True)
+        subprocess.run([*in_head_network, *arguments], check=True)
 
     def _environment(self) -> dict[str, str]:
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}

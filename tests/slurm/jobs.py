@@ -38,8 +38,8 @@ class Job:
 
 
 def submit(cluster: Cluster, script: Path, *arguments: str, cwd: Path, **options: str | int) -> Job:
-    """Runs sbatch in `cwd`; ntasks_per_node=2 becomes --ntasks-per-node=2."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    """Runs sbatch in `cwd`; ntasks_per_node=2 becomes --ntasks-per-node=2, and no_requeue=True --no-requeue."""
+    flags = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in options.items()]
     submitted = cluster.run("sbatch", "--parsable", *flags, str(script), *arguments, cwd=cwd)
     assert submitted.returncode == 0, submitted.stderr
     return Job(cluster, submitted.stdout.strip().split(";")[0])

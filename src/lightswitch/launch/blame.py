@@ -49,7 +49,19 @@ def answer(error: Exception, cfg: DictConfig) -> int | None:
     return report.tell(first)
 
 
+def is_known() -> bool:
+    """The ranks have agreed on what failed first."""
+    if not processes.are_watched.is_set():
+        return False
+    from lightswitch.launch.watch import callback  # it imports torch, as this process has
+
+    return callback.verdict() is not None
+
+
 def failure(error: Exception, cfg: DictConfig, rank: Rank) -> Failure:
+    if type(error).__name__ == "ProcessExitedException":  # it has no words of its own
+        how = str(error).partition(" terminated with ")[2]
+        return Failure(f"{rank} failed: process {rank.pid} ended with {how}")
     problem = told(error, cfg)
     problems = error.problems if isinstance(error, Refused) else [problem] if problem else []
     if not problems:

@@ -23,7 +23,7 @@ from lightswitch.launch.predictions import PredictionWriter
 from lightswitch.launch.preemption import Preemption
 from lightswitch.launch.process_logging import ProcessLogging
 from lightswitch.launch.run_directory import RunRecord
-from lightswitch.launch.subprocesses import observed
+from lightswitch.launch.subprocesses import with_word
 from lightswitch.launch.watch.callback import Watch
 from lightswitch.launch.watch.verdict import Limits
 
@@ -65,7 +65,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     )
     _raise(problems)
     meeting.arrange(cfg, trainer)
-    return model, data, observed(trainer)
+    return model, data, with_word(trainer)
 
 
 def _raise(problems: list[str]) -> None:

@@ -36,7 +36,7 @@ class CrashReport:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._first_failure.open("x") as file:
                 file.write(text)
-            text += f"crash report: {_shown(self.folder)}\n"
+            text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
             return self.exit_code() or failure.exit_code
         except OSError as error:  # a full disk, for one: several ranks may tell it then
@@ -76,10 +76,6 @@ def to_torchrun(failure: Failure) -> None:
     if path and not Path(path).exists():
         said = {"py_callstack": f"{failure.line}\n{failure.details}".rstrip(), "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": said}}))
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _environment() -> str:

@@ -65,7 +65,8 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except signals.Stopped as stopped:
                 _stop(stopped, cfg)
             except Exception as error:
-                if (behind := signals.behind(error)) is not None:
+                behind = None if blame.is_known() else signals.behind(error)  # launchers end the ranks left over
+                if behind is not None:
                     blame.keep(error)
                     _stop(behind, cfg)
                 code = blame.answer(error, cfg)
@@ -112,7 +113,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 
 
 def _stop(stopped: signals.Stopped, cfg: DictConfig) -> NoReturn:
-    processes.part()
+    processes.part_early()
     processes.end_ranks()
     if placement.detect().rank == 0:
         log.info("stopped    by %s", stopped.by.name)

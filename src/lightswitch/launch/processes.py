@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,14 @@ def part() -> None:
         from lightswitch.launch.watch import callback  # it imports torch, as this process has
 
         callback.leave()
+
+
+def part_early() -> None:
+    """The run is asked to stop: no rank waits for another."""
+    if are_watched.is_set():
+        from lightswitch.launch.watch import callback  # it imports torch, as this process has
+
+        callback.withdraw()
 
 
 def leave_group_at_exit() -> None:
@@ -58,18 +67,15 @@ def end_ranks() -> None:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End this process and those it started, whatever they are doing."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    kill_children()
-    os._exit(code)
-
-
-def kill_children() -> None:
+    """Not by an exception: the main thread may be in a collective that never returns."""
     import psutil  # at the end alone: it takes its time to import
 
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(code)
 
 
 def follow_parent() -> None:

@@ -96,7 +96,7 @@ def ignore() -> None:
 def forwarded_by(launcher: object) -> Iterator[None]:
     """Where Python starts the ranks and this process waits for them, signals are theirs meanwhile."""
     global _forwarding
-    _forwarding = type(launcher).__name__ == "_MultiProcessingLauncher"
+    _forwarding = any(kind.__name__ == "_MultiProcessingLauncher" for kind in type(launcher).__mro__)
     try:
         yield
     finally:

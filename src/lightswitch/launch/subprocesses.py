@@ -1,7 +1,8 @@
-"""The ranks that a plain `python train.py` starts: what becomes of them until the ranks watch one another."""
+"""The ranks that a plain `python train.py` starts: what becomes of them where the watch does not reach."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -9,14 +10,16 @@ from typing import Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightswitch.launch import processes
 from lightswitch.launch.mistakes import EXIT_CODE
+from lightswitch.launch.watch.callback import Watch, verdict
 from lightswitch.launch.watch.failure import FAILED, node_name
 
 
-class Launcher(_SubprocessScriptLauncher):
+class Scripts(_SubprocessScriptLauncher):
     """Lightning's, less its observer, which kills this process when another has failed, without a word."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -42,8 +45,36 @@ def _end_with(rank: int, pid: int, code: int) -> None:
     processes.leave_now(EXIT_CODE if code == EXIT_CODE else FAILED)
 
 
-def observed(trainer: Trainer) -> Trainer:
+class Workers(_MultiProcessingLauncher):
+    """Lightning's, with callbacks that hear of an exception in the rank that raises it."""
+
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *rest: Any,
+    ) -> None:
+        try:
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+        except Exception as error:
+            assert trainer is not None
+            trainer.state.status = TrainerStatus.INTERRUPTED
+            watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]  # set past Lightning's declaration
+            watch.on_exception(trainer, trainer.lightning_module, error)
+            if (failure := verdict()) is None:
+                raise
+            processes.leave_now(failure.exit_code)  # torch would tell the other process of the error, once more
+
+
+def with_word(trainer: Trainer) -> Trainer:
+    """Whose launcher says a word of ranks that fail."""
     launcher = trainer.strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
-        trainer.strategy._launcher = Launcher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        trainer.strategy._launcher = Scripts(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+    elif type(launcher) is _MultiProcessingLauncher:
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it ends the others, which we say
+        trainer.strategy._launcher = Workers(launcher._strategy, launcher._start_method)
     return trainer

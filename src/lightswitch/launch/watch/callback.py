@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.launch import blame, crash, processes, signals
 from lightswitch.launch.crash import CrashReport
-from lightswitch.launch.resume import shown
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank, node_name
 from lightswitch.launch.watch.member import Member
 from lightswitch.launch.watch.verdict import Limits
@@ -60,7 +59,8 @@ class Watch(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, signals.Stopped):
             leave()
-        if not isinstance(exception, Exception):
+        if not isinstance(exception, Exception):  # it was asked to stop
+            withdraw()
             return
         if _member is not None:
             self._own = blame.failure(exception, self.cfg, _member.rank)
@@ -69,8 +69,8 @@ class Watch(Callback):
             self._report_alone(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):  # this process ends with the stage
-            leave()
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and not trainer.interrupted:
+            leave()  # this process ends with the stage
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._moved()
@@ -94,7 +94,7 @@ class Watch(Callback):
             with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
                 self.report.add_rank(rank, self.batch.place(trainer), own)
             if sys.version_info >= (3, 11):  # printed below the traceback
-                error.add_note(f"crash report: {shown(self.report.folder)}")
+                error.add_note(f"crash report: {os.path.relpath(self.report.folder)}")
 
     def _moved(self) -> None:
         if _member is not None:
@@ -107,10 +107,23 @@ class Watch(Callback):
         self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
 
 
+def verdict() -> Failure | None:
+    return _member.verdict if _member else None
+
+
 def answered(error: Exception, cfg: DictConfig) -> Failure:
     """What failed first in the run, told already."""
     assert _member is not None
     return _member.verdict or _member.fail(blame.failure(error, cfg, _member.rank))
+
+
+def withdraw() -> None:
+    """The run is asked to stop: that ranks end is no failure from now on."""
+    global _member
+    if _member is not None and _member.verdict is None:
+        _member.withdraw()
+        _member = None
+        processes.are_watched.clear()
 
 
 def leave() -> None:

@@ -7,6 +7,8 @@ import socket
 import traceback
 from dataclasses import dataclass
 
+from hydra.errors import InstantiationException
+
 FAILED = 1  # the exit code; 2 is for what a user can mend
 
 # Errors of a rank whose neighbour is gone: of gloo, NCCL, and the store where ranks meet
@@ -40,7 +42,10 @@ class Failure:
 
 
 def of_error(rank: Rank, error: BaseException) -> Failure:
-    told = traceback.format_exception_only(error)[-1].strip()
+    cause = error
+    while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra's, around it
+        cause = cause.__cause__
+    told = traceback.format_exception_only(cause)[-1].strip()
     details = "".join(traceback.format_exception(error))
     return Failure(f"{rank} failed: {told.splitlines()[0]}", details, follows=_FOLLOWS.search(told) is not None)
 

@@ -17,7 +17,7 @@ from lightswitch.launch.watch.stacks import Stand
 from lightswitch.launch.watch.verdict import Heard, Limits, suspicious, verdict
 
 LONGEST_LINE_BYTES = 1 << 24  # of a message, which is one line of JSON
-_TICK_SECONDS = 0.1
+_TICK_SECONDS = 0.2
 
 
 class Hub:
@@ -41,9 +41,14 @@ class Hub:
         return int(listener.getsockname()[1])
 
     async def all_left(self) -> None:
-        """Until each rank has ended as it should."""
+        """Until each rank has ended as it should; then the others may go, too."""
         while not all(rank.left for rank in self._ranks.values()):
             await asyncio.sleep(_TICK_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            _send(writer, over=True)
         self._judging.cancel()
         self._server.close()
 
@@ -89,7 +94,8 @@ class Hub:
                     rank.stand = None
                 self._tell(ask=True)
             for rank in ranks:
-                rank.ended = rank.ended or processes.how_ended(rank.rank.pid)
+                if rank.gone is not None:
+                    rank.ended = rank.ended or processes.how_ended(rank.rank.pid)
             if (failure := verdict(ranks, self._asked, now, self.limits)) is not None:
                 self._tell(verdict=asdict(failure))
                 return

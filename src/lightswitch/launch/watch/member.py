@@ -35,8 +35,7 @@ class Member:
         self.progress = 0  # batches begun
         self.verdict: Failure | None = None
         self._answer = answer
-        self._answered = Event()
-        self._left = False
+        self._done = Event()
         self._hub: Hub | None = None
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="watch", daemon=True).start()
@@ -60,26 +59,30 @@ class Member:
     def fail(self, failure: Failure) -> Failure:
         """What failed first in the run, once this is told: it need not be the same."""
         self._do(self._say(failure=asdict(failure)))
-        if not self._answered.wait(2 * ANSWER_SECONDS):
+        if not self._done.wait(2 * ANSWER_SECONDS):
             self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
-            self._answered.wait(ANSWER_SECONDS)
+            self._done.wait(ANSWER_SECONDS)
         return self.verdict or failure
 
     def leave(self) -> None:
-        """The proper end. Rank 0 waits here for the others, or for a verdict on those that do not come.
+        """The proper end. All ranks wait here for the last one: a job's scheduler may end those that outlive others.
 
         Raises:
             SystemExit: the run has failed.
         """
-        self._left = True
         self._do(self._say(leaves=True, progress=self.progress))
         if self._hub is not None:
-            left = asyncio.run_coroutine_threadsafe(self._hub.all_left(), self._loop)
-            while not left.done() and self.verdict is None:
-                self._answered.wait(0.02)
+            asyncio.run_coroutine_threadsafe(self._hub.all_left(), self._loop)
+        self._done.wait()
         if self.verdict is not None:
-            self._answered.wait()
             raise SystemExit(self.verdict.exit_code)
+        self._do(self._close())
+
+    def withdraw(self) -> None:
+        """Watch no more, without a word against those that still do."""
+        self._do(self._say(leaves=True))
+        if self._hub is not None:
+            self._loop.call_soon_threadsafe(self._hub.close)
         self._do(self._close())
 
     def _do(self, what: Coroutine[Any, Any, T]) -> T:
@@ -112,18 +115,21 @@ class Member:
 
     async def _listen(self) -> None:
         lost = WITHOUT_A_WORD
+        silence_seconds = 1.5 * self.limits.lost_after_seconds  # where the network is cut, rank 0 speaks first
         try:
-            while line := await asyncio.wait_for(self._reader.readline(), self.limits.lost_after_seconds):
+            while line := await asyncio.wait_for(self._reader.readline(), silence_seconds):
                 message = json.loads(line)
                 if "ask" in message:
                     await self._say(stand=asdict(stand()), progress=self.progress)
+                if "over" in message:
+                    self._done.set()
+                    return
                 if "verdict" in message:
                     self._end(Failure(**message["verdict"]))
                     return
         except (asyncio.TimeoutError, OSError):
-            lost = f"was lost: nothing heard for {self.limits.lost_after_seconds:g} s"
-        if not self._left:
-            self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
+            lost = f"was lost: nothing heard for {silence_seconds:g} s"
+        self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
 
     def _end(self, failure: Failure) -> None:
         if self.verdict is not None:
@@ -141,4 +147,4 @@ class Member:
         try:
             self._answer(self.verdict)
         finally:
-            self._answered.set()
+            self._done.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -31,9 +32,10 @@ class Stand:
 
 def stand() -> Stand:
     stack = _main_stack()
-    own = [frame for frame in stack if not frame.filename.startswith((*_LIBRARIES, _ENGINE, "<"))]
-    at = (own or stack)[-1]
     waits = any(part in stack[-1].filename for part in _WAITING)
+    others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
+    own = [] if waits else [frame for frame in stack if not frame.filename.startswith(others)]
+    at = (own or stack)[-1]
     return Stand(f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills())
 
 
