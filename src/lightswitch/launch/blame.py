@@ -40,7 +40,8 @@ def answer(error: Exception, cfg: DictConfig) -> int | None:
     rank = _rank(error, cfg)
     first = failure(error, cfg, rank)
     if first.exit_code == EXIT_CODE:
-        keep(error)
+        if not isinstance(error, Refused):  # that says all, and the run directory of a refused run is not to be filled
+            keep(error)
         print(first.line, file=sys.stderr)
         return EXIT_CODE
     if rank.world_size in (1, None) and not _started_here(error):
