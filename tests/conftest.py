@@ -69,12 +69,18 @@ def train(tmp_path: Path) -> Train:
 def runs_in(tmp_path: Path) -> Train:
     """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
 
-    With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script.
+    With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script. To
+    ``meanwhile=`` they are handed while they run.
     """
     count = 0
 
     def run(
-        *arguments: str, ranks: int = 0, folder: Path | None = None, timeout_seconds: int = 200, check: bool = True
+        *arguments: str,
+        ranks: int = 0,
+        folder: Path | None = None,
+        timeout_seconds: int = 200,
+        check: bool = True,
+        meanwhile: Callable[[list[multiprocessing.process.BaseProcess]], None] = lambda processes: None,
     ) -> Finished:
         nonlocal count
         count += 1
@@ -86,7 +92,7 @@ def runs_in(tmp_path: Path) -> Train:
             _context.Process(target=_train, args=(arguments, folder, path, environment))
             for path, environment in zip(written, environments, strict=True)
         ]
-        codes = _run(processes, timeout_seconds)
+        codes = _run(processes, timeout_seconds, meanwhile)
         out, err = ("".join(Path(f"{path}.{stream}").read_text() for path in written) for stream in ("out", "err"))
         finished = Finished(next((code for code in codes if code), 0), out, err, folder)
         if check:
@@ -105,10 +111,15 @@ def _as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def _run(processes: list[multiprocessing.process.BaseProcess], timeout_seconds: int) -> list[int]:
+def _run(
+    processes: list[multiprocessing.process.BaseProcess],
+    timeout_seconds: int,
+    meanwhile: Callable[[list[multiprocessing.process.BaseProcess]], None],
+) -> list[int]:
     """Exit codes; where one fails the others, which may wait for it, are ended."""
     for process in processes:
         process.start()
+    meanwhile(processes)
     end = time.monotonic() + timeout_seconds
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], 5)
