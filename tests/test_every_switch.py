@@ -34,16 +34,16 @@ PAIRS = [
     if (data in LANGUAGE_DATA) == model.startswith("gpt")
 ]
 STRATEGIES = {  # on one device
-    "ddp": ("DDP", "_SubprocessScriptLauncher", None),
-    "ddp_fork": ("DDP", "_MultiProcessingLauncher", "fork"),
-    "ddp_spawn": ("DDP", "_MultiProcessingLauncher", "spawn"),
+    "ddp": ("DDP", "Scripts", None),
+    "ddp_fork": ("DDP", "Workers", "fork"),
+    "ddp_spawn": ("DDP", "Workers", "spawn"),
     "auto": ("Single", None, None),
     "single": ("Single", None, None),
-    "fsdp": ("FSDP", "_SubprocessScriptLauncher", None),
-    "fsdp_grad_op": ("FSDP", "_SubprocessScriptLauncher", None),
-    "fsdp_hybrid": ("FSDP", "_SubprocessScriptLauncher", None),
-    "fsdp_offload": ("FSDP", "_SubprocessScriptLauncher", None),
-    "fsdp1": ("FSDP1", "_SubprocessScriptLauncher", None),
+    "fsdp": ("FSDP", "Scripts", None),
+    "fsdp_grad_op": ("FSDP", "Scripts", None),
+    "fsdp_hybrid": ("FSDP", "Scripts", None),
+    "fsdp_offload": ("FSDP", "Scripts", None),
+    "fsdp1": ("FSDP1", "Scripts", None),
 }
 # run by tests of their own
 DEEPSPEED = [strategy for strategy in choices("strategy") if strategy.startswith("deepspeed")]

@@ -211,7 +211,7 @@ def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, 
     )
     seen = witnesses(_the_run(tmp_path))
     assert [place["local_rank"] for place in seen] == [0, 1]
-    assert seen[0]["launcher"] == "_SubprocessScriptLauncher"
+    assert seen[0]["launcher"] == "Scripts"
     assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
 
 

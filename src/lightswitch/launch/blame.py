@@ -106,7 +106,7 @@ def _rank(error: Exception, cfg: DictConfig) -> Rank:
     number = place.rank
     if not place.is_external:
         node, local = (int(os.environ.get(name, 0)) for name in ("NODE_RANK", "LOCAL_RANK"))
-        number = node * (world // cfg.trainer.num_nodes) + local
+        number = node * (world // max(1, cfg.trainer.num_nodes)) + local
     if _started_here(error):
         return Rank(error.error_index, None, node_name(), error.error_pid)  # type: ignore[attr-defined]  # torch's
     return Rank(number, world, node_name(), os.getpid())
