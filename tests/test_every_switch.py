@@ -17,7 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import build, nodes, resolvers
+from lightswitch.launch import build, resolvers
+from lightswitch.launch.checks import nodes
 from tests.conftest import CHECKOUT, PLAIN, Train
 from tests.launch.witness import WITNESS, witnesses
 

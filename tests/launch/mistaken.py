@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
     import hydra.main  # noqa: F401
 
     import lightswitch.launch.preflight  # noqa: F401
-    from lightswitch.launch.signatures import signature
+    from lightswitch.launch.checks.signatures import signature
 
     signature("lightning.pytorch.Trainer")  # its source is read once for all
     children: list[int] = []

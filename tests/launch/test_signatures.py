@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.launch.signatures import Signature, signature
+from lightswitch.launch.checks.signatures import Signature, signature
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ REAL = {
 def read_elsewhere() -> dict[str, object]:
     """What a process reads of real classes, and what it imported to do so."""
     script = (
-        "import json, sys\nfrom lightswitch.launch.signatures import signature\n"
+        "import json, sys\nfrom lightswitch.launch.checks.signatures import signature\n"
         f"found = {{target: sorted(signature(target).parameters) for target in {list(REAL)}}}\n"
         "heavy = sorted({'torch', 'lightning', 'numpy', 'torchmetrics'} & sys.modules.keys())\n"
         "print(json.dumps({'found': found, 'heavy': heavy}))"

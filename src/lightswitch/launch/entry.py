@@ -29,11 +29,10 @@ from lightswitch.launch import (
     requeue,
     resolvers,
     signals,
-    sweep,
-    sweep_job,
 )
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
+from lightswitch.launch.sweeps import job, walk
 from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         def guarded(cfg: DictConfig) -> float | None:
             nonlocal composed
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                return sweep_job.run(typed, cfg)
+                return job.run(typed, cfg)
             composed = True
             gc.freeze()  # what is there stays: not to be looked through now, all at once
             gc.enable()
@@ -90,7 +89,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             signals.catch()
             gc.disable()  # until the config is composed: of the many small objects that takes, few are garbage
             composition.shorten()
-            sweep.oversee()
+            walk.oversee()
             resolvers.register()
             try:
                 if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchError, BatchPlan
-from lightswitch.launch import devices, knobs, launchers, nodes, precision
+from lightswitch.launch.checks import devices, knobs, launchers, nodes, precision
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.strategies import limits
 

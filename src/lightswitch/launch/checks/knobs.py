@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import scaled_learning_rate
-from lightswitch.launch import nodes
+from lightswitch.launch.checks import nodes
 from lightswitch.launch.mistakes import nearest
 
 MODES = ("fit", "validate", "test", "predict")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightswitch.launch.signatures import signature
+from lightswitch.launch.checks.signatures import signature
 
 _SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal one, 6.1e-5
 

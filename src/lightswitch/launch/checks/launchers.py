@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightswitch.launch import devices, placement
+from lightswitch.launch import placement
+from lightswitch.launch.checks import devices
 
 _EVENED = {
     "slurm": "use --ntasks-per-node={}",

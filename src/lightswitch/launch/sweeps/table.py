@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightswitch.launch.sweep_record import FINISHED, Record
+from lightswitch.launch.sweeps.record import FINISHED, Record
 
 
 def of(records: list[Record], objective: str) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.launch import placement, results, sweep_record
+from lightswitch.launch import placement, results
 from lightswitch.launch.arguments import flags_of_a_job, quoted
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.signals import REQUEUED
-from lightswitch.launch.sweep_process import run_to_its_end
-from lightswitch.launch.sweep_record import FAILED, FINISHED, STOPPED, Record
+from lightswitch.launch.sweeps import record
+from lightswitch.launch.sweeps.process import run_to_its_end
+from lightswitch.launch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
 
@@ -41,7 +42,7 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
     job = Record(hydra.job.num, list(hydra.overrides.task), directory, start=_start())
-    earlier = sweep_record.read(folder)
+    earlier = record.read(folder)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise Mistakes([f"{directory} holds the job with {other}; start this sweep under another run_id"])
     if (
@@ -56,7 +57,7 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
     if placement.detect().rank == 0:
-        sweep_record.write(job, folder)
+        record.write(job, folder)
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
         print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
     return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective))
@@ -86,7 +87,7 @@ def _failure_elsewhere(job: Record, folder: Path) -> Callable[[], bool]:
     alone = not placement.detect().is_external
 
     def failed() -> bool:
-        there = None if alone else sweep_record.read(folder)
+        there = None if alone else record.read(folder)
         return there is not None and (there.start, there.state) == (job.start, FAILED)
 
     return failed
@@ -99,6 +100,6 @@ def _how(exit_code: int) -> str:
 def _end(job: Record, folder: Path) -> float | None:
     """Of a cluster's tasks the first speaks for the job; of a failure, the one that has it."""
     if placement.detect().rank == 0 or job.state == FAILED:
-        sweep_record.write(job, folder)
+        record.write(job, folder)
     number = job.objective
     return number if number is not None and math.isfinite(number) else None  # Optuna takes no other

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
+from lightswitch.launch.checks.signatures import Parameter, Signature, signature
 from lightswitch.launch.mistakes import nearest
-from lightswitch.launch.signatures import Parameter, Signature, signature
 
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 

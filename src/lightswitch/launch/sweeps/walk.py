@@ -12,9 +12,10 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightswitch.launch import placement, sweep_record, sweep_table
+from lightswitch.launch import placement
 from lightswitch.launch.arguments import quoted
 from lightswitch.launch.mistakes import Mistakes
+from lightswitch.launch.sweeps import record, table
 
 _FAILED = 1
 
@@ -47,13 +48,13 @@ def oversee() -> None:
         except (HydraException, Mistakes):  # in what was typed
             raise
         except Exception as error:
-            if not any(record.has_failed for record in sweep_record.read_all(folder)):
+            if not any(job.has_failed for job in record.read_all(folder)):
                 raise
             print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as where Optuna has no trial to go by
         finally:
-            records = sweep_record.read_all(folder)
-            print(sweep_table.of(records, str(cfg.objective)), end="", flush=True)
-        if any(record.has_failed for record in records):
+            jobs = record.read_all(folder)
+            print(table.of(jobs, str(cfg.objective)), end="", flush=True)
+        if any(job.has_failed for job in jobs):
             raise SystemExit(_FAILED)
 
     Hydra.multirun = multirun  # type: ignore[method-assign]  # there is no hook to do it by
