@@ -48,9 +48,10 @@ constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows,
 	  --no-header --no-annotate pyproject.toml | grep -vE '^(nvidia|cuda|triton)\b' >> .venv/constraints.txt
 	mv .venv/constraints.txt constraints.txt
 
-tables: $(INSTALLED) ## run every strategy at every precision, and from every one to every other, for docs/ (40 minutes)
+tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for docs/ (an hour)
 	$(PYTHON) -m tests.tables.matrix
 	$(PYTHON) -m tests.tables.resume
+	$(PYTHON) -m tests.tables.failures
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
