@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import CHECKOUT, PLAIN, Train
+from tests.launch.conftest import Start
 from tests.launch.witness import WITNESS, witnesses
 
 RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
 TRAIN_PY = str(CHECKOUT / "train.py")
 TIMEOUT_SECONDS = 120
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process in a session of its own, which ends with the test and takes all that it started with it."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(*command: str, **environment: str) -> subprocess.Popen[str]:
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ = inherited | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"} | environment
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-@pytest.fixture
-def port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
-
-
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TRAIN_PY, *arguments]
-
-
-def test_torchrun_starts_one_run(start: Start, tmp_path: Path) -> None:
-    out = _finish(start(*torchrun(*RUN)))
-    run_dir = _the_run(tmp_path)
-    first, second = witnesses(run_dir)
-    assert [first["local_rank"], second["local_rank"]] == [0, 1]
-    assert (first["world_size"], first["strategy"], first["cluster"]) == (2, "DDP", "TorchElasticEnvironment")
-    assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
-    assert f"\nevaluate   torchrun --nproc-per-node=2 {TRAIN_PY} model._target_=" in out
 
 
 def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
@@ -164,8 +109,8 @@ def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port:
         )
         for node in (0, 1)
     ]
-    outs = [_finish(node) for node in nodes]
-    run_dir = _the_run(tmp_path)
+    outs = [finish(node) for node in nodes]
+    run_dir = the_run(tmp_path)
     assert run_dir.name == "mine"
     seen = witnesses(run_dir)
     assert [place["node_rank"] for place in seen] == [0, 1]
@@ -181,8 +126,8 @@ def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port:
         )
         for rank in ("0", "1")
     ]
-    outs = [_finish(rank) for rank in ranks]
-    seen = witnesses(_the_run(tmp_path))
+    outs = [finish(rank) for rank in ranks]
+    seen = witnesses(the_run(tmp_path))
     assert [(place["world_size"], place["local_rank"], place["strategy"]) for place in seen] == [
         (2, 0, "DDP"),
         (2, 1, "DDP"),
@@ -206,22 +151,22 @@ def test_processes_started_one_by_one_need_a_run_id(start: Start, tmp_path: Path
 def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "tiny.yaml").write_text("# @package _global_\ntrainer:\n  devices: 2\n")
-    out = _finish(
+    out = finish(
         start(sys.executable, TRAIN_PY, *RUN, "strategy=ddp", "experiment=tiny", "--config-dir", str(tmp_path / "mine"))
     )
-    seen = witnesses(_the_run(tmp_path))
+    seen = witnesses(the_run(tmp_path))
     assert [place["local_rank"] for place in seen] == [0, 1]
     assert seen[0]["launcher"] == "Scripts"
     assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
 
 
-def _finish(process: subprocess.Popen[str]) -> str:
+def finish(process: subprocess.Popen[str]) -> str:
     out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, out
     return out
 
 
-def _the_run(folder: Path) -> Path:
+def the_run(folder: Path) -> Path:
     """The one run directory, with one configuration and one log."""
     (run_dir,) = folder.glob("runs/*/*")
     assert len(list(folder.rglob(".hydra"))) == 1
