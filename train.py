@@ -27,7 +27,7 @@ def main(cfg: DictConfig) -> None:
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     model, data, trainer = build.build(cfg, plan)
     start = resume.find(cfg)
-    report.begin(cfg, model, trainer, plan, start)
+    report.begin(cfg, trainer, plan, start)
 
     if cfg.mode == "fit":
         metrics = stages.fit(model, data, trainer, start.path)

@@ -29,8 +29,8 @@ block_signals=(env --block-signal=USR1 --block-signal=USR2)
 # launch TASKS COMMAND...: so many on every node of the job
 launch() {
   local code=0
-  srun --nodes="$SLURM_NNODES" --ntasks-per-node="$1" --cpus-per-task="$((cpus_per_task * tasks_per_node / $1))" \
-    "${srun_options[@]}" "${block_signals[@]}" "${@:2}" || code=$?
+  srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * $1))" --ntasks-per-node="$1" \
+    --cpus-per-task="$((cpus_per_task * tasks_per_node / $1))" "${srun_options[@]}" "${block_signals[@]}" "${@:2}" || code=$?
   requeue_after "$code"
   exit "$code"
 }

@@ -65,7 +65,7 @@ def swept(slurm_cluster: Cluster, checkout: Path, monkeypatch: pytest.MonkeyPatc
 def test_submitit_trains_each_job_on_nodes_of_its_own(swept: Swept, checkout: Path) -> None:
     done = swept("train.py", *RUN, "seed=1,2")
     assert done.returncode == 0, done.stderr + done.stdout
-    assert [row[3] for row in rows(done.stdout)] == ["finished", "finished"]
+    assert [row[-2] for row in rows(done.stdout)] == ["finished", "finished"]
     for number in ("0", "1"):
         seen = witnesses(checkout / "runs/plain/x" / number)
         assert [(rank["world_size"], rank["node_rank"], rank["cluster"]) for rank in seen] == [
@@ -77,5 +77,5 @@ def test_submitit_trains_each_job_on_nodes_of_its_own(swept: Swept, checkout: Pa
 def test_a_task_that_fails_ends_its_job_and_not_the_sweep(swept: Swept) -> None:
     done = swept("swept.py", "name=half,whole", "seed=1")
     assert done.returncode == 1, done.stderr
-    assert [row[3] for row in rows(done.stdout)] == ["failed", "finished"]
+    assert [row[-2] for row in rows(done.stdout)] == ["failed", "finished"]
     assert done.stdout.endswith("job 0      rank 1 of 2 on node2 failed: RuntimeError: it is broken\n")

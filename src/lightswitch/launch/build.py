@@ -26,6 +26,7 @@ from lightswitch.launch.run_directory import RunRecord
 from lightswitch.launch.subprocesses import with_word
 from lightswitch.launch.watch.callback import Watch
 from lightswitch.launch.watch.verdict import Limits
+from lightswitch.monitoring.model_size import ModelSize
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     _raise(problems)
     batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
     watch = Watch(cfg, report, batch, Limits(**cfg.watch))
-    engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ProcessLogging(_job_logging())]
+    engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ModelSize()]
+    engine.append(ProcessLogging(_job_logging()))
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(

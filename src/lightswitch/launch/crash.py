@@ -36,7 +36,8 @@ class CrashReport:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._first_failure.open("x") as file:
                 file.write(text)
-            text += f"crash report: {os.path.relpath(self.folder)}\n"
+            if failure.exit_code != EXIT_CODE:  # a mistake's line says all
+                text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
             return self.exit_code() or failure.exit_code
         except OSError as error:  # a full disk, for one: several ranks may tell it then

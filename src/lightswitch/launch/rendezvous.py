@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -40,16 +41,51 @@ def come(place: Place, purpose: str) -> Store:
     Raises:
         Refused: the port is in use, or the store can't be reached.
     """
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.rank == 0 and not by_torchrun:
-        served = _served(place)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        served = _served_anew(place) if place.rank == 0 else _joined_anew(place)
     else:
-        _reach(place)
-        served = _answered(place)
-    return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", served)
+        served = _served(place) if place.rank == 0 else _joined(place)
+    return PrefixStore(purpose, served)
 
 
-def _served(place: Place) -> Store:
+def _served_anew(place: Place) -> Store:
+    """torchrun keeps one store over its restarts. In it, this start would read what an earlier one has written."""
+    board, served = _joined(place), _served(replace(place, port=0))
+    token = secrets.token_hex(8)
+    served.set("token", token)
+    board.set("served", f"{served.port} {token}")
+    _lead_to(served.port)
+    return served
+
+
+def _joined_anew(place: Place) -> Store:
+    board = _joined(place)
+    end = time.monotonic() + place.timeout_seconds
+    while True:
+        port, token = board.get("served").decode().split()
+        try:  # nobody serves any more what an earlier start has written there
+            socket.create_connection((place.address, int(port)), _POLL_SECONDS * 100).close()
+            served = _answered(replace(place, port=int(port)))
+            if served.get("token").decode() == token:
+                _lead_to(int(port))
+                return served
+        except (OSError, DistError) as error:
+            if time.monotonic() > end:
+                raise Refused(_unreached(place, str(error))) from error
+        time.sleep(_POLL_SECONDS)
+
+
+def _lead_to(port: int) -> None:
+    """The process group is made at the same place."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+
+
+def _joined(place: Place) -> Store:
+    _reach(place)
+    return _answered(place)
+
+
+def _served(place: Place) -> TCPStore:
     try:
         return _tcp_store(place, is_served_here=True)
     except DistError as error:
@@ -61,7 +97,7 @@ def _served(place: Place) -> Store:
         ) from error
 
 
-def _tcp_store(place: Place, is_served_here: bool) -> Store:
+def _tcp_store(place: Place, is_served_here: bool) -> TCPStore:
     return TCPStore(
         place.address,
         place.port,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import shlex
 import time
@@ -10,11 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import psutil
-import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
@@ -28,9 +25,8 @@ log = logging.getLogger(__name__)
 
 
 @rank_zero_only
-def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
+def begin(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
-    log.info("model      %s%s", type(model).__name__, _size(model))
     log.info(
         "strategy   %s, precision %s, %d node%s × %d %s",
         type(trainer.strategy).__name__, trainer.precision,
@@ -40,17 +36,6 @@ def begin(cfg: DictConfig, model: LightningModule, trainer: Trainer, plan: Batch
     log.info("run        %s", shown(_run_dir()))
     if start.path is not None:
         log.info("%s %s", "resumes   " if cfg.mode == "fit" else "reads     ", start)
-
-
-def _size(model: LightningModule) -> str:
-    if is_overridden("configure_model", model):
-        model = copy.deepcopy(model)
-        try:
-            with torch.device("meta"):  # takes no memory
-                model.configure_model()
-        except RuntimeError:  # it asks for the trainer, which it has not met yet
-            return ""
-    return f", {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} M parameters"
 
 
 @rank_zero_only

@@ -104,7 +104,8 @@ class Watch(Callback):
         assert _member is not None
         self.report.tell(failure)
         crash.to_torchrun(failure)
-        self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
+        if failure.exit_code == FAILED:
+            self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
 
 
 def verdict() -> Failure | None:
