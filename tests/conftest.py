@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,15 @@ class Finished:
 
 
 Train = Callable[..., Finished]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """As it was, after each test: Lightning leaves where ranks meet in it, and two jobs that inherit that would mix."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ def test_nodes_train_the_run_of_one_process(
 
 
 def test_a_rank_that_dies_before_it_trains_ends_the_job(slurm_cluster: Cluster, checkout: Path) -> None:
-    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, "strategy=ddp", cwd=checkout, nodes=2, ntasks_per_node=1)
+    options = {"nodes": 2, "ntasks_per_node": 1, "no_requeue": True}
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, "strategy=ddp", cwd=checkout, **options)
     _train_process(slurm_cluster, "node2").kill()
     killed_at = time.monotonic()
     assert job.wait(timeout_seconds=60) == "FAILED"
