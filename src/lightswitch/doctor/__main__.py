@@ -67,9 +67,7 @@ def _examine(report: Report, timeout_seconds: float) -> None:
         return
     code = agreement.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
     shared = RUNS if RUNS.exists() else Path()
-    verdict = meeting.agree(
-        PrefixStore("agreement", store), place, Evidence(versions, code, {}), shared, tell=False
-    )
+    verdict = meeting.agree(PrefixStore("agreement", store), place, Evidence(versions, code, {}), shared, tell=False)
     report.problems += [verdict] if verdict and rank == 0 else []
     _measure(store, place, local_rank, report)
 
