@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -30,3 +32,15 @@ class FailsOnce(pl.Callback):
         if trainer.global_step == self.step and not Path("failed").exists():
             Path("failed").touch()
             raise RuntimeError("a passing fault")
+
+
+class AsksOnce(pl.Callback):
+    """Asks the run to end at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not Path("asked").exists():
+            Path("asked").touch()
+            os.kill(os.getpid(), signal.SIGTERM)

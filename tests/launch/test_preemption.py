@@ -74,6 +74,17 @@ def test_a_signal_to_one_rank_ends_all_in_one_checkpoint(
         assert found == pytest.approx(expected, abs=1e-5), metric
 
 
+@pytest.mark.parametrize("step", [6, 7, 8])
+def test_a_run_that_ends_beside_a_validation_validates_once(step: int, train: Train, uninterrupted: Finished) -> None:
+    run = (*RUN, FAST, "strategy=single")
+    asks = ("callbacks.asks._target_=tests.launch.pace.AsksOnce", f"callbacks.asks.step={step}")
+    stopped = train(*run, *asks, check=False)
+    assert stopped.returncode == 143, stopped.err
+    ended = train(*run, folder=stopped.folder)
+    for metric in ("train/loss", "val/loss", "samples"):
+        assert ended.column(metric) == uninterrupted.column(metric), metric
+
+
 def test_a_long_validation_is_broken_off_and_run_again(train: Train, tmp_path: Path, uninterrupted: Finished) -> None:
     run = (
         *RUN,

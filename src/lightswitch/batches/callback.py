@@ -217,10 +217,14 @@ class GlobalBatch(Callback):
         return self._batches >= trainer.num_training_batches
 
     def _validation_due(self, trainer: Trainer) -> bool:
-        fetcher = trainer.fit_loop._data_fetcher
-        if fetcher is None or self._validated_step == self._position(trainer).global_step:
+        fetcher, loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
+        global_step = self._position(trainer).global_step
+        if fetcher is None or self._validated_step == global_step:
             return False
-        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+        finished = (global_step - self._epoch_start.global_step) * self.plan.accumulation
+        if finished < loop.batch_progress.current.ready:  # the next has begun, and Lightning would speak of that one
+            return False
+        return loop._should_check_val_fx(fetcher)
 
 
 def _data_rank(trainer: Trainer) -> int:
