@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tests.plain import PlainData, PlainModel
 
-How = Literal["raises", "refuses", "is killed", "hangs", "nothing"]
+How = Literal["raises", "refuses", "is killed", "runs out of memory", "may write no more", "hangs", "nothing"]
 
 
 class FailingModel(PlainModel):
@@ -63,5 +64,20 @@ def fail(how: How) -> None:
         raise ValueError("this is no batch of mine")
     if how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "runs out of memory":
+        _run_out_of_memory()
+    if how == "may write no more":  # as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if how == "hangs":
         time.sleep(1000)
+
+
+def _run_out_of_memory() -> None:
+    """Until the kernel ends this process; needs root, and the first version of control groups."""
+    group = Path(f"/sys/fs/cgroup/memory/failing_{time.time_ns()}")
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(200 << 20))
+    (group / "cgroup.procs").write_text("0")  # this process, whatever its number in its namespace
+    hoard = []
+    while True:
+        hoard.append(bytearray(os.urandom(1 << 20)))

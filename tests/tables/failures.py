@@ -6,6 +6,7 @@ python -m tests.tables.failures          # needs what the tests of Slurm need: d
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,21 +21,51 @@ import psutil
 
 from tests.conftest import CHECKOUT
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import submit
+from tests.slurm.jobs import Job, submit
 from tests.tables import documents
 
-MODEL = "model._target_=tests.failing.FailingModel"
-PLAIN = ("data._target_=tests.plain.PlainData",)
+ALL = ("python", "ddp_spawn", "torchrun", "Slurm")
+ONE_BY_ONE = ("python", "torchrun", "Slurm")  # Python's own processes get their data from the one that starts them
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Args:
+        fault: what is done to the run from outside, once it trains.
+    """
+
+    arguments: tuple[str, ...]
+    launchers: tuple[str, ...] = ALL
+    fault: str = ""
+
+
+def in_model(how: str, *arguments: str) -> tuple[str, ...]:
+    model = ("model._target_=tests.failing.FailingModel", f"model.how={how!r}")
+    return *model, "data._target_=tests.plain.PlainData", *arguments
+
+
+def in_data(how: str) -> tuple[str, ...]:
+    return "model._target_=tests.plain.PlainModel", "data._target_=tests.failing.FailingData", f"data.how={how!r}"
+
+
+SLOW = in_model("nothing", "model.step_seconds=0.1", "trainer.log_every_n_steps=2")
 CASES = {
-    "an exception in rank 1": (MODEL, "model.how=raises", *PLAIN),
-    "`kill -9` of rank 1": (MODEL, "model.how='is killed'", *PLAIN),
-    "rank 1 hangs (given up after 5 s)": (MODEL, "model.how=hangs", "watch.hung_after_seconds=5", *PLAIN),
-    "an exception before the ranks meet": (
-        *("model._target_=tests.plain.PlainModel", "data._target_=tests.failing.FailingData", "data.how=raises"),
+    "an exception in rank 1": Case(in_model("raises")),
+    "`kill -9` of rank 1": Case(in_model("is killed")),
+    "rank 1 runs out of memory": Case(in_model("runs out of memory")),
+    "rank 1 hangs (given up after 5 s)": Case(in_model("hangs", "watch.hung_after_seconds=5")),
+    "the disk of rank 1 is full when it saves": Case(
+        in_model("may write no more", "callbacks.last_checkpoint.every_n_steps=4", "trainer.max_steps=40")
     ),
+    "an exception before the ranks meet": Case(in_data("raises"), ONE_BY_ONE),
+    "`kill -9` before the ranks meet": Case(in_data("is killed"), ONE_BY_ONE),
+    "Ctrl+C, or `scancel --signal=INT`": Case(SLOW, fault="interrupt"),
+    "twice, in a step that does not end": Case(in_model("hangs", "model.rank=0"), fault="interrupt twice"),
+    "the node of rank 1 crashes": Case(SLOW, ("Slurm",), "crash"),
+    "the node of rank 1 is cut off (given up after 10 s)": Case(SLOW, ("Slurm",), "cut"),
+    "the node of rank 1 is cut off, and comes back after 15 s": Case(SLOW, ("Slurm",), "cut for a while"),
 }
-FAULTS = {"the node of rank 1 crashes": "crash", "the node of rank 1 is cut off (given up after 10 s)": "cut"}
-SLOW = (MODEL, "model.how=nothing", "model.step_seconds=0.1", *PLAIN, "trainer.log_every_n_steps=2")
 RUN = (
     *("trainer.accelerator=cpu", "trainer.max_steps=1000", "name=failing"),
     "watch.lost_after_seconds=10",
@@ -45,7 +76,6 @@ LAUNCHERS = {
     "ddp_spawn": (*TRAIN, "strategy=ddp_spawn", "trainer.devices=2"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TRAIN[1], "strategy=ddp"),
 }
-ON_ITS_OWN = "FailingData"  # Python's own processes get their data from the one that starts them
 
 
 @dataclass(frozen=True)
@@ -59,62 +89,83 @@ class Cell:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         cells = {
-            (case, launcher): pool.submit(_local, arguments, LAUNCHERS[launcher], Path(folder, f"{launcher}{number}"))
-            for number, (case, arguments) in enumerate(CASES.items())
+            (name, launcher): pool.submit(_local, case, LAUNCHERS[launcher], Path(folder, f"{launcher}{number}"))
+            for number, (name, case) in enumerate(CASES.items())
             for launcher in LAUNCHERS
-            if launcher != "ddp_spawn" or ON_ITS_OWN not in str(arguments)
+            if launcher in case.launchers
         }
         done = {key: cell.result() for key, cell in cells.items()}
         with Cluster(nodes=4) as cluster:
-            for number, (case, arguments) in enumerate(CASES.items()):
-                done[case, "Slurm"] = _on_slurm(cluster, arguments, "", Path(folder, f"slurm{number}"))
-            for case, fault in FAULTS.items():
-                done[case, "Slurm"] = _on_slurm(cluster, SLOW, fault, Path(folder, fault))
+            for number, (name, case) in enumerate(CASES.items()):
+                done[name, "Slurm"] = _on_slurm(cluster, case, Path(folder, f"slurm{number}"))
+    for group in Path("/sys/fs/cgroup/memory").glob("failing_*"):
+        group.rmdir()
     documents.put("failures.md", "failures", list(_document(done)))
 
 
-def _local(arguments: tuple[str, ...], command: tuple[str, ...], folder: Path) -> Cell:
+def _local(case: Case, command: tuple[str, ...], folder: Path) -> Cell:
     folder.mkdir()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         environ = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "CELL": folder.name}
         process = subprocess.Popen(
-            [*command, *RUN, *arguments], cwd=folder, env=environ, stdout=out, stderr=err, start_new_session=True
+            [*command, *RUN, *case.arguments], cwd=folder, env=environ, stdout=out, stderr=err, start_new_session=True
         )
+        if case.fault:
+            _wait_until_it_trains(folder)
+            for _ in range(1 + case.fault.endswith("twice")):
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+                time.sleep(2)
         code = process.wait(timeout=300)
     return _seen(folder, str(code), time.time())
 
 
-def _on_slurm(cluster: Cluster, arguments: tuple[str, ...], fault: str, folder: Path) -> Cell:
+def _on_slurm(cluster: Cluster, case: Case, folder: Path) -> Cell:
     folder.mkdir()
     for name in ("train.py", "conf", "slurm"):
         (folder / name).symlink_to(CHECKOUT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     os.environ |= {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "CELL": folder.name}
     script = CHECKOUT / "slurm/multinode.sh"
-    options = {
-        "nodes": 2,
-        "ntasks_per_node": 1,
-        "nodelist": "node[1-2]",
-        "error": str(folder / "err"),
-        "no_requeue": True,
-    }
-    job = submit(cluster, script, *RUN, "strategy=ddp", *arguments, cwd=folder, **options)
-    if fault:
-        while "\nstep " not in job.output():
-            time.sleep(0.1)
-        (folder / "failed_").write_text(str(time.time()))
-        getattr(cluster, fault)(2)
+    options = {"nodes": 2, "ntasks_per_node": 1, "nodelist": "node[1-2]", "no_requeue": True}
+    options |= {"output": str(folder / "out"), "error": str(folder / "err")}
+    job = submit(cluster, script, *RUN, "strategy=ddp", *case.arguments, cwd=folder, **options)
+    if case.fault:
+        _wait_until_it_trains(folder)
+        _strike(cluster, job, case.fault)
     job.wait(300)
     cell = _seen(folder, job.details()["ExitCode"].partition(":")[0], time.time())
-    if fault == "crash":
+    if case.fault == "crash":
         cluster.boot(2)
-    if fault == "cut":
+    if case.fault == "cut":
         cluster.mend(2)
     while cluster.idle_nodes() < 4:
         time.sleep(0.2)
     return cell
+
+
+def _strike(cluster: Cluster, job: Job, fault: str) -> None:
+    if fault.startswith("interrupt"):
+        for _ in range(1 + fault.endswith("twice")):
+            cluster.run("scancel", "--signal=INT", job.id)
+            time.sleep(2)
+    elif fault == "crash":
+        cluster.crash(2)
+    else:
+        cluster.cut(2)
+        if fault == "cut for a while":
+            time.sleep(15)
+            cluster.mend(2)
+
+
+def _wait_until_it_trains(folder: Path) -> None:
+    out, failed = folder / "out", folder / "failed_0"
+    while not ((out.exists() and "\nstep " in out.read_text()) or list(folder.glob("failed_*"))):
+        time.sleep(0.1)
+    for path in folder.glob("failed_*"):
+        path.unlink()
+    failed.write_text(str(time.time()))
 
 
 def _seen(folder: Path, code: str, ended: float) -> Cell:
@@ -122,8 +173,8 @@ def _seen(folder: Path, code: str, ended: float) -> Cell:
         ended = time.time()
         time.sleep(0.1)
     failed = min(float(path.read_text()) for path in folder.glob("failed_*"))
-    line = (folder / "err").read_text().partition("\n")[0]
-    line = line.replace(socket.gethostname(), "node").replace(f"{CHECKOUT}/", "")
+    told = [*(folder / "err").read_text().splitlines(), *(folder / "out").read_text().splitlines()[-2:]]
+    line = told[0].replace(socket.gethostname(), "node").replace(f"{CHECKOUT}/", "").strip()
     cell = Cell(ended - failed, code, line)
     print(folder.name, cell, flush=True)
     return cell
@@ -144,7 +195,7 @@ def _document(done: dict[tuple[str, str], Cell]) -> Iterator[str]:
     yield ""
     rows = [
         [case, launcher, f"{cell.seconds:.0f}", cell.code, f"`{cell.line}`"]
-        for case in (*CASES, *FAULTS)
+        for case in CASES
         for launcher in (*LAUNCHERS, "Slurm")
         if (cell := done.get((case, launcher)))
     ]

@@ -23,7 +23,15 @@ def part() -> None:
     if are_watched.is_set():
         from lightswitch.launch.watch import callback  # it imports torch, as this process has
 
+        _finish_uploads()
         callback.leave()
+
+
+def _finish_uploads() -> None:
+    """While the others wait: when they have ended, srun gives this rank a few seconds more, and not at its exit."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def part_early() -> None:
