@@ -4,7 +4,7 @@
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 EXTRAS := deepspeed,digits,mlflow,optuna,submitit,wandb,dev
-WORKERS ?= 2
+WORKERS ?= 3
 INSTALLED := .venv/installed
 PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
@@ -20,7 +20,7 @@ train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devic
 	$(PYTHON) train.py $(ARGS)
 
 test: lint types ## run all that CI runs: make test ARGS="tests/slurm -k hostname" selects tests
-	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED) ## check format, lint and shell scripts
 	$(PYTHON) -m ruff format --check .

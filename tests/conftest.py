@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
@@ -96,6 +97,8 @@ def runs_in(tmp_path: Path) -> Train:
         folder = folder or tmp_path / str(count)
         folder.mkdir(exist_ok=True)
         written = [tmp_path / f"{count}.{rank}" for rank in range(max(1, ranks))]
+        for path, stream in itertools.product(written, ("out", "err")):
+            Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
         environments: list[dict[str, str]] = _as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
         processes = [
             _context.Process(target=_train, args=(arguments, folder, path, environment))
@@ -158,6 +161,7 @@ def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)  # they wait a lot, while others may compute
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -55,7 +55,6 @@ def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: F
 REPLICAS = {
     "ddp": ("strategy=ddp", 2),
     "ddp, four devices": ("strategy=ddp", 4),
-    "ddp_spawn": ("strategy=ddp_spawn", 0),
     "ddp_fork": ("strategy=ddp_fork", 0),
 }
 

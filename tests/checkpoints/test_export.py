@@ -262,16 +262,16 @@ def test_a_value_beyond_the_range_of_float16_is_refused_and_an_infinity_kept(
 
 
 def test_memory_holds_one_shard(tmp_path: Path) -> None:
-    """Of 408 MB in shards of 68 MB, against a run of 8 numbers; a tensor of 34 MB is on its way into the shard.
+    """Of 204 MB in shards of 68 MB, against a run of 8 numbers; a tensor of 34 MB is on its way into the shard.
 
     Tensors above 32 MiB: freed ones that are smaller, the C library may keep for a while.
     """
-    large = {f"layer{number}": torch.rand(8_500_000) for number in range(12)}
+    large = {f"layer{number}": torch.rand(8_500_000) for number in range(6)}
     peaks_mb = {
         name: peak_mb(run_with(tmp_path / name, tensors), tmp_path / f"{name}.safetensors")
         for name, tensors in (("small", {"a": torch.zeros(8)}), ("large", large))
     }
-    assert len(list(tmp_path.glob("large-*-of-00006.safetensors"))) == 6
+    assert len(list(tmp_path.glob("large-*-of-00003.safetensors"))) == 3
     assert peaks_mb["large"] - peaks_mb["small"] < 68 + 34 + 20
 
 

@@ -19,6 +19,8 @@ SHAPES = ((4, 1), (2, 2))
 RUN = (
     *PLAIN,
     "name=plain",
+    "logger=csv",
+    "~callbacks.lr_monitor",  # which needs another
     "global_batch_size=24",
     "trainer.max_steps=20",
     "trainer.val_check_interval=10",

@@ -19,6 +19,8 @@ STEPS = 80
 RUN = (
     *PLAIN,
     "name=plain",
+    "logger=csv",
+    "~callbacks.lr_monitor",  # which needs another
     "trainer.accelerator=cpu",
     "global_batch_size=24",
     f"trainer.max_steps={STEPS}",
@@ -56,10 +58,13 @@ def test_jobs_that_are_preempted_twenty_times_end_as_if_they_were_not(
 
 def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished) -> None:
     # a minute, as short as Slurm's limits go; Slurm looks twice a minute, and gives notice half a minute early or late
-    options = {"nodes": 2, "ntasks_per_node": 1, "time": 1, "signal": "SIGUSR1@1"}
+    options = {"ntasks_per_node": 1, "time": 1, "signal": "SIGUSR1@1"}
     run = [*RUN, *PACE[:1], "callbacks.pace.seconds=1", f"trainer.max_steps={STEPS // 2}", "strategy=ddp"]
-    scripts = ("multinode.sh", "torchrun.sh")
-    jobs = [submit(slurm_cluster, SLURM / script, *run, cwd=checkout, **options) for script in scripts]
+    scripts = {"multinode.sh": 2, "torchrun.sh": 1}
+    jobs = [
+        submit(slurm_cluster, SLURM / script, *run, cwd=checkout, nodes=nodes, **options)
+        for script, nodes in scripts.items()
+    ]
     for job in jobs:
         assert job.wait(timeout_seconds=400) == "COMPLETED", job.output()
         assert "stopped    by SIGUSR1" in job.output()

@@ -30,9 +30,7 @@ DIGITS += ("trainer.val_check_interval=4", "trainer.limit_val_batches=4", "train
 
 CASES = [
     *(("gpt", stage) for stage in STAGES),
-    ("vit", "2"),
     ("vit", "3"),
-    ("uneven batches", "2"),
     ("uneven batches", "3"),
 ]
 

@@ -13,8 +13,9 @@ TP = (*COMMON, "strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
 
 
 def test_two_by_two_devices_run_as_one(train: Train) -> None:
-    alone = train(*GPT, *COMMON, "strategy=single")
-    cut = train(*GPT, *TP, ranks=4)
+    steps = ("trainer.max_steps=25", "trainer.val_check_interval=25")
+    alone = train(*GPT, *COMMON, *steps, "strategy=single")
+    cut = train(*GPT, *TP, *steps, ranks=4)
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(cut, alone, metric) <= 1e-5, metric
     assert largest_difference(cut, alone, "grad_norm") <= 1e-4
