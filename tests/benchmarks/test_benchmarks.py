@@ -13,7 +13,7 @@ from benchmarks.results import Row, interleaved, row
 
 CHECKOUT = Path(__file__).parents[2]
 ROWS = {
-    "startup": ["strategy=fdsp", "trainer.max_stps=1", "--help"],
+    "startup": ["strategy=fdsp"],
     "step": ["MLP", "MLP", "the peer's way", "GPT"],
     "save": ["a save", "a save"],
     "data": ["images, 128 of 28 × 28", "tokens, 64 × 256"],

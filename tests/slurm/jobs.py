@@ -29,7 +29,7 @@ class Job:
             if time.monotonic() > deadline:
                 self.cluster.run("scancel", self.id)
                 raise TimeoutError(f"job {self.id} is {state} after {timeout_seconds} s: {self.output()}")
-            time.sleep(0.2)
+            time.sleep(0.5)
         return state
 
     def output(self) -> str:

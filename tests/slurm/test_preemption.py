@@ -57,9 +57,9 @@ def test_jobs_that_are_preempted_twenty_times_end_as_if_they_were_not(
 
 
 def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished) -> None:
-    # a minute, as short as Slurm's limits go; Slurm looks twice a minute, and gives notice half a minute early or late
-    options = {"ntasks_per_node": 1, "time": 1, "signal": "SIGUSR1@1"}
-    run = [*RUN, *PACE[:1], "callbacks.pace.seconds=1", f"trainer.max_steps={STEPS // 2}", "strategy=ddp"]
+    # Slurm looks twice a minute: notice comes after 89 to 119 seconds, of which a busy machine starts for some
+    options = {"ntasks_per_node": 1, "time": 2, "signal": "SIGUSR1@1"}
+    run = [*RUN, *PACE[:1], "callbacks.pace.seconds=2.5", f"trainer.max_steps={STEPS // 2}", "strategy=ddp"]
     scripts = {"multinode.sh": 2, "torchrun.sh": 1}
     jobs = [
         submit(slurm_cluster, SLURM / script, *run, cwd=checkout, nodes=nodes, **options)

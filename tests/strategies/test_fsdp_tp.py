@@ -19,7 +19,7 @@ def test_two_by_two_devices_run_as_one(train: Train) -> None:
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(cut, alone, metric) <= 1e-5, metric
     assert largest_difference(cut, alone, "grad_norm") <= 1e-4
-    assert "24 samples a step = 3 × 2 devices × accumulation 4" in cut.out
+    assert "24 samples a step = 6 × 2 devices × accumulation 2" in cut.out
     values = torch.load(alone.run_dir / "start_0.pt")
     matrices = sum(v.numel() for name, v in values.items() if ".attention." in name or ".mlp." in name)
     others = sum(v.numel() for v in values.values()) - matrices  # embeddings and norms are not cut, but sharded
