@@ -30,7 +30,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def main() -> None:
     given = options("startup", __doc__.splitlines()[0])
     publish(
-        [answer(question, 1 if given.quick else 9) for question in QUESTIONS[: 1 if given.quick else None]],
+        [answer(question, 1 if given.quick else 9) for question in list(QUESTIONS)[: 1 if given.quick else None]],
         given,
         per="a start",
     )
