@@ -170,15 +170,15 @@ def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> lis
     try:
         result = action()
     except OSError as error:
-        failed = str(error)
-    except CheckpointException as error:
-        failed = "; ".join(str(cause) for cause, _ in error.failures.values())
+        failed = f"rank {dist.get_rank(group) if group else 0}: {error}"
+    except CheckpointException as error:  # of every rank, and it says whose it was
+        failed = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
     if group is None:
         outcomes: list[Any] = [(result, failed)]
     else:
         outcomes = [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, (result, failed), group=group)
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]
+    failures = [failure for _, failure in outcomes if failure]
     if failures:
         raise UnwrittenCheckpoint(f"the checkpoint could not be written: {failures[0]}")
     return [result for result, _ in outcomes]
