@@ -10,6 +10,8 @@ max_failures=3 # after which a job is not started again
 # shellcheck source=slurm/site.example.sh
 [[ ! -e slurm/site.sh ]] || source slurm/site.sh
 
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID} # the SLURM_JOB_ID of an array's last task means all tasks of the array
 gpus_per_node=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
 gpus_per_node=${gpus_per_node##*:} # h100:8 is 8
 tasks_per_node=${SLURM_NTASKS:+$((SLURM_NTASKS / SLURM_NNODES))}
@@ -35,21 +37,33 @@ launch() {
   exit "$code"
 }
 
-# a run that was given notice requeues its job by itself; here are left those that failed
+# a run that was given notice by SIGUSR1 or SIGUSR2 requeues its job by itself; here are left those that were not
 requeue_after() {
-  local failures=slurm-$SLURM_JOB_ID.failures count
+  local failures=slurm-$job.failures count
   case $1 in
-    0 | 2) rm -f "$failures" ;; # 2: a mistake in the command, which would be made again
-    75) scontrol requeue "$SLURM_JOB_ID" ;; # it was given notice, and has no scontrol in its container
+    0 | 2 | 130) rm -f "$failures" ;; # 2: a mistake in the command, which would be made again; 130: Ctrl+C
+    75) requeue ;; # it was given notice, and has no scontrol in its container
     *)
+      if is_preempted; then
+        requeue # Slurm does so itself where a job has not ended before its time of grace
+        return
+      fi
       echo "exit code $1" >> "$failures"
       count=$(wc -l < "$failures")
       if ((count > max_failures)); then
         echo "failed $count times: not started again" >&2
       else
         echo "failed with exit code $1, time $count of at most $max_failures: requeued" >&2
-        scontrol requeue "$SLURM_JOB_ID"
+        requeue
       fi
       ;;
   esac
+}
+
+is_preempted() {
+  [[ $(scontrol show job "$job") == *" PreemptTime="[0-9]* ]]
+}
+
+requeue() {
+  scontrol requeue "$job" || true # it says why not, as after --no-requeue: the exit code is still the run's
 }

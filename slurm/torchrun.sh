@@ -15,6 +15,8 @@ source slurm/job.sh
 
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a head node
+# torchrun's warnings that it ends the other processes would come before the line on the one that failed
+export TORCH_LOGS=${TORCH_LOGS:--torch.distributed.elastic}
 launch 1 "${python[@]}" -m torch.distributed.run "${torchrun_options[@]}" --nnodes="$SLURM_NNODES" \
   --nproc-per-node="$tasks_per_node" --rdzv-backend=c10d --rdzv-endpoint="$head_node:$port" \
   --rdzv-id="$SLURM_JOB_ID" train.py "$@"

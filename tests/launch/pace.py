@@ -22,6 +22,13 @@ class Pace(pl.Callback):
         time.sleep(self.seconds)
 
 
+class InBackground(pl.Callback):
+    """What a shell does to a command that it is given with an ampersand."""
+
+    def on_train_start(self, *_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class FailsOnce(pl.Callback):
     """An error that has gone when the run is started again."""
 

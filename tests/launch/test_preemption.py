@@ -119,3 +119,32 @@ def test_ctrl_c_twice_does_not_wait_for_the_step(train: Train, tmp_path: Path) -
     stopped = train(*run, check=False, meanwhile=asks, timeout_seconds=60)
     assert stopped.returncode == 130
     assert time.monotonic() - began < 40
+
+
+def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, tmp_path: Path) -> None:
+    asks = Asks(signal.SIGKILL, file=tmp_path / "1/runs/plainmodel/mine/metrics.csv")
+    background = "callbacks.background._target_=tests.launch.pace.InBackground"
+    group = 0
+
+    def kill_parent(processes: list[BaseProcess]) -> None:
+        nonlocal group
+        group = processes[0].pid or 0
+        asks(processes)
+
+    run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", "strategy=ddp_fork", "trainer.devices=2")
+    killed = train(*run, check=False, meanwhile=kill_parent)
+    assert killed.returncode == -signal.SIGKILL
+    assert _are_gone(group, within_seconds=30)
+    assert len(list((killed.run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
+
+
+def _are_gone(group: int, within_seconds: float) -> bool:
+    deadline = time.monotonic() + within_seconds
+    try:
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.1)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    return False

@@ -56,7 +56,10 @@ SlurmdSpoolDir={root}/spool-%n
 SlurmctldLogFile={root}/head.log
 SlurmdLogFile={root}/%n.log
 NodeName=node[1-{nodes}] NodeAddr={subnet}.[1-{nodes}] CPUs={cpus} Gres=gpu:{gpus}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
 """
 
 HEAD = """\
@@ -166,7 +169,8 @@ class Cluster:
         )
 
     def idle_nodes(self) -> int:
-        return len(self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split())
+        of_each_partition = self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split()
+        return len(set(of_each_partition))
 
     def _write_files(self) -> None:
         conf = SLURM_CONF.format(

@@ -73,6 +73,27 @@ def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout:
         assert losses == pytest.approx({step: expected[step] for step in range(STEPS // 2)}, abs=1e-5)
 
 
+def test_jobs_that_slurm_preempts_are_not_counted_as_failed(
+    slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
+) -> None:
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1, nodelist="node1")
+    _wait_until_training(checkout, job)
+    urgent = ("sbatch", "--partition=urgent", "--exclusive", "--nodelist=node1", "--wrap=true")
+    assert slurm_cluster.run(*urgent, cwd=checkout).returncode == 0
+    assert job.wait() == "COMPLETED", job.output()
+    assert "stopped    by SIGTERM" in job.output()
+    assert "failed with exit code" not in job.output()
+    _is_whole(checkout, job, uninterrupted)
+
+
+def test_ctrl_c_ends_a_job(slurm_cluster: Cluster, checkout: Path) -> None:
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1)
+    _wait_until_training(checkout, job)
+    slurm_cluster.run("scancel", "--signal=INT", job.id)
+    assert job.wait() == "FAILED", job.output()
+    assert (job.details()["ExitCode"], job.details()["Restarts"]) == ("130:0", "0")
+
+
 def test_a_job_that_fails_is_started_again_and_goes_on(
     slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
 ) -> None:

@@ -34,9 +34,12 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_an_array_trains_a_run_in_each_task(slurm_cluster: Cluster, checkout: Path) -> None:
     script, options = CHECKOUT / "slurm/sweep.sh", {"nodes": 1, "ntasks": 1, "array": "0-1"}
-    array = submit(slurm_cluster, script, *RUN, "--", "seed=1", "seed=2 'model.width=8'", cwd=checkout, **options)
+    fails_once = "callbacks.fails._target_=tests.launch.pace.FailsOnce callbacks.fails.step=1"
+    lines = ("seed=1", f"seed=2 'model.width=8' {fails_once}")
+    array = submit(slurm_cluster, script, *RUN, "--", *lines, cwd=checkout, **options)
     tasks = [Job(slurm_cluster, f"{array.id}_{number}") for number in (0, 1)]
     assert [task.wait() for task in tasks] == ["COMPLETED", "COMPLETED"], tasks[0].output()
+    assert [task.details()["Restarts"] for task in tasks] == ["0", "1"]
     runs = checkout / "runs/plain"
     told = [json.loads((runs / task.id / "run.json").read_text())["overrides"] for task in tasks]
     assert "seed=1" in told[0]

@@ -6,6 +6,7 @@ python -m tests.tables.failures          # needs what the tests of Slurm need: d
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -77,6 +78,8 @@ LAUNCHERS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TRAIN[1], "strategy=ddp"),
 }
 
+OF_TORCHRUN = re.compile(r"W\d{4} ")  # its warnings, which TORCH_LOGS=-torch.distributed.elastic silences
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -89,6 +92,7 @@ class Cell:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, as its children do
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         cells = {
             (name, launcher): pool.submit(_local, case, LAUNCHERS[launcher], Path(folder, f"{launcher}{number}"))
@@ -134,8 +138,9 @@ def _on_slurm(cluster: Cluster, case: Case, folder: Path) -> Cell:
     if case.fault:
         _wait_until_it_trains(folder)
         _strike(cluster, job, case.fault)
-    job.wait(300)
-    cell = _seen(folder, job.details()["ExitCode"].partition(":")[0], time.time())
+    state = job.wait(300)
+    code = job.details()["ExitCode"].partition(":")[0]
+    cell = _seen(folder, code if state == "FAILED" else state, time.time())  # none of a job whose node has failed
     if case.fault == "crash":
         cluster.boot(2)
     if case.fault == "cut":
@@ -174,7 +179,12 @@ def _seen(folder: Path, code: str, ended: float) -> Cell:
         time.sleep(0.1)
     failed = min(float(path.read_text()) for path in folder.glob("failed_*"))
     told = [*(folder / "err").read_text().splitlines(), *(folder / "out").read_text().splitlines()[-2:]]
-    line = told[0].replace(socket.gethostname(), "node").replace(f"{CHECKOUT}/", "").strip()
+    line = (
+        next(line for line in told if not OF_TORCHRUN.match(line))
+        .replace(socket.gethostname(), "node")
+        .replace(f"{CHECKOUT}/", "")
+        .strip()
+    )
     cell = Cell(ended - failed, code, line)
     print(folder.name, cell, flush=True)
     return cell

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 ranks: list[subprocess.Popen[bytes]] = []  # that this process has started; it is rank 0 of its node
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
+_GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
 are_watched = threading.Event()  # the ranks, by one another
 
 
@@ -97,5 +98,20 @@ def follow_parent() -> None:
                 if os.environ["LOCAL_RANK"] == "1":  # one line for all
                     print(f"rank 0 failed: process {parent} was killed before it trained", file=sys.stderr, flush=True)
                 leave_now(1)
+
+    threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Of a rank that Python started. torch sends it SIGINT once its parent is gone, and a job in the background ignores
+    that."""
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_SECONDS)
+        leave_now(128 + signal.SIGTERM)
 
     threading.Thread(target=follow, name="follow parent", daemon=True).start()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 
 from lightswitch.launch import placement, signals
+from lightswitch.launch.run_id import slurm_job
 
 log = logging.getLogger(__name__)
 
@@ -19,12 +19,13 @@ def after(stopped: signals.Stopped) -> signals.Stopped:
 
     Slurm requeues by itself what it preempts with SIGTERM, and a user who cancels a job wants it to end.
     """
-    if stopped.by not in signals.REQUEUED or "SLURM_JOB_ID" not in os.environ:
+    job = slurm_job()
+    if stopped.by not in signals.REQUEUED or job is None:
         return stopped
     if shutil.which("scontrol") is None:
         stopped.code = HAND_BACK
     elif placement.detect().rank == 0:
-        _requeue(os.environ["SLURM_JOB_ID"])
+        _requeue(job)
     return stopped
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import psutil
 
@@ -27,11 +27,16 @@ def new_run_id(environ: MutableMapping[str, str] = os.environ) -> str:
     return environ[_INHERITED]
 
 
-def _of_launcher(environ: MutableMapping[str, str]) -> str:
+def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """As scontrol takes it: the SLURM_JOB_ID of an array's last task means all tasks of the array."""
     if "SLURM_ARRAY_JOB_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    if "SLURM_JOB_ID" in environ:
-        return environ["SLURM_JOB_ID"]
+    return environ.get("SLURM_JOB_ID")
+
+
+def _of_launcher(environ: MutableMapping[str, str]) -> str:
+    if (job := slurm_job(environ)) is not None:
+        return job
     place = placement.detect(environ)
     if place.launcher == "torchrun":
         return _of_torchrun(place, environ["TORCHELASTIC_RUN_ID"])

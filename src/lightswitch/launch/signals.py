@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lightswitch.launch import processes
+from lightswitch.launch import placement, processes
 
 REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send ahead of a limit
 CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
@@ -133,7 +133,10 @@ def _enforce(heard: socket.socket) -> None:
         if asked and (interrupts > 1 or not (_deferred or _forwarding)):
             time.sleep(_PATIENCE_SECONDS)
             if interrupts > 1 or not _deferred:
-                processes.leave_now(_EXIT_CODES[_received or signal.Signals(asked[0])])
+                by = _received or signal.Signals(asked[0])
+                if placement.detect().rank == 0:
+                    os.write(sys.stderr.fileno(), f"stopped    by {by.name}, at once\n".encode())
+                processes.leave_now(_EXIT_CODES[by])
 
 
 def _in_forked_child() -> None:

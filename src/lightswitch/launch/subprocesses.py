@@ -57,6 +57,7 @@ class Workers(_MultiProcessingLauncher):
         kwargs: Any,
         *rest: Any,
     ) -> None:
+        processes.end_with_parent()
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
         except Exception as error:
