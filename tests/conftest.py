@@ -24,6 +24,8 @@ import torch
 CHECKOUT = Path(__file__).parents[1]
 PLAIN = ("model._target_=tests.plain.PlainModel", "data._target_=tests.plain.PlainData")
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, whose jobs hand that on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_NUM_THREADS"] = "1"  # a few processes share two cores; and sums in another order differ in a bit
 torch.set_num_threads(1)
 

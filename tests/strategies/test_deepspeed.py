@@ -25,7 +25,8 @@ UNEVEN = (*PLAIN, "global_batch_size=24", "micro_batch_size=3", "trainer.max_ste
 UNEVEN += ("trainer.val_check_interval=25",)
 RUNS = {**MODELS, "uneven batches": UNEVEN}
 DIGITS = ("data=digits", "global_batch_size=16", "micro_batch_size=4", "trainer.max_steps=4")
-DIGITS += ("trainer.val_check_interval=4", "trainer.limit_val_batches=4", "trainer.log_every_n_steps=1")
+DIGITS += ("trainer.val_check_interval=4", "trainer.limit_val_batches=4", "trainer.limit_test_batches=4")
+DIGITS += ("trainer.log_every_n_steps=1",)
 
 
 CASES = [

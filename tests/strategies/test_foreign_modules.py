@@ -12,7 +12,8 @@ from tests.strategies.witness import WITNESS, held, largest_difference, tensors
 from tests.tiny import NO_CHECKPOINTS
 
 RUN = ("data=digits", "global_batch_size=16", "micro_batch_size=4", "trainer.max_steps=6", "trainer.accelerator=cpu")
-RUN += ("trainer.val_check_interval=6", "trainer.limit_val_batches=4", "trainer.log_every_n_steps=1")
+RUN += ("trainer.val_check_interval=6", "trainer.limit_val_batches=4", "trainer.limit_test_batches=4")
+RUN += ("trainer.log_every_n_steps=1",)
 RUN += (*NO_CHECKPOINTS, *WITNESS, "~callbacks.progress")
 SHARDED = ("fsdp", "fsdp1", "deepspeed_stage_2", "deepspeed_stage_3")
 CASES = [(module, strategy) for module in ("Convolutions", "Encoder", "Late") for strategy in SHARDED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     Raises:
         Mistakes: with what each constructor says of its arguments, all at once.
     """
+    gc.freeze()  # what was imported stays: it is not to be looked through again and again
+    gc.enable()
     processes.leave_group_at_exit()
     record = RunRecord(cfg)  # of what was asked for
     cfg = _with_scaled_learning_rate(cfg, plan)

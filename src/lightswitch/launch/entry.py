@@ -54,10 +54,9 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         def guarded(cfg: DictConfig) -> float | None:
             nonlocal composed
             if HydraConfig.get().mode == RunMode.MULTIRUN:
+                gc.enable()
                 return job.run(typed, cfg)
             composed = True
-            gc.freeze()  # what is there stays: not to be looked through now, all at once
-            gc.enable()
             try:
                 main(cfg)
                 processes.part()
@@ -87,7 +86,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
             signals.catch()
-            gc.disable()  # until the config is composed: of the many small objects that takes, few are garbage
+            gc.disable()  # until all is imported (lightswitch.launch.build): many objects, and little garbage
             composition.shorten()
             walk.oversee()
             resolvers.register()

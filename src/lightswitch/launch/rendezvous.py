@@ -62,8 +62,9 @@ def _joined_anew(place: Place) -> Store:
     board = _joined(place)
     end = time.monotonic() + place.timeout_seconds
     while True:
-        port, token = board.get("served").decode().split()
-        try:  # nobody serves any more what an earlier start has written there
+        try:
+            port, token = board.get("served").decode().split()
+            # nobody serves any more what an earlier start has written there
             socket.create_connection((place.address, int(port)), _POLL_SECONDS * 100).close()
             served = _answered(replace(place, port=int(port)))
             if served.get("token").decode() == token:

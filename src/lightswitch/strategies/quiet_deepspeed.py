@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ import torch
 def _imported() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
-    return importlib.import_module("deepspeed")
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("mlflow", None)  # its autotuner, which nothing here runs, would take seconds to import it
+    try:
+        return importlib.import_module("deepspeed")
+    finally:
+        if modules["mlflow"] is None:
+            del modules["mlflow"]
 
 
 deepspeed = _imported()
