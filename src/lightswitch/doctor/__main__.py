@@ -50,7 +50,7 @@ def _examine(report: Report, timeout_seconds: float) -> None:
     environment = cluster.detect()
     rank, local_rank, world_size = environment.global_rank(), environment.local_rank(), environment.world_size()
     found = machine.look(local_rank, RUNS)
-    versions = agreement.versions(on_gpu=torch.cuda.is_available())
+    versions = agreement.software(on_gpu=torch.cuda.is_available())
     if world_size == 1:
         report.machines([asdict(found)])
         report.software(versions, asdict(found))

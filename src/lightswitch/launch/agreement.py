@@ -9,12 +9,13 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightswitch.launch import versions
 
 _PACKAGES = ("lightning", "deepspeed")
 _OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
@@ -95,13 +96,8 @@ def _listed(words: Sequence[str], noun: str) -> str:
 # What there is to compare
 
 
-def versions(on_gpu: bool) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+def software(on_gpu: bool) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__} | versions.of(_PACKAGES)
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch has no types for it
     return found

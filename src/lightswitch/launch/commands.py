@@ -6,7 +6,6 @@ import itertools
 import shlex
 import sys
 
-import psutil
 from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
@@ -73,6 +72,8 @@ def _program() -> list[str]:
 
 def _options_of_torchrun(place: placement.Placement) -> list[str]:
     """As they were typed on this node: the processes themselves do not know how the nodes met."""
+    import psutil  # when needed: a mistake is to be told at once
+
     agent = psutil.Process().parent()
     words = agent.cmdline() if agent is not None else []
     typed = list(itertools.dropwhile(lambda word: not word.startswith("--"), words[: _script_index(words)]))

@@ -9,9 +9,9 @@ import platform
 import re
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lightswitch.launch import versions
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank
 from lightswitch.launch.watch.stacks import all_stacks
@@ -80,20 +80,12 @@ def to_torchrun(failure: Failure) -> None:
 
 
 def _environment() -> str:
-    versions = {name: _version(name) for name in _PACKAGES}
     variables = {
         name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name) and not _SECRET.search(name)
     }
     lines = [f"python {platform.python_version()}, {platform.platform()}"]
-    lines += [f"{name} {found}" for name, found in versions.items() if found]
+    lines += [f"{name} {version}" for name, version in versions.of(_PACKAGES).items()]
     return "\n".join(["environment:", *lines, *(f"{name}={value}" for name, value in variables.items())]) + "\n"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _flight_recorder() -> bytes | None:

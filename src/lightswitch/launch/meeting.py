@@ -48,7 +48,7 @@ def _evidence(cfg: DictConfig, trainer: Trainer) -> Evidence:
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
         code += agreement.package(node._target_)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    versions = agreement.versions(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
+    versions = agreement.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
     return Evidence(versions, agreement.digests(code), agreement.flat(plain))
 
 

@@ -8,14 +8,13 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import finished, placement
+from lightswitch.launch import finished, placement, versions
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 
@@ -54,7 +53,7 @@ def _files(cfg: DictConfig) -> dict[str, str]:
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "host": platform.node(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": versions.of(_PACKAGES),
     }
     return {  # the first three as Hydra writes them as soon as it has composed a config
         ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
@@ -79,10 +78,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

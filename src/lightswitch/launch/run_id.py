@@ -7,8 +7,6 @@ import secrets
 import time
 from collections.abc import Mapping, MutableMapping
 
-import psutil
-
 from lightswitch.launch import placement
 from lightswitch.launch.mistakes import Mistakes
 
@@ -50,6 +48,8 @@ def _of_torchrun(place: placement.Placement, given: str) -> str:
         return given
     if place.nodes > 1:
         raise Mistakes([_nothing_in_common("torchrun on several nodes without --rdzv-id")])
+    import psutil  # when needed: a mistake is to be told at once
+
     agent = psutil.Process().parent()
     assert agent is not None
     return f"{time.strftime(_CLOCK, time.localtime(agent.create_time()))}_{agent.pid}"
