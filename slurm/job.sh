@@ -37,15 +37,15 @@ launch() {
   exit "$code"
 }
 
-# a run that was given notice by SIGUSR1 or SIGUSR2 requeues its job by itself; here are left those that were not
+# a run that was given notice requeues its job by itself; here are left those that were not, or have no scontrol
 requeue_after() {
   local failures=slurm-$job.failures count
   case $1 in
     0 | 2 | 130) rm -f "$failures" ;; # 2: a mistake in the command, which would be made again; 130: Ctrl+C
-    75) requeue ;; # it was given notice, and has no scontrol in its container
+    75) requeue ;; # it was given notice by SIGUSR1 or SIGUSR2, and has no scontrol in its container
     *)
       if is_preempted; then
-        requeue # Slurm does so itself where a job has not ended before its time of grace
+        requeue
         return
       fi
       echo "exit code $1" >> "$failures"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -76,14 +77,26 @@ def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout:
 def test_jobs_that_slurm_preempts_are_not_counted_as_failed(
     slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
 ) -> None:
-    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1, nodelist="node1")
-    _wait_until_training(checkout, job)
-    urgent = ("sbatch", "--partition=urgent", "--exclusive", "--nodelist=node1", "--wrap=true")
+    contained = checkout / "contained"  # in a container, where there is no scontrol: the job script hands the job back
+    contained.mkdir()
+    for name in ("train.py", "conf"):
+        (contained / name).symlink_to(CHECKOUT / name)
+    _with_site(contained, f"python=(env PATH=/nowhere {sys.executable})\n")
+    run = (SLURM / "multinode.sh", *RUN, *PACE)
+    jobs = {
+        folder: submit(slurm_cluster, *run, cwd=folder, nodes=1, ntasks=1, nodelist=node)
+        for folder, node in ((checkout, "node1"), (contained, "node2"))
+    }
+    for folder, job in jobs.items():
+        _wait_until_training(folder, job)
+    urgent = ("sbatch", "--partition=urgent", "--exclusive", "--nodelist=node1,node2", "--nodes=2", "--wrap=true")
     assert slurm_cluster.run(*urgent, cwd=checkout).returncode == 0
-    assert job.wait() == "COMPLETED", job.output()
-    assert "stopped    by SIGTERM" in job.output()
-    assert "failed with exit code" not in job.output()
-    _is_whole(checkout, job, uninterrupted)
+    for folder, job in jobs.items():
+        assert job.wait() == "COMPLETED", job.output()
+        assert "stopped    by SIGTERM" in job.output()
+        assert "failed with exit code" not in job.output()
+        assert ("requeued   job" in job.output()) == (folder == checkout)
+        _is_whole(folder, job, uninterrupted)
 
 
 def test_ctrl_c_ends_a_job(slurm_cluster: Cluster, checkout: Path) -> None:
@@ -107,9 +120,7 @@ def test_a_job_that_fails_is_started_again_and_goes_on(
 
 def test_a_job_that_fails_each_time_is_given_up(slurm_cluster: Cluster, checkout: Path) -> None:
     (checkout / "slurm").unlink()
-    (checkout / "slurm").mkdir()
-    (checkout / "slurm/job.sh").symlink_to(SLURM / "job.sh")
-    (checkout / "slurm/site.sh").write_text("python=(false)\n")
+    _with_site(checkout, "python=(false)\n")
     job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=checkout, nodes=1, ntasks=1)
     assert job.wait() == "FAILED"
     assert "failed 4 times: not started again" in job.output()
@@ -130,6 +141,12 @@ def test_a_job_that_its_user_cancels_is_not_started_again(slurm_cluster: Cluster
     assert job.wait() == "CANCELLED"
     time.sleep(8)  # a requeued job would be pending, or running by now
     assert (job.details()["JobState"], job.details()["Restarts"]) == ("CANCELLED", "0")
+
+
+def _with_site(checkout: Path, settings: str) -> None:
+    (checkout / "slurm").mkdir()
+    (checkout / "slurm/job.sh").symlink_to(SLURM / "job.sh")
+    (checkout / "slurm/site.sh").write_text(settings)
 
 
 def _is_whole(checkout: Path, job: Job, uninterrupted: Finished) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
+from signal import SIGTERM
 
 from lightswitch.launch import placement, signals
 from lightswitch.launch.run_id import slurm_job
@@ -17,16 +19,25 @@ HAND_BACK = 75  # EX_TEMPFAIL of sysexits.h: asks the job script to requeue, for
 def after(stopped: signals.Stopped) -> signals.Stopped:
     """Requeue the job if it was Slurm's notice that stopped the run, and say with which code to exit.
 
-    Slurm requeues by itself what it preempts with SIGTERM, and a user who cancels a job wants it to end.
+    SIGTERM is one where Slurm preempts the job: it starts only such a job again that has not ended before its time of
+    grace. A user who cancels a job, which sends SIGTERM as well, wants it to end.
     """
     job = slurm_job()
-    if stopped.by not in signals.REQUEUED or job is None:
+    if job is None:
         return stopped
     if shutil.which("scontrol") is None:
-        stopped.code = HAND_BACK
-    elif placement.detect().rank == 0:
+        if stopped.by in signals.REQUEUED:
+            stopped.code = HAND_BACK
+    elif placement.detect().rank == 0 and (
+        stopped.by in signals.REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))
+    ):
         _requeue(job)
     return stopped
+
+
+def _is_preempted(job: str) -> bool:
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    return re.search(r"\bPreemptTime=\d", shown) is not None
 
 
 def _requeue(job: str) -> None:
