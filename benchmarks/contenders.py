@@ -127,7 +127,7 @@ class Terminal(io.StringIO):
 
 
 def _fit(trainer: Trainer, model: LightningModule, data: LightningDataModule | None, turns: Turns) -> None:
-    trainer.callbacks.append(turns)  # type: ignore[attr-defined]  # set past Lightning's declaration
+    trainer.callbacks.append(turns)
     terminal = Terminal()
     with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
         trainer.fit(model, datamodule=data)

@@ -32,7 +32,7 @@ class Linears(LightningModule):
         return loss
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.randn(1, self.width))  # type: ignore[arg-type]  # a tensor will do for a dataset
+        return DataLoader(torch.randn(1, self.width))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())

@@ -59,9 +59,9 @@ def _answer(arguments: list[str], told: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    import hydra.main  # noqa: F401
+    import hydra.main  # noqa: F401  # once, for all that are forked
 
-    import lightswitch.launch.preflight  # noqa: F401
+    import lightswitch.launch.preflight  # noqa: F401  # likewise
     from lightswitch.launch.checks.signatures import signature
 
     signature("lightning.pytorch.Trainer")  # its source is read once for all

@@ -148,7 +148,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
 
 
 class Scheduled(Regression):
-    def configure_optimizers(self) -> dict[str, object]:  # type: ignore[override]
+    def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -108,7 +108,7 @@ def _rank(error: Exception, cfg: DictConfig) -> Rank:
         node, local = (int(os.environ.get(name, 0)) for name in ("NODE_RANK", "LOCAL_RANK"))
         number = node * (world // max(1, cfg.trainer.num_nodes)) + local
     if _started_here(error):
-        return Rank(error.error_index, None, node_name(), error.error_pid)  # type: ignore[attr-defined]  # torch's
+        return Rank(error.error_index, None, node_name(), error.error_pid)  # type: ignore[attr-defined]  # of torch's ProcessException
     return Rank(number, world, node_name(), os.getpid())
 
 

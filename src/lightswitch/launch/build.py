@@ -99,7 +99,8 @@ def _plugins(cfg: DictConfig, cluster: Any) -> dict[str, Any]:
 
 
 def _job_logging() -> dict[str, Any]:
-    return OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)  # type: ignore[return-value]  # of a mapping, it is one
+    settings: Any = OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)
+    return dict(settings)
 
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:

@@ -41,7 +41,7 @@ def _after_configure_model(model: LightningModule) -> None:
         configure()
         _tell(model)
 
-    model.configure_model = told  # type: ignore[method-assign]
+    model.configure_model = told  # type: ignore[method-assign]  # of this instance alone
 
 
 def _tell(model: LightningModule) -> None:
