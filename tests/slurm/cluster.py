@@ -9,17 +9,19 @@ the cluster and takes back its networks.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import psutil
+
+from lightswitch.trees import make_tree, remove_tree
 
 PROGRAMS = ("ip", "mount", "munged", "nsenter", "sbatch", "setpriv", "slurmctld", "slurmd", "unshare")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -109,7 +111,7 @@ class Cluster:
         self._cards: dict[str, str] = {}  # of each host, its end in the head's bridge
 
     def __enter__(self) -> Cluster:
-        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path has at most 107 bytes
+        self.root = make_tree(Path(f"/tmp/slurm-{secrets.token_hex(4)}"))  # a socket's path has at most 107 bytes
         try:
             self._write_files()
             self._start_head()
@@ -132,7 +134,7 @@ class Cluster:
             self.processes["head"].kill()
         for process in self.processes.values():
             process.communicate()
-        shutil.rmtree(self.root)
+        remove_tree(self.root)
 
     def boot(self, node: int) -> None:
         name = f"node{node}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightswitch.trees import remove_tree
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import submit
 
@@ -68,6 +68,7 @@ def test_two_clusters_do_not_meet_and_leave_nothing() -> None:
 
 def test_a_cluster_dies_with_the_process_that_started_it() -> None:
     start_and_hang = """
+from lightswitch.trees import remove_tree
 from tests.slurm.cluster import Cluster
 with Cluster(nodes=1) as cluster:
     print(cluster.root, flush=True)
@@ -77,10 +78,11 @@ with Cluster(nodes=1) as cluster:
         [sys.executable, "-c", start_and_hang], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as starter:
         assert starter.stdout is not None
-        root = Path(starter.stdout.readline().strip())
+        root = starter.stdout.readline().strip()
+        assert root, "the cluster did not come up"
         started = _below(psutil.Process(starter.pid))
         starter.kill()
-    shutil.rmtree(root)
+    remove_tree(Path(root))
     assert {"munged", "slurmctld", "slurmd"} <= set(started.values())
     assert not _alive(started)
 

@@ -48,10 +48,9 @@ def _row(train: Train, before: str, uninterrupted: Finished, folder: Path) -> di
     begun = go_on(train, before, None, SAVED)
     row = {}
     for after in WAYS:
-        again = folder / "again"
-        shutil.copytree(begun.folder, again)
-        row[after] = difference(uninterrupted, go_on(train, after, again))
-        shutil.rmtree(again)
+        with tempfile.TemporaryDirectory(dir=folder) as again:
+            shutil.copytree(begun.folder, again, dirs_exist_ok=True)
+            row[after] = difference(uninterrupted, go_on(train, after, Path(again)))
         print(f"{before} to {after}: {row[after]:.1e}", flush=True)
     return row
 

@@ -74,7 +74,9 @@ def _set_checkpoints_aside(run_dir: Path) -> None:
 def _git(*arguments: str) -> str | None:
     code = Path(sys.argv[0]).resolve().parent
     try:
-        done = subprocess.run(["git", "-C", str(code), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(code), *arguments], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

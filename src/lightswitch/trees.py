@@ -1,0 +1,44 @@
+"""Directories that this project makes, and is therefore allowed to remove with all that is in them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from lightswitch.refused import Refused
+
+MARK = ".lightswitch"  # an empty file in each of them
+
+
+def make_tree(path: Path) -> Path:
+    """Make a directory that `remove_tree` will remove, and the parents that it lacks.
+
+    Raises:
+        FileExistsError: there is something already.
+    """
+    path.mkdir(parents=True)
+    (path / MARK).touch()
+    return path
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory that `make_tree` has made.
+
+    Raises:
+        Refused: it is a link, the working directory, the home, one of their parents, or holds no mark of ours.
+        OSError: a part of it could not be removed.
+    """
+    if reason := _why_not(path):
+        raise Refused(f"{path} is not removed: {reason}; if it is to go, remove it by hand")
+    shutil.rmtree(path)
+
+
+def _why_not(path: Path) -> str | None:
+    for kept, name in ((Path.cwd(), "the working directory"), (Path("~").expanduser(), "the home directory")):
+        if path.resolve() in (kept.resolve(), *kept.resolve().parents):
+            return f"it is {name}, or holds it"
+    if path.is_symlink():
+        return "it is a link"
+    if not path.is_dir():
+        return "it is no directory"
+    return None if (path / MARK).is_file() else f"it holds no {MARK}, so lightswitch has not made it"
