@@ -24,8 +24,6 @@ from lightswitch.monitoring.terminal import Line
 from lightswitch.refused import Refused
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from lightswitch.checkpoints.weights import Weights
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -101,10 +99,10 @@ def _export(arguments: argparse.Namespace) -> None:
     weights = Weights(checkpoint)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    others = _names_of_tied(config, weights) if file.suffix == ".pt" else {}
+    others = _names_of_tied(weights) if file.suffix == ".pt" else {}
     progress = _Progress(sum(exported.bytes_of(weights, name, dtype) for name in weights.like))
     try:
-        written = exported.write(weights, config, file, dtype, arguments.shard_size, others, progress.read)
+        written = exported.write(weights, config.node, file, dtype, arguments.shard_size, others, progress.read)
     finally:
         progress.end()
     for path in written:
@@ -113,17 +111,15 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f'load       model = lightswitch.load("{file}")')
 
 
-def _names_of_tied(config: DictConfig, weights: Weights) -> dict[str, str]:
-    """A state dict has all names of a tensor, and a checkpoint the first: the model knows the others."""
-    from lightswitch.checkpoints.model import built, names_of_tied
-    from lightswitch.checkpoints.reader import UnfitCheckpoint
-
-    try:
-        return {other: first for other, first in names_of_tied(built(config)).items() if first in weights.like}
-    except UnfitCheckpoint as error:
-        told = f"warning: {error}; tensors that it ties are written under the first of their names alone"
-        print(told, file=sys.stderr)
+def _names_of_tied(weights: Weights) -> dict[str, str]:
+    """A state dict has all names of a tensor, and a checkpoint the first; it lists the others."""
+    if weights.names_of_tied is None:
+        told = (
+            "the checkpoint does not list tied tensors, as an earlier version's; each is written under one name alone"
+        )
+        print(f"warning: {told}", file=sys.stderr)
         return {}
+    return {other: first for other, first in weights.names_of_tied.items() if first in weights.like}
 
 
 class _Progress:

@@ -17,7 +17,11 @@ def make_tree(path: Path) -> Path:
         FileExistsError: there is something already.
     """
     path.mkdir(parents=True)
-    (path / MARK).touch()
+    try:
+        (path / MARK).touch()
+    except OSError:  # a full disk
+        path.rmdir()
+        raise
     return path
 
 
@@ -30,7 +34,12 @@ def remove_tree(path: Path) -> None:
     """
     if reason := _why_not(path):
         raise Refused(f"{path} is not removed: {reason}; if it is to go, remove it by hand")
-    shutil.rmtree(path)
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        elif child.name != MARK:
+            child.unlink()
+    shutil.rmtree(path)  # the mark last: a removal that was killed can be done again
 
 
 def _why_not(path: Path) -> str | None:

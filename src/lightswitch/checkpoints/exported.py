@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.reader import Told, UnfitCheckpoint
+from lightswitch.checkpoints import directory, safe
+from lightswitch.checkpoints.reader import Told, UnfitCheckpoint, why
 from lightswitch.checkpoints.weights import Weights
 from lightswitch.refused import Refused
+from lightswitch.trees import MARK, make_tree, remove_tree
 
 FOLDER_STEM = "model"  # of the files in a folder that is named without any
 
 
 def write(
     weights: Weights,
-    config: DictConfig,
+    config: dict[str, Any],
     file: Path,
     dtype: torch.dtype | None,
     shard_bytes: int,
@@ -54,7 +55,7 @@ def write(
     shards = _shards(weights, dtype, shard_bytes) if file.suffix == ".safetensors" else [list(weights.like)]
     names = _file_names(file, len(shards))
     with _beside(file) as partial:
-        OmegaConf.save(config, partial / config_of(file).name)
+        OmegaConf.save(OmegaConf.create(config), partial / config_of(file).name)
         for name, shard in zip(names, shards, strict=True):
             tensors = weights.read(shard, dtype, told)
             _check_range(weights, tensors)
@@ -67,7 +68,7 @@ def write(
             _compare(partial / name, tensors)
         if len(shards) > 1:
             index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))
-        written = sorted(path.name for path in partial.iterdir())
+        written = sorted(path.name for path in partial.iterdir() if path.name != MARK)
     return [file.with_name(name) for name in written]
 
 
@@ -83,13 +84,19 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
         return None
     try:
         if file.suffix == ".pt":
-            return file, torch.load(file, map_location="cpu", weights_only=True)
+            return file, _checked(safe.load(file))
         if file.is_file():
             return file, load_file(file)
         shards = set(json.loads(index_of(file).read_text())["weight_map"].values())
         return file, {name: value for shard in shards for name, value in load_file(file.with_name(shard)).items()}
     except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
-        raise UnfitCheckpoint(f"{file} can't be read: {str(error).partition(chr(10))[0]}") from error
+        raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError("it holds no state dict")
+    return state
 
 
 def config_of(file: Path) -> Path:
@@ -132,15 +139,14 @@ def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, lis
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
     """A folder whose files are renamed to beside ``file`` at the end, if nothing is raised before."""
-    partial = file.with_name(f"{file.name}.partial")
-    directory.remove(partial)
-    partial.mkdir(parents=True)
+    partial = make_tree(directory.vacant(file.with_name(f"{file.name}.partial")))
     try:
         yield partial
         for path in sorted(partial.iterdir()):
-            path.replace(file.with_name(path.name))
+            if path.name != MARK:
+                path.replace(file.with_name(path.name))
     finally:
-        directory.remove(partial)
+        remove_tree(partial)
 
 
 def _check_range(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
@@ -175,7 +181,7 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     if path.suffix == ".pt":
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = safe.load(path, mapped=True)
         yield from ((name, state[name]) for name in names)
     else:
         for name in names:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,9 +12,13 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.batches.position import Position, saved_position
 from lightswitch.checkpoints import directory, foreign
-from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint, shown, unreadable
+from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint, shown, unreadable, why
 
 log = logging.getLogger(__name__)
+
+_WRITTEN = re.compile(r".+\.ckpt(\.previous(_\d+)?)?", re.DOTALL)
+_ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # by a scheduler, of Lightning
+_NO_TENSORS = slice(0)
 
 
 def newest(run_dir: Path) -> tuple[Path, Position] | None:
@@ -65,19 +71,16 @@ def position_of(path: Path) -> Position | None:
             if path.is_file():
                 foreign.read(path)
             return None
-        found = directory.damage_at_a_glance(path)
-        if found is None:
-            return saved_position(directory.read_state(path))
+        directory.read_index(path, _NO_TENSORS)
+        return saved_position(directory.read_state(path))
     except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
-        raise unreadable(path, error) from error
-    raise unreadable(path, found)
+        raise unreadable(path, why(error)) from error
 
 
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:
     """Those that can be read, the furthest in training first, and what is wrong with the others."""
-    patterns = ("checkpoints/*.ckpt", "checkpoints/*.ckpt.previous", "*.ckpt")
     standing, harmed = [], []
-    for path in (path for pattern in patterns for path in run_dir.glob(pattern) if not path.is_symlink()):
+    for path in [*_named(run_dir / "checkpoints", _WRITTEN), *_named(run_dir, _ASKED_FOR)]:
         try:
             if (position := position_of(path)) is not None:
                 standing.append((path, position))
@@ -86,6 +89,25 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
     # of two at the same place, the one whose validation has run
     standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due), reverse=True)
     return standing, harmed
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Directories in it, as our checkpoints are; files and links are something else's.
+
+    Raises:
+        UnfitCheckpoint: it can't be listed. A run that has checkpoints is not to start anew for that.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                folder / entry.name
+                for entry in entries
+                if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            )
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UnfitCheckpoint(f"{shown(folder)} can't be listed: {error.strerror}") from error
 
 
 @rank_zero_only

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightswitch.checkpoints import directory
+from lightswitch.checkpoints import index, safe, zero
 from lightswitch.checkpoints.names import own_name
 
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates older ones
@@ -18,7 +17,7 @@ _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrapper
 
 
 def is_foreign(path: Path) -> bool:
-    return path.is_file() or _is_sharded(path) or _is_zero(path)
+    return path.is_file() or _is_sharded(path) or zero.is_zero(path)
 
 
 def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -31,46 +30,41 @@ def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = read(path)
         named = _own_names(state.pop("state_dict"))
     else:
-        named = _own_names(_of_zero(path) if _is_zero(path) else _of_shards(path))
+        named = _own_names(zero.weights(path) if zero.is_zero(path) else _of_shards(path))
     tensors = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor)}
     extra = {name: value for name, value in named.items() if name not in tensors}
-    return _first_names(tensors), {**state, "extra_state": extra}
+    if path.is_file():
+        _check_sizes(tensors, path.stat().st_size)
+    first = _first_names(tensors)
+    tied = {name: first[name] for name in tensors if first[name] != name}
+    weights = {name: value for name, value in tensors.items() if name not in tied}
+    return weights, {**state, "extra_state": extra, "names_of_tied": tied}
 
 
 def read(path: Path) -> dict[str, Any]:
     """
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is something else, or can't be read without running code.
     """
-    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if "state_dict" not in state:
+    state = safe.load(path, mapped=True)
+    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         raise ValueError("it has no state_dict; give one of those that a run keeps in its checkpoints/")
     return {_VERSION: _OF_ANY, **state}
 
 
 def _is_sharded(path: Path) -> bool:
-    return (path / "meta.pt").exists() and (path / ".metadata").exists()
-
-
-def _is_zero(path: Path) -> bool:
-    return any(path.glob("checkpoint/*_model_states.pt"))
+    return (path / "meta.pt").exists() and (path / index.INDEX).exists()
 
 
 def _of_shards(path: Path) -> dict[str, Tensor]:
+    found = index.read(path)
     whole = {
         key: torch.empty_like(tensor, device="cpu")
-        for key, tensor in directory.tensors(path).items()
+        for key, tensor in found.tensors().items()
         if key.startswith(("state_dict.", "model."))
     }
-    load(whole, storage_reader=FileSystemReader(path), no_dist=True)
+    load(whole, storage_reader=found.reader(), no_dist=True)
     return {key.partition(".")[2]: tensor for key, tensor in whole.items()}
-
-
-def _of_zero(path: Path) -> dict[str, Tensor]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    weights: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="checkpoint")
-    return weights
 
 
 def _own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -81,10 +75,18 @@ def _own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _first_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a tied weight, which has several."""
+def _check_sizes(tensors: dict[str, Tensor], file_bytes: int) -> None:
+    """A view of one number can claim any shape."""
+    for name, tensor in tensors.items():
+        if tensor.nbytes > file_bytes:
+            raise ValueError(f"it claims {tensor.nbytes} bytes for {name}, and has {file_bytes} in all")
+
+
+def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """By each name, the first name of the same tensor: a tied weight has several."""
     first: dict[tuple[Any, ...], str] = {}
+    names = {}
     for name, value in tensors.items():
         memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
-        first.setdefault(memory, name)
-    return {name: tensors[name] for name in first.values()}
+        names[name] = first.setdefault(memory, name)
+    return names

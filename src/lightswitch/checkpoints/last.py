@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightswitch.checkpoints import directory
+from lightswitch.checkpoints import directory, disk
+
+_NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # as `save` gives it, and nobody else
 
 
 class LastCheckpoints(Checkpoint):
@@ -35,6 +37,7 @@ class LastCheckpoints(Checkpoint):
         self.keep = keep
         self.keep_every_n_steps = keep_every_n_steps
         self._saved_step = 0
+        self._removed: set[Path] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step = trainer.global_step
@@ -62,21 +65,33 @@ class LastCheckpoints(Checkpoint):
             once_saved(lambda: self._point_to(path))
 
     def _point_to(self, path: Path) -> None:
-        beside = self.folder / "last.ckpt.partial"
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(path.name)
-        os.replace(beside, self.folder / "last.ckpt")
-        for old in self._outdated(_step(path)):
+        beside = directory.vacant(self.folder / "last.ckpt.partial")
+        try:
+            beside.symlink_to(path.name)
+            directory.put(beside, self.folder / "last.ckpt")
+        except OSError as error:
+            told = disk.told(error, rank=0)
+            raise directory.UnwrittenCheckpoint(
+                f"last.ckpt could not be made to point to {path.name}: {told}"
+            ) from error
+        for old in self._outdated(path):
+            self._removed.add(old)  # or what is not removed would be told of at each save
             directory.remove(old)
 
-    def _outdated(self, newest_step: int) -> list[Path]:
+    def _outdated(self, newest: Path) -> list[Path]:
         """Also those of the run before it was started again; not those ahead of a run that was started anew."""
-        older = sorted((path for path in self.folder.glob("step_*.ckpt") if _step(path) <= newest_step), key=_step)
-        return [path for path in older[: -self.keep] if _step(path) % (self.keep_every_n_steps or newest_step + 1)]
+        newest_step = _step(newest)
+        assert newest_step is not None
+        steps = {path: step for path in self.folder.iterdir() if (step := _step(path)) is not None}
+        older = sorted((path for path, step in steps.items() if step <= newest_step), key=lambda path: steps[path])
+        every = self.keep_every_n_steps or newest_step + 1
+        return [path for path in older[: -self.keep] if steps[path] % every and path not in self._removed]
 
 
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
+def _step(path: Path) -> int | None:
+    """Of a checkpoint of ours; None of what else stands beside them."""
+    named = _NAME.fullmatch(path.name)
+    return int(named[1]) if named and path.is_dir() and not path.is_symlink() else None
 
 
 def _now(action: Callable[[], None]) -> None:

@@ -10,64 +10,83 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightswitch.checkpoints import exported, source
 from lightswitch.checkpoints.names import own_name
 from lightswitch.checkpoints.reader import UnfitCheckpoint
+from lightswitch.checkpoints.trust import untrusted
 from lightswitch.checkpoints.weights import Weights
+from lightswitch.refused import Refused
 
 
-def load(path: str | Path) -> LightningModule:
+def load(path: str | Path, model: LightningModule | None = None, trust: bool = False) -> LightningModule:
     """The model of a run directory (its best checkpoint, else its last), of a checkpoint or of an export.
 
     On the CPU, in the dtype of the saved weights, in evaluation mode and without gradients, as `freeze()` makes it.
 
+    Args:
+        model: takes the weights, and no config is read.
+        trust: build the model whatever its config calls. Without it, that is code of your own, and torch's optimizers,
+            schedules and layers.
+
     Raises:
         UnfitCheckpoint: it can't be read, is damaged, or has no config that builds a model for it.
+        UntrustedConfig: the config names other code.
     """
+    builder = "the one given" if model else "its config builds"
     if (found := exported.read(Path(path))) is not None:
         file, state = found
-        model = built(source.read_config(exported.config_of(file)))
+        model = _configured(model) if model else built(source.read_config(exported.config_of(file), trust=trust), trust)
     else:
         checkpoint = source.checkpoint_at(Path(path))
         weights = Weights(checkpoint)
-        model = built(source.model_config(checkpoint))
+        model = _configured(model) if model else built(source.model_config(checkpoint, trust), trust)
         model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as when a run is resumed
         state = {**weights.read(weights.like), **weights.extra_state}
     try:
         model.load_state_dict(_under_names_of(model, state), assign=True)
     except RuntimeError as error:
-        problem = str(error).splitlines()[1].strip()
-        raise UnfitCheckpoint(f"{path} is of another model than its config builds: {problem}") from error
+        problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
+        raise UnfitCheckpoint(f"{path} is of another model than {builder}: {problem}") from error
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model
 
 
-def built(node: DictConfig) -> LightningModule:
+class UntrustedConfig(Refused):
+    """A config beside weights from elsewhere, which would run code that is not the user's own."""
+
+
+def built(config: source.ModelConfig, trust: bool) -> LightningModule:
     """From its config, as a run builds it, but with parameters that hold no values yet.
 
     Not on the meta device: what is computed in a constructor and not saved, as a table of angles, has to have values.
 
     Raises:
-        UnfitCheckpoint: its class is not found, or does not take its arguments.
+        UnfitCheckpoint: its class is not found, does not take its arguments, or builds something else.
+        UntrustedConfig: it names code that is not the user's own.
     """
     try:
+        if not trust and (called := untrusted(config.node, config.file.resolve().parent)):
+            raise UntrustedConfig(
+                f"{config.file} builds its model with {called}, which is not code of yours; "
+                "lightswitch.load(path, model=MyModel(...)) runs none of it, and trust=True runs it"
+            )
         with _Unfilled():
-            model: LightningModule = instantiate(node, _convert_="all")
-            model.configure_model()
-    except (InstantiationException, RuntimeError) as error:  # as of a model that asks for its Trainer
+            model = instantiate(config.node, _convert_="all")
+            if isinstance(model, LightningModule):
+                return _configured(model)
+    except (ImportError, InstantiationException, RuntimeError) as error:  # as of a model that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
-        raise UnfitCheckpoint(f"{node['_target_']} can't be built from its config: {reason}") from error
+        raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
+    raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, and no LightningModule")
+
+
+def _configured(model: LightningModule) -> LightningModule:
+    model.configure_model()
     return model
-
-
-def names_of_tied(model: nn.Module) -> dict[str, str]:
-    """Of tensors that have several names: the first by each of the others."""
-    return {other: first for first, *others in _names(model.state_dict(keep_vars=True)).values() for other in others}
 
 
 class _Unfilled(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,16 +30,24 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def first_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Of ``state`` by name, what stands under the first name of its tensor."""
-    again = _further_names(module)
+    again = tied(module)
     return {name: value for name, value in state.items() if name not in again}
 
 
-def _further_names(module: nn.Module) -> set[str]:
-    """Of parameters and buffers that have several, all but the first."""
-    first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    every |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return {own_name(name) for name in every - first}
+def tied(module: nn.Module) -> dict[str, str]:
+    """Of parameters and buffers that have several names and are saved, the first by each of the others."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(value), name) for name, value in _saved(module)}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Under all names, in the order of `state_dict`, which may have to gather what is sharded."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        buffers = {name: b for name, b in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, value in {**part._parameters, **buffers}.items():
+            if value is not None:
+                yield own_name(f"{prefix}.{name}" if prefix else name), value
 
 
 def groups_of(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:

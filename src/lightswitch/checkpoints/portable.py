@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import directory, find, names
+from lightswitch.checkpoints import best, directory, find, names
 from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
@@ -61,6 +62,8 @@ class PortableCheckpoints(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Returns once the state is copied; it is written while training goes on."""
+        assert self.lightning_module is not None
+        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
         tensors, state = _split(checkpoint)
         path, staged, ranks = Path(self.broadcast(filepath)), self.stage(tensors), self._ranks()
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
@@ -70,8 +73,21 @@ class PortableCheckpoints(Strategy):
         return self._saver.stage(tensors)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self.once_saved(lambda: directory.remove(Path(filepath)))
+        """Of this run alone: a path may come from a checkpoint that was written elsewhere."""
+        if not self.is_global_zero:
+            return
+        path = Path(filepath)
+        if any(best.is_within(path.parent / "_", folder) for folder in self._folders()):
+            self.once_saved(lambda: directory.remove(path))
+        else:
+            log.warning("%s is not removed: it is no checkpoint of this run", path)
+
+    def _folders(self) -> list[Path]:
+        """In which this run keeps checkpoints."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
 
     def once_saved(self, action: Callable[[], None]) -> None:
         """Do this when what was saved last is written, and only if it is good."""
@@ -109,7 +125,10 @@ class PortableCheckpoints(Strategy):
             self._reader = find.first_whole(candidates, self._ranks())
         else:
             self._reader = Reader(self.broadcast(path), self._ranks())
-        return {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
+        state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
+        if "callbacks" in state:
+            state["callbacks"] = best.believed(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+        return state
 
     def start_from(self, path: Path) -> None:
         """Take the weights of a checkpoint, and nothing else of it."""

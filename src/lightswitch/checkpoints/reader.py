@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightswitch.checkpoints import directory, foreign
+from lightswitch.checkpoints import directory, disk, foreign
+from lightswitch.checkpoints.index import Index
 from lightswitch.refused import Refused
 
 Told = Callable[[int], None]  # takes the number of bytes that were just read
@@ -39,33 +41,47 @@ class Reader:
     def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
         self.path = path
         self._group = group
+        self._index: Index | None = None
         self._loaded: dict[str, Tensor] = {}
-        if not foreign.is_foreign(path) and (found := directory.damage(path, group)) is not None:
-            raise unreadable(path, found)
+        problem: Exception | CheckpointException | None = None
         try:
             self.state = self._open()
-        except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
-            raise unreadable(path, error) from error
+        except (Exception, CheckpointException) as error:  # torch raises many kinds for what is no checkpoint
+            problem = error
+        if told := self._first_of_all_ranks(why(problem) if problem else None):
+            raise unreadable(path, told) from problem
 
     def _open(self) -> dict[str, Any]:
+        """No collective: each rank reads a part of the files, and one that can't does not keep the others waiting."""
         if foreign.is_foreign(self.path):
             weights, state = foreign.weights_and_state(self.path)
             self._loaded = {f"model.{name}": value for name, value in weights.items()}
             self.like = {name: value.to("meta") for name, value in self._loaded.items()}
             return state
-        self.like = directory.tensors(self.path)
+        rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
+        self._index = directory.read_index(self.path, slice(rank, None, ranks))
+        self.like = self._index.tensors()
         return directory.read_state(self.path)
+
+    def _first_of_all_ranks(self, problem: str | None) -> str | None:
+        problems = [problem]
+        if self._group is not None:
+            problems *= dist.get_world_size(self._group)
+            dist.all_gather_object(problems, problem, group=self._group)
+        return next(filter(None, problems), None)
 
     def names(self, prefix: str) -> set[str]:
         """Of the tensors that begin so, less the prefix."""
         return {name.removeprefix(prefix) for name in self.like if name.startswith(prefix)}
 
     def fill(self, tensors: Mapping[str, Tensor], told: Told | None = None) -> None:
-        """Read each tensor in place, a DTensor its own part only. Collective."""
-        if not self._loaded:
-            reader, planner = FileSystemReader(self.path), _Planner(told)
-            alone = self._group is None
-            load(dict(tensors), storage_reader=reader, planner=planner, process_group=self._group, no_dist=alone)
+        """Read each tensor in place, a DTensor its own part only. Collective.
+
+        Raises:
+            UnfitCheckpoint: on every rank, when a file can't be read, or holds something else than its index says.
+        """
+        if self._index is not None:
+            self._load(self._index, dict(tensors), told, self._group)
             return
         for name, tensor in tensors.items():
             with torch.no_grad():
@@ -75,11 +91,25 @@ class Reader:
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
-        if self._loaded:
+        if self._index is None:
             return self._loaded[name]
         whole = {name: torch.empty_like(self.like[name], device="cpu")}
-        load(whole, storage_reader=FileSystemReader(self.path), no_dist=True)
+        self._load(self._index, whole, None, None)
         return whole[name]
+
+    def _load(
+        self, index: Index, tensors: dict[str, Tensor], told: Told | None, group: dist.ProcessGroup | None
+    ) -> None:
+        try:
+            load(
+                tensors,
+                storage_reader=index.reader(),
+                planner=_Planner(told),
+                process_group=group,
+                no_dist=group is None,
+            )
+        except CheckpointException as error:
+            raise unreadable(self.path, why(error)) from error
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """
@@ -112,9 +142,17 @@ class Reader:
         ]
 
 
-def unreadable(path: Path, why: str | Exception) -> UnfitCheckpoint:
-    told = str(why).partition("\n")[0] or type(why).__name__
-    return UnfitCheckpoint(f"{shown(path)} can't be read as a checkpoint: {told}")
+def unreadable(path: Path, why: str) -> UnfitCheckpoint:
+    return UnfitCheckpoint(f"{shown(path)} can't be read as a checkpoint: {why}")
+
+
+def why(error: Exception | CheckpointException) -> str:
+    """In a line."""
+    if isinstance(error, CheckpointException):
+        return disk.told(error, rank=0)
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def shown(path: Path) -> str:
@@ -123,11 +161,14 @@ def shown(path: Path) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells of each tensor, or part of one, when it has been read."""
+    """Tells of each tensor, or part of one, when it has been read; reads nothing else, which torch would unpickle."""
 
     def __init__(self, told: Told | None) -> None:
         super().__init__()
         self._told = told
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         if self._told is not None:

@@ -1,11 +1,16 @@
-"""State in types that `torch.load(weights_only=True)` reads: a checkpoint from elsewhere runs no code."""
+"""State in types that `torch.load(weights_only=True)` reads: a checkpoint from elsewhere runs no code.
+
+The one place of the engine that reads what `torch.save` has written.
+"""
 
 from __future__ import annotations
 
 import logging
+import pickle
+import re
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -16,6 +21,58 @@ log = logging.getLogger(__name__)
 
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 _left_out: set[str] = set()
+
+
+class UnsafeFile(ValueError):
+    """What `torch.load` can't read, or not without calling what the file names."""
+
+
+class Inert:
+    """Stands for an object of a library that is not called: none of its state is kept."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
+    """Read what `torch.save` has written, on the CPU, in whichever of its formats.
+
+    Args:
+        mapped: tensors are read from the file when they are used, where its format allows it.
+        inert: a package, `deepspeed`, whose objects are read as `Inert` ones.
+
+    Raises:
+        UnsafeFile: with the reason, such as what it names that would run code.
+    """
+    if not path.is_file():  # a pipe would be waited for
+        raise UnsafeFile(f"{path.name} is no file")
+    try:
+        is_zip = _is_zip(path)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and is_zip else []
+        stand_ins: list[Any] = [(Inert, name) for name in named if name.startswith(f"{inert}.")]
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
+    except OSError as error:
+        raise UnsafeFile(f"{path.name} can't be read: {error.strerror}") from error
+    except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
+        raise UnsafeFile(_why(path, error)) from error
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _why(path: Path, error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            return f"{path.name} names {named[1]}, which would run code"
+        if "legacy .tar format" in str(error) or "TorchScript" in str(error):
+            return f"{path.name} is in a format that can't be read without running code; save it with torch.save"
+    return f"{path.name} is no file of torch.save, or a part of one"
 
 
 def safe(value: Any, path: str = "") -> Any:

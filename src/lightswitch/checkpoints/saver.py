@@ -47,7 +47,14 @@ class Saver:
         self._start(attempt)
 
     def then(self, action: Action) -> None:
-        self._start(lambda: action() if self._good else None)
+        def attempt() -> None:
+            try:
+                if self._good:
+                    action()
+            except OSError as error:
+                self._failure = error
+
+        self._start(attempt)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Until nothing is being written."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
@@ -29,7 +31,19 @@ def checkpoint_at(path: Path) -> Path:
     raise UnfitCheckpoint(f"{path} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a checkpoint")
 
 
-def model_config(checkpoint: Path) -> DictConfig:
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model is built from: the file, and its node of plain types."""
+
+    file: Path
+    node: dict[str, Any]
+
+    @property
+    def target(self) -> str:
+        return str(self.node["_target_"])
+
+
+def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
     """The model's node of the resolved config of the run that the checkpoint lies in.
 
     Raises:
@@ -38,19 +52,24 @@ def model_config(checkpoint: Path) -> DictConfig:
     folders = checkpoint.resolve().parents[:2]
     for folder in folders:
         if (folder / CONFIG).is_file():
-            return read_config(folder / CONFIG, key="model")
+            return read_config(folder / CONFIG, key="model", trust=trust)
     raise UnfitCheckpoint(
         f"{checkpoint} has no {CONFIG} beside it, which names its model; leave it in its run directory"
     )
 
 
-def read_config(path: Path, key: str | None = None) -> DictConfig:
-    """A model's node: the whole file, or what is under a key of it."""
+def read_config(path: Path, key: str | None = None, trust: bool = False) -> ModelConfig:
+    """A model's node: the whole file, or what is under a key of it.
+
+    Args:
+        trust: resolve interpolations, of which one may call whatever is registered as a resolver.
+    """
     try:
-        node = OmegaConf.load(path)
-        node = node if key is None else OmegaConf.select(node, key)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=trust)
+    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
         raise UnfitCheckpoint(f"{path} can't be read as a config: {' '.join(str(error).split())}") from error
-    if not isinstance(node, DictConfig) or "_target_" not in node:
+    if key is not None:
+        node = node.get(key) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or "_target_" not in node:
         raise UnfitCheckpoint(f"{path} names no model: it has no {f'{key}.' if key else ''}_target_")
-    return node
+    return ModelConfig(path, node)

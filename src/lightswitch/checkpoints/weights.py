@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightswitch.checkpoints.reader import Reader, Told
+from lightswitch.checkpoints.reader import Reader, Told, unreadable
 
 _PREFIX = "model."
 
@@ -25,7 +25,8 @@ class Weights:
     def __init__(self, path: Path) -> None:
         self._reader = Reader(path, group=None)
         self.state = self._reader.state
-        self.extra_state: dict[str, Any] = self.state.get("extra_state", {})
+        self.extra_state = self._mapping("extra_state")
+        self.names_of_tied = self._mapping("names_of_tied") if "names_of_tied" in self.state else None  # of old
         names = sorted(self._reader.names(_PREFIX))
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}  # without values: shapes and dtypes
 
@@ -40,6 +41,12 @@ class Weights:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads, as meant
             self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, told)
         return tensors
+
+    def _mapping(self, key: str) -> dict[str, Any]:
+        found = self.state.get(key, {})
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            raise unreadable(self._reader.path, f"{key} holds no names")
+        return found
 
     def dtype(self, name: str, asked: torch.dtype | None) -> torch.dtype:
         saved = self.like[name].dtype

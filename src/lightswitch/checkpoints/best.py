@@ -1,0 +1,47 @@
+"""What a checkpoint says of other checkpoints, by path: believed as far as they are the run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+def believed(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """The states of callbacks, in which no path leads out of the folder that a callback writes checkpoints to.
+
+    Lightning removes and reads what they name. A state that names something else, as that of another run, says nothing
+    of which checkpoints are the best ones here.
+    """
+    own = {callback.state_key: callback for callback in callbacks if isinstance(callback, ModelCheckpoint)}
+    return {
+        key: _unknown(own[key]) if key in own and not _is_of(own[key], state) else state
+        for key, state in states.items()
+    }
+
+
+def is_within(path: Any, folder: Path) -> bool:
+    """Also once links and `..` are followed."""
+    try:
+        return isinstance(path, str | Path) and folder.resolve() in Path(path).resolve().parents
+    except (OSError, ValueError, RuntimeError):  # a loop of links, or no path at all
+        return False
+
+
+def _is_of(callback: ModelCheckpoint, state: Any) -> bool:
+    if not isinstance(state, dict) or callback.dirpath is None:
+        return False
+    best = state.get("best_k_models", {})
+    kth = state.get("kth_best_model_path", "")
+    if not isinstance(best, dict) or (kth not in best and (kth or 0 < callback.save_top_k <= len(best))):
+        return False
+    named = [state.get("best_model_path", ""), state.get("last_model_path", ""), kth, *best]
+    return all(path == "" or is_within(path, Path(callback.dirpath)) for path in named)
+
+
+def _unknown(callback: ModelCheckpoint) -> dict[str, Any]:
+    """As Lightning has it before the first checkpoint."""
+    return {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}

@@ -1,0 +1,60 @@
+"""What a disk says when it does not take what is written: that it is full, for one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+
+
+class Writer(FileSystemWriter):
+    """torch's own, whose errors keep their cause on the way to the other ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with true_cause():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with true_cause():
+            super().finish(metadata, results)
+
+
+@contextlib.contextmanager
+def true_cause() -> Iterator[None]:
+    """Raise the disk's error in place of torch's, which tells that the file is shorter than it should be."""
+    try:
+        yield
+    except Exception as error:
+        if (cause := _disk_error(error)) is not None:
+            raise cause from None
+        raise
+
+
+def told(error: BaseException, rank: int) -> str:
+    """In a few words, whose error it is and what it is."""
+    if isinstance(error, CheckpointException):  # of every rank, and it says whose it was
+        return "; ".join(f"rank {number}: {_words(cause)}" for number, (cause, _) in sorted(error.failures.items()))
+    return f"rank {rank}: {_words(error)}"
+
+
+def _words(error: BaseException) -> str:
+    first = str(error).partition("\n")[0] or type(error).__name__
+    full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{full}: {first}" if full else first
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    seen: Any = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen

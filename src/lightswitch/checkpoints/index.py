@@ -1,0 +1,237 @@
+"""Where the parts of each tensor of a checkpoint are: the index of torch.distributed.checkpoint, read as data.
+
+torch's own reader unpickles it, and so calls whatever the file names. Here what the file names is looked up in a list
+and becomes a record without behaviour; all that is taken from the records is checked.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+INDEX = ".metadata"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR, _BYTES = f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.BytesStorageMetadata"
+_RECORDS = {
+    *(_TENSOR, _BYTES, f"{_METADATA}.Metadata", f"{_METADATA}.MetadataIndex", f"{_METADATA}.ChunkStorageMetadata"),
+    *(f"{_METADATA}.TensorProperties", f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta"),
+    *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout"),
+    *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
+}
+_BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}
+
+
+class DamagedIndex(ValueError):
+    """An index that is none, or that does not fit the files beside it."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The tensors of one checkpoint, each part of which is known to lie within a file of its directory."""
+
+    path: Path
+    metadata: Metadata
+    files: frozenset[str]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, without values: shapes and dtypes."""
+        return {
+            name: torch.empty(item.size, dtype=item.properties.dtype, device="meta")
+            for name, item in self.metadata.state_dict_metadata.items()
+            if isinstance(item, TensorStorageMetadata)
+        }
+
+    def reader(self) -> FileSystemReader:
+        return _Reader(self)
+
+
+def read(path: Path) -> Index:
+    """The index of a checkpoint's directory, of which torch's own reader would read tensors alone.
+
+    Raises:
+        DamagedIndex: with the reason. Nothing is allocated by what the index claims before it is compared with the
+            sizes of the files.
+    """
+    _file_bytes(path, INDEX)
+    top = _unpickled(path / INDEX)
+    stored = {_key(key): _info(info) for key, info in _mapping(_field(top, "storage_data")).items()}
+    described = _mapping(_field(top, "state_dict_metadata"))
+    tensors = {name: _tensor(name, item) for name, item in described.items() if _kind(item) != _BYTES}
+    file_bytes = {name: _file_bytes(path, name) for name in sorted({info.relative_path for info in stored.values()})}
+    used = {key: stored[key] for key in _compared(tensors, stored, file_bytes)}
+    files = frozenset(info.relative_path for info in used.values())
+    return Index(path, Metadata(dict(tensors), storage_data=used), files)
+
+
+class _Reader(FileSystemReader):
+    """torch's own, with an index that was read already."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index.path)
+        self._metadata = index.metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _Record:
+    """What the index says of one object: the arguments it is made with, and its state."""
+
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Calls nothing but the makers of records, which are this one's own: a file can't change a class of the process."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._classes = {name: type(name, (_Record,), {}) for name in _RECORDS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._classes.get(f"{module}.{name}") or _BUILTINS.get(f"{module}.{name}")
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise DamagedIndex(f"{INDEX} names {module}.{name}, which would run code")
+        return found
+
+
+def _unpickled(file: Path) -> Any:
+    try:
+        with file.open("rb") as opened:
+            return _Unpickler(opened).load()
+    except DamagedIndex:
+        raise
+    except OSError as error:
+        raise DamagedIndex(f"{INDEX} can't be read: {error.strerror}") from error
+    except Exception as error:  # pickle raises many kinds for what is no pickle, or a part of one
+        raise DamagedIndex(f"{INDEX} is no index of tensors") from error
+
+
+def _kind(record: Any) -> str:
+    return type(record).__name__ if isinstance(record, _Record) else ""
+
+
+def _field(record: Any, name: str) -> Any:
+    if not isinstance(record, _Record) or not isinstance(record.state, dict):
+        raise DamagedIndex(f"{INDEX} is no index of tensors")
+    return record.state.get(name)
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise DamagedIndex(f"{INDEX} is no index of tensors")
+    return value
+
+
+def _sizes(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or any(type(size) is not int or not 0 <= size < 1 << 62 for size in value):
+        raise DamagedIndex(f"{INDEX} has a shape that is none")
+    return torch.Size(value)
+
+
+def _key(record: Any) -> MetadataIndex:
+    name, offset = _field(record, "fqn"), _field(record, "offset")
+    if not isinstance(name, str):
+        raise DamagedIndex(f"{INDEX} has a tensor without a name")
+    return MetadataIndex(name, None if offset is None else _sizes(offset))
+
+
+def _info(record: Any) -> _StorageInfo:
+    file, offset, length = (_field(record, name) for name in ("relative_path", "offset", "length"))
+    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+        raise DamagedIndex(f"{INDEX} has a part of a tensor without a place")
+    if not is_plain_name(file):
+        raise DamagedIndex(f"{INDEX} leads out of the checkpoint, to {file}")
+    if _field(record, "transform_descriptors"):
+        raise DamagedIndex(f"{INDEX} names a compression, and no checkpoint of ours or of Lightning's has one")
+    return _StorageInfo(file, offset, length)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Of a file that lies in a directory itself."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
+def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
+    properties = getattr(_field(record, "properties"), "state", None)
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    chunks = _field(record, "chunks")
+    if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
+        raise DamagedIndex(f"{INDEX} is no index of tensors")
+    parts = [ChunkStorageMetadata(_sizes(_field(c, "offsets")), _sizes(_field(c, "sizes"))) for c in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _sizes(_field(record, "size")), parts)
+
+
+def _file_bytes(path: Path, name: str) -> int:
+    try:
+        found = (path / name).stat()
+    except FileNotFoundError as error:
+        raise DamagedIndex(f"{name} is missing") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedIndex(f"{name} is no file")
+    return found.st_size
+
+
+def _compared(
+    tensors: Mapping[str, TensorStorageMetadata],
+    stored: Mapping[MetadataIndex, _StorageInfo],
+    file_bytes: Mapping[str, int],
+) -> Iterator[MetadataIndex]:
+    """The places of all parts, once they are as large as the parts, within the files, and all of each tensor."""
+    claimed_bytes = 0
+    for name, tensor in tensors.items():
+        numbers = 0
+        for chunk in tensor.chunks:
+            key, count = MetadataIndex(name, chunk.offsets), math.prod(chunk.sizes)
+            if count == 0 and key not in stored:
+                continue
+            _check_part(name, tensor, chunk, stored.get(key), file_bytes)
+            numbers += count
+            yield key
+        if numbers != math.prod(tensor.size):
+            raise DamagedIndex(f"{INDEX} has {numbers} of the {math.prod(tensor.size)} numbers of {name}")
+        claimed_bytes += numbers * tensor.properties.dtype.itemsize
+    if claimed_bytes > sum(file_bytes.values()):
+        raise DamagedIndex(f"{INDEX} claims {claimed_bytes} bytes, and the files have {sum(file_bytes.values())}")
+
+
+def _check_part(
+    name: str,
+    tensor: TensorStorageMetadata,
+    chunk: ChunkStorageMetadata,
+    info: _StorageInfo | None,
+    file_bytes: Mapping[str, int],
+) -> None:
+    shape, start, size = tuple(tensor.size), tuple(chunk.offsets), tuple(chunk.sizes)
+    if not len(shape) == len(start) == len(size) or any(a + b > c for a, b, c in zip(start, size, shape, strict=True)):
+        raise DamagedIndex(f"{INDEX} has a part of {name} that lies outside of it")
+    if info is None:
+        raise DamagedIndex(f"{INDEX} has no place for a part of {name}")
+    needed_bytes = math.prod(size) * tensor.properties.dtype.itemsize
+    if needed_bytes > info.length or info.offset + info.length > file_bytes[info.relative_path]:
+        raise DamagedIndex(f"{info.relative_path} is too short for what {INDEX} claims of {name}")

@@ -1,0 +1,75 @@
+"""SHA256SUMS: the checksums of a checkpoint's files, as `sha256sum -c` reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lightswitch.checkpoints.index import is_plain_name
+
+SUMS = "SHA256SUMS"
+
+
+class Damaged(ValueError):
+    """What is wrong with a file of a checkpoint."""
+
+
+def write(folder: Path, sums: Mapping[str, str]) -> None:
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+
+
+def read(folder: Path) -> dict[str, str]:
+    """Checksums by the names of files, each of which is there.
+
+    Raises:
+        Damaged: it is none, or names what lies elsewhere or is missing.
+    """
+    try:
+        check_file(folder, SUMS)
+        lines = [line.split("  ") for line in (folder / SUMS).read_text().splitlines()]
+        sums = {name: digest for digest, name in lines}
+    except OSError as error:
+        raise Damaged(f"{SUMS} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise Damaged(f"it has no {SUMS}, or a part of it") from error
+    for name in sums:
+        if not is_plain_name(name):
+            raise Damaged(f"{SUMS} leads out of the checkpoint, to {name}")
+        check_file(folder, name)
+    return sums
+
+
+def compare(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:
+    """
+    Raises:
+        Damaged: a file has no checksum, can't be read, or is not what was written.
+    """
+    for name in names:
+        if name not in sums:
+            raise Damaged(f"{SUMS} does not name {name}")
+        try:
+            found = of_file(folder / name)
+        except OSError as error:
+            raise Damaged(f"{name} can't be read: {error.strerror}") from error
+        if found != sums[name]:
+            raise Damaged(f"{name} is not what was written")
+
+
+def check_file(folder: Path, name: str) -> None:
+    """
+    Raises:
+        Damaged: it is missing, or something else: a directory, or a pipe that would be waited for.
+    """
+    if not (folder / name).exists():
+        raise Damaged(f"{name} is missing")
+    if not (folder / name).is_file():
+        raise Damaged(f"{name} is no file")
+
+
+def of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,100 @@
+"""Which code a model's config may name, where it lies beside weights that may come from anywhere.
+
+Hydra's `instantiate` calls whatever a config names, at any depth. What passes is code of the user's own, and the
+optimizers, schedules and layers of torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_ENGINE = __name__.partition(".")[0]
+_OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
+
+
+def untrusted(node: Any, folder: Path) -> str | None:
+    """What a config names first that is not to be called without the user's word; None if all may be.
+
+    Args:
+        node: of plain types, with interpolations as they are written: one may call a resolver, or hide a target.
+        folder: where the config lies.
+
+    Raises:
+        ImportError: it names code of the user's own that is not there.
+    """
+    return next((called for called in _called(node) if not _is_trusted(called, folder.resolve())), None)
+
+
+def _called(node: Any) -> Iterator[str]:
+    if isinstance(node, str) and "${" in node:
+        yield node
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield str(node["_target_"])
+        for item in node.items():
+            yield from _called(item)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _called(value)
+
+
+def _is_trusted(target: str, folder: Path) -> bool:
+    """What a dotted path leads to is judged by where it is defined, not by the path: modules import others."""
+    first = target.partition(".")[0]
+    if first != "torch" and not _is_own(first, folder):
+        return False
+    if first == "torch" and not target.startswith(tuple(f"{module}." for module in _OF_TORCH)):
+        return False
+    try:
+        found = get_object(target)
+    except Exception as error:  # what a module raises when it is imported
+        raise ImportError(str(error).partition("\n")[0]) from error
+    if not (inspect.isclass(found) or inspect.isfunction(found)):
+        return False
+    home = str(found.__module__)
+    return _is_own(home.partition(".")[0], folder) or _is_of_torch(found, home)
+
+
+def _is_of_torch(found: Any, home: str) -> bool:
+    """A function of torch's may read a file or run code; of these classes, none does."""
+    return inspect.isclass(found) and any(
+        (home == module or home.startswith(f"{module}.")) and issubclass(found, kinds)
+        for module, kinds in _OF_TORCH.items()
+    )
+
+
+def _is_own(package: str, folder: Path) -> bool:
+    """It lies on Python's path, where no installer has put it, and neither around the config nor beside it."""
+    places = list(_places(package)) if package != _ENGINE else []
+    return bool(places) and not any(
+        place in (folder, *folder.parents) or place.parent == folder or _is_installed(place) for place in places
+    )
+
+
+def _places(package: str) -> Iterator[Path]:
+    """The folders of a package, or a module's file; the import system finds them without running anything of it."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # of `__main__`, or no name at all
+        return
+    if spec is None:
+        return
+    for place in spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else []):
+        yield Path(place).resolve()
+
+
+def _is_installed(place: Path) -> bool:
+    if {"site-packages", "dist-packages"} & set(place.parts):
+        return True
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(place.is_relative_to(Path(folder).resolve()) for folder in folders)
