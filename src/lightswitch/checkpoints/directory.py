@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.ranks import LostRank, OfAll, Ranks, Unanswered
 from lightswitch.refused import Refused
 
 STATE = "trainer.pt"
@@ -33,20 +36,21 @@ class UnwrittenCheckpoint(Refused, OSError):
     """A disk that is full, or gone."""
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
     """Written beside and renamed into place: ``path`` is whole at any moment, or it is not there.
 
-    Collective over ``group``; None stands for one process. Tensors may be spread over the ranks (DTensor); of those
-    that every rank holds, one writes each.
+    Collective over ``ranks``; None stands for one process. Tensors may be spread over the ranks (DTensor, Piece); of
+    those that every rank holds, one writes each.
 
     Raises:
         UnwrittenCheckpoint: on every rank, when one of them could not write; what stood at ``path`` before still does.
+        LostRank: on every rank, when one of them failed otherwise, or did not write in time.
     """
-    rank = dist.get_rank(group) if group else 0
+    rank = ranks.writing.rank if ranks else 0
     partial = path.with_name(f"{path.name}.partial")
-    _together(group, lambda: _empty(partial) if rank == 0 else None)
-    sums = _together(group, lambda: _write_tensors(partial, tensors, group, rank))
-    _together(group, lambda: _finish(path, partial, state, sums) if rank == 0 else None)
+    _together(ranks, "open it", lambda: _empty(partial) if rank == 0 else None)
+    sums = _together(ranks, "write its part", lambda: _write_tensors(partial, tensors, ranks, rank))
+    _together(ranks, "finish it", lambda: _finish(path, partial, state, sums) if rank == 0 else None)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -124,12 +128,31 @@ def _empty(folder: Path) -> None:
 
 
 def _write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, rank: int
+    folder: Path, tensors: Mapping[str, Tensor | Piece], ranks: Ranks | None, rank: int
 ) -> dict[str, str]:
     """The checksums of the files that this rank wrote."""
-    writer = FileSystemWriter(folder)
-    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    group = ranks.group if ranks else None
+    try:
+        save(
+            dict(tensors),
+            storage_writer=FileSystemWriter(folder),
+            planner=_Planner(),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        raise OfAll(
+            "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        ) from error
+    except RuntimeError as error:  # gloo's
+        raise Unanswered from error
     return {path.name: _sha256(path) for path in folder.glob(f"__{rank}_*")}
+
+
+class _Planner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_object(index)
 
 
 def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:
@@ -164,21 +187,15 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:
-    """The results of all ranks; where an action fails, every rank fails, and none waits for it."""
-    result, failed = None, None
+def _together(ranks: Ranks | None, what: str, action: Callable[[], Any]) -> list[Any]:
+    """The results of all ranks, on rank 0; where an action fails, every rank fails, and none waits for it."""
     try:
-        result = action()
+        if ranks is None:
+            return [action()]
+        ranks.writing.take(what, action)
     except OSError as error:
-        failed = f"rank {dist.get_rank(group) if group else 0}: {error}"
-    except CheckpointException as error:  # of every rank, and it says whose it was
-        failed = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
-    if group is None:
-        outcomes: list[Any] = [(result, failed)]
-    else:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (result, failed), group=group)
-    failures = [failure for _, failure in outcomes if failure]
-    if failures:
-        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {failures[0]}")
-    return [result for result, _ in outcomes]
+        told = f"rank 0: {error}" if ranks is None and not isinstance(error, OfAll) else str(error)
+        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {told}") from error
+    except LostRank as error:
+        raise LostRank(f"the checkpoint could not be written: {error}") from error.__cause__
+    return ranks.writing.results(range(ranks.writing.world_size) if ranks.writing.rank == 0 else ())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightswitch.checkpoints.piece import Piece
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -33,6 +36,14 @@ def first_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in again}
 
 
+def set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Of modules that keep what is no tensor. Not by `load_state_dict`, in which a strategy may have hooks."""
+    for path, part in module.named_modules():
+        name = own_name(f"{path}._extra_state".lstrip("."))
+        if name in state:
+            part.set_extra_state(state[name])
+
+
 def _further_names(module: nn.Module) -> set[str]:
     """Of parameters and buffers that have several, all but the first."""
     first = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
@@ -52,11 +63,13 @@ def names_of(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in parameters(module).items()}
 
 
-def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+def is_stored(value: object) -> TypeGuard[Tensor | Piece]:
+    """As a tensor; all else goes into the small file beside them."""
+    return isinstance(value, Tensor | Piece)
+
+
+def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor | Piece]:
     """`<name>.<key>` of every tensor of an optimizer's state by name."""
     return {
-        f"{name}.{key}": value
-        for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
+        f"{name}.{key}": value for name, values in state.items() for key, value in values.items() if is_stored(value)
     }
