@@ -29,8 +29,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
 os.environ["OMP_NUM_THREADS"] = "1"  # a few processes share two cores; and sums in another order differ in a bit
 torch.set_num_threads(1)
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     [
         *("lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"),
         *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel", "deepspeed")),
@@ -101,9 +101,9 @@ def runs_in(tmp_path: Path) -> Train:
         written = [tmp_path / f"{count}.{rank}" for rank in range(max(1, ranks))]
         for path, stream in itertools.product(written, ("out", "err")):
             Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
-        environments: list[dict[str, str]] = _as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
+        environments: list[dict[str, str]] = as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
         processes = [
-            _context.Process(target=_train, args=(arguments, folder, path, environment))
+            context.Process(target=_train, args=(arguments, folder, path, environment))
             for path, environment in zip(written, environments, strict=True)
         ]
         codes = _run(processes, timeout_seconds, meanwhile)
@@ -116,7 +116,7 @@ def runs_in(tmp_path: Path) -> Train:
     return run
 
 
-def _as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
+def as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

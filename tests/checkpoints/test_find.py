@@ -16,7 +16,7 @@ from lightswitch.checkpoints.find import first_whole, newest, up_to
 
 
 def write(path: Path, **position: int | bool) -> Path:
-    directory.write(path, {"model.w": torch.zeros(1000)}, {KEY: asdict(Position(**position))}, group=None)
+    directory.write(path, {"model.w": torch.zeros(1000)}, {KEY: asdict(Position(**position))}, ranks=None)
     return path
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightswitch.checkpoints.piece import Piece
 from lightswitch.strategies import deepspeed_state
 from tests.strategies.witness import whole
 
@@ -37,7 +39,19 @@ State = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def taken_out(engine: object, module: pl.LightningModule) -> State:
-    return {name: (weight, state) for name, weight, state in deepspeed_state.gather(engine, module)}
+    return {
+        name: (_put_together(weight), {key: _put_together(state[key]) for key in sorted(state)})
+        for name, weight, state in deepspeed_state.pieces(engine, module)
+    }
+
+
+def _put_together(kept: Tensor | Piece) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept.clone()
+    whole = torch.zeros(kept.shape, dtype=kept.values.dtype)
+    kept.of(whole).copy_(kept.values)
+    dist.all_reduce(whole)
+    return whole
 
 
 def put_back(engine: object, module: pl.LightningModule, taken: State) -> None:

@@ -12,17 +12,21 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightswitch.checkpoints import disk, index, manifest, safe
 from lightswitch.checkpoints.index import Index
+from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.ranks import LostRank, OfAll, Ranks, Unanswered
 from lightswitch.refused import Refused
 from lightswitch.trees import make_tree, remove_tree
 
@@ -35,22 +39,28 @@ class UnwrittenCheckpoint(Refused, OSError):
     """A disk that is full, or gone."""
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
     """Written beside and renamed into place: ``path`` is whole at any moment, or it is not there.
 
-    Collective over ``group``; None stands for one process. Tensors may be spread over the ranks (DTensor); of those
-    that every rank holds, one writes each.
+    Collective over ``ranks``; None stands for one process. Tensors may be spread over the ranks (DTensor, Piece); of
+    those that every rank holds, one writes each.
 
     Raises:
         UnwrittenCheckpoint: on every rank, when one of them could not write; what stood at ``path`` before still does,
             and nothing is left of what was written.
+        LostRank: likewise, when one of them failed otherwise, or did not write in time.
     """
-    rank = dist.get_rank(group) if group else 0
-    partial: Path = _together(group, lambda: make_tree(vacant(_beside(path, "partial"))) if rank == 0 else None)[0]
+    rank, world_size = (ranks.writing.rank, ranks.writing.world_size) if ranks else (0, 1)
+    partial = Path(
+        *_together(
+            ranks, "open it", lambda: str(make_tree(vacant(_beside(path, "partial")))) if rank == 0 else None, heard=[0]
+        ),
+    )
     try:
-        sums = _together(group, lambda: _write_tensors(partial, tensors, group, rank))
-        _together(group, lambda: _finish(path, partial, state, sums) if rank == 0 else None)
-    except UnwrittenCheckpoint:
+        everyone = range(world_size if rank == 0 else 0)
+        sums = _together(ranks, "write its part", lambda: _write_tensors(partial, tensors, ranks, rank), everyone)
+        _together(ranks, "finish it", lambda: _finish(path, partial, state, sums) if rank == 0 else None)
+    except (UnwrittenCheckpoint, LostRank):
         if rank == 0:
             with contextlib.suppress(OSError, Refused):  # that it could not be written says all
                 remove_tree(partial)
@@ -127,11 +137,26 @@ def _beside(path: Path, what: str) -> Path:
 
 
 def _write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, rank: int
+    folder: Path, tensors: Mapping[str, Tensor | Piece], ranks: Ranks | None, rank: int
 ) -> dict[str, str]:
     """The checksums of the files that this rank wrote."""
-    save(dict(tensors), storage_writer=disk.Writer(folder), process_group=group, no_dist=group is None)
+    group = ranks.group if ranks else None
+    try:
+        writer, planner = disk.Writer(folder), _Planner()
+        save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise OfAll(disk.told(error, rank)) from error
+    except RuntimeError as error:
+        if group is None:
+            raise
+        raise Unanswered from error  # gloo's
     return {path.name: manifest.of_file(path) for path in folder.glob(f"__{rank}_*")}
+
+
+class _Planner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_object(index)
 
 
 def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:
@@ -154,19 +179,19 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:
-    """The results of all ranks; where an action fails, every rank fails, and none waits for it."""
-    result, failed = None, None
+def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: Iterable[int] = ()) -> list[Any]:
+    """Act on every rank; where an action fails, every rank fails, and none waits for it.
+
+    Args:
+        heard: the ranks whose results are returned.
+    """
     try:
-        result = action()
-    except (Exception, disk.CheckpointException) as error:
-        failed = disk.told(error, rank=dist.get_rank(group) if group else 0)
-    if group is None:
-        outcomes: list[Any] = [(result, failed)]
-    else:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (result, failed), group=group)
-    failures = [failure for _, failure in outcomes if failure]
-    if failures:
-        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {failures[0]}")
-    return [result for result, _ in outcomes]
+        if ranks is None:
+            return [action()]
+        ranks.writing.take(what, action)
+    except OSError as error:
+        told = f"rank 0: {disk.words(error)}" if ranks is None and not isinstance(error, OfAll) else str(error)
+        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {told}") from error
+    except LostRank as error:
+        raise LostRank(f"the checkpoint could not be written: {error}") from error.__cause__
+    return ranks.writing.results(heard)

@@ -43,11 +43,12 @@ def true_cause() -> Iterator[None]:
 def told(error: BaseException, rank: int) -> str:
     """In a few words, whose error it is and what it is."""
     if isinstance(error, CheckpointException):  # of every rank, and it says whose it was
-        return "; ".join(f"rank {number}: {_words(cause)}" for number, (cause, _) in sorted(error.failures.items()))
-    return f"rank {rank}: {_words(error)}"
+        return "; ".join(f"rank {number}: {words(cause)}" for number, (cause, _) in sorted(error.failures.items()))
+    return f"rank {rank}: {words(error)}"
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """The first line of it, and whether the disk is full."""
     first = str(error).partition("\n")[0] or type(error).__name__
     full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{full}: {first}" if full else first

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightswitch.checkpoints.piece import Piece
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -50,6 +52,14 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield own_name(f"{prefix}.{name}" if prefix else name), value
 
 
+def set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Of modules that keep what is no tensor. Not by `load_state_dict`, in which a strategy may have hooks."""
+    for path, part in module.named_modules():
+        name = own_name(f"{path}._extra_state".lstrip("."))
+        if name in state:
+            part.set_extra_state(state[name])
+
+
 def groups_of(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, with names in place of parameters."""
     names = names_of(module)
@@ -61,11 +71,13 @@ def names_of(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in parameters(module).items()}
 
 
-def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+def is_stored(value: object) -> TypeGuard[Tensor | Piece]:
+    """As a tensor; all else goes into the small file beside them."""
+    return isinstance(value, Tensor | Piece)
+
+
+def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor | Piece]:
     """`<name>.<key>` of every tensor of an optimizer's state by name."""
     return {
-        f"{name}.{key}": value
-        for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
+        f"{name}.{key}": value for name, values in state.items() for key, value in values.items() if is_stored(value)
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,32 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import best, directory, find, names
+from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.ranks import LostRank, Ranks
 from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_OF_TIMEOUT = 2 / 3  # of the process group's: how long a save waits for a rank
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
 class PortableCheckpoints(Strategy):
     """Stands before a strategy among the bases of a class. Parameters and optimizer states go by the parameters' names.
 
-    A strategy that spreads tensors in a way of its own overrides `lightning_module_state_dict`, `optimizer_state`,
-    `load_model_state_dict` and `load_optimizer_state_dict`; those here do for plain tensors and DTensors.
+    A strategy that spreads tensors in a way of its own overrides `lightning_module_state_dict`, `optimizer_state` and
+    what reads them; those here do for plain tensors and DTensors. None of them talks to another rank: a rank that fails
+    in a save would leave the others waiting.
     """
 
-    _checkpoint_group: dist.ProcessGroup | None = None
+    _checkpoint_ranks: Ranks | None = None
     _reader: Reader
 
     @functools.cached_property
@@ -61,14 +67,35 @@ class PortableCheckpoints(Strategy):
         return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Returns once the state is copied; it is written while training goes on."""
+        """Returns once the state is copied; it is written while training goes on.
+
+        Raises:
+            LostRank: a rank did not come, has failed, or is still writing the checkpoint before.
+        """
         assert self.lightning_module is not None
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
         tensors, state = _split(checkpoint)
-        path, staged, ranks = Path(self.broadcast(filepath)), self.stage(tensors), self._ranks()
+        path = self._meet(Path(filepath))
+        staged, ranks = self.stage(tensors), self._ranks
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _meet(self, path: Path) -> Path:
+        """Rank 0's path, once every rank has come to save and has written what it saved before."""
+        ended, ranks = self._saver.wait(self._patience_seconds), self._ranks
+        if not ended:
+            slow = LostRank(f"the checkpoint before {path.name} was not written in {self._patience_seconds:g} s")
+            if ranks is not None:
+                ranks.staging.fail(str(slow))
+            raise slow
+        if ranks is None:
+            return path
+        ranks.staging.take(f"come to save {path.name}", lambda: str(path))
+        (path_of_rank_0,) = ranks.staging.results([0])
+        if self._saver.has_lost_a_rank:
+            self._checkpoint_ranks = None  # to talk to it again, all connect anew
+        return Path(path_of_rank_0)
+
+    def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
         """Tensors that training does not change."""
         return self._saver.stage(tensors)
 
@@ -106,25 +133,31 @@ class PortableCheckpoints(Strategy):
     def finish_saving(self) -> None:
         """
         Raises:
-            UnwrittenCheckpoint: the run's last checkpoint could not be written.
+            UnwrittenCheckpoint, LostRank: the run's last checkpoint could not be written.
         """
-        self._saver.wait()
+        if not self._saver.wait(self._patience_seconds):
+            raise LostRank(f"the last checkpoint was not written in {self._patience_seconds:g} s")
         if (failure := self._saver.failure()) is not None:
             raise failure
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._saver.wait(_PATIENCE_SECONDS)
+        told = f"{type(exception).__name__}: {exception}".partition("\n")[0]
+        ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
+        if ranks is not None:
+            ranks.staging.fail(told)
+        if self._saver.wait(_PATIENCE_SECONDS) and ranks is not None:
+            ranks.writing.fail(told)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._saver.wait()
+        self._saver.wait(self._patience_seconds)
         assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
         if trainer.state.fn == TrainerFn.FITTING:
             candidates = self.broadcast(find.up_to(path, Path(trainer.default_root_dir)))
-            self._reader = find.first_whole(candidates, self._ranks())
+            self._reader = find.first_whole(candidates, self._group)
         else:
-            self._reader = Reader(self.broadcast(path), self._ranks())
+            self._reader = Reader(self.broadcast(path), self._group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
         if "callbacks" in state:
             state["callbacks"] = best.believed(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
@@ -133,18 +166,17 @@ class PortableCheckpoints(Strategy):
     def start_from(self, path: Path) -> None:
         """Take the weights of a checkpoint, and nothing else of it."""
         assert self.lightning_module is not None
-        self._reader = Reader(path, self._ranks())
+        self._reader = Reader(path, self._group)
         self.load_model_state_dict(self._reader.state, strict=self.lightning_module.strict_loading)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        live = {name: value for name, value in names.state_of(module).items() if isinstance(value, Tensor)}
+        live = {name: value for name, value in self.lightning_module_state_dict().items() if names.is_stored(value)}
         self._reader.check_model(live, module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})
-        if extra := checkpoint.get("extra_state"):
-            module.load_state_dict(extra, strict=False)
+        names.set_extra_state(module, checkpoint.get("extra_state", {}))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -156,18 +188,23 @@ class PortableCheckpoints(Strategy):
             _load_by_position(optimizer, state, saved["param_groups"])
 
     def _read_optimizer_state(
-        self, prefix: str, values: dict[str, Any], parameters: Mapping[str, Tensor]
+        self, prefix: str, values: dict[str, Any], parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values.items()}
-        targets: dict[str, Tensor] = {}
+        targets: dict[str, Tensor | Piece] = {}
         for full_name in self._reader.names(prefix):
             name, _, key = full_name.rpartition(".")
-            shape = self._reader.like[prefix + full_name].shape
-            like = parameters[name].detach()
-            tensor = torch.zeros_like(like) if shape == like.shape and like.dim() else torch.zeros(shape)
-            state.setdefault(name, {})[key] = targets[prefix + full_name] = tensor
+            room = self.room_for(parameters[name], self._reader.like[prefix + full_name])
+            targets[prefix + full_name] = room
+            state.setdefault(name, {})[key] = room.values if isinstance(room, Piece) else room
         self._reader.fill(targets)
         return state
+
+    def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Tensor | Piece:
+        """For a tensor of a parameter's optimizer state, spread as the parameter is where it has its shape."""
+        if saved.shape == parameter.shape and parameter.dim():
+            return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
+        return torch.zeros_like(saved, device="cpu")
 
     def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
         """Class and parameter groups of each."""
@@ -187,24 +224,44 @@ class PortableCheckpoints(Strategy):
                 f"to start from its weights alone, type init_from={path} and another run_id"
             )
 
-    def _ranks(self) -> dist.ProcessGroup | None:
-        """A group of its own, of all ranks on their CPUs: NCCL's hands on no objects of the CPU's."""
-        if self._checkpoint_group is None and dist.is_available() and dist.is_initialized():
-            self._checkpoint_group = dist.new_group(backend="gloo")
-        return self._checkpoint_group
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            self._connect()  # here, where no rank has anything else to do
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """None for one process."""
+        self._connect()
+        return self._checkpoint_ranks
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return ranks.group if (ranks := self._ranks) is not None else None
+
+    def _connect(self) -> None:
+        if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
+            self._checkpoint_ranks = Ranks(self._patience_seconds)
+
+    @property
+    def _patience_seconds(self) -> float:
+        """Less than what training waits for a collective, and than the watch over the ranks for a batch."""
+        timeout: timedelta | None = getattr(self, "_timeout", None)  # of strategies with a process group
+        return (timeout or default_pg_timeout).total_seconds() * _PATIENCE_OF_TIMEOUT
 
 
-def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[str, Any]]:
     """The tensors of model and optimizers, and all else."""
     weights = checkpoint.pop("state_dict")
-    tensors = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
-    checkpoint["extra_state"] = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+    tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
+    checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
     optimizers = checkpoint.pop("optimizer_states", [])
     for index, optimizer in enumerate(optimizers):
         found = names.tensors_in(optimizer["state"])
         tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
         optimizer["state"] = {
-            name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+            name: {key: value for key, value in values.items() if not names.is_stored(value)}
             for name, values in optimizer["state"].items()
         }
     if optimizers:

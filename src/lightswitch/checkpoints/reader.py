@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightswitch.checkpoints import directory, disk, foreign
 from lightswitch.checkpoints.index import Index
+from lightswitch.checkpoints.piece import Piece
 from lightswitch.refused import Refused
 
 Told = Callable[[int], None]  # takes the number of bytes that were just read
@@ -74,20 +76,21 @@ class Reader:
         """Of the tensors that begin so, less the prefix."""
         return {name.removeprefix(prefix) for name in self.like if name.startswith(prefix)}
 
-    def fill(self, tensors: Mapping[str, Tensor], told: Told | None = None) -> None:
-        """Read each tensor in place, a DTensor its own part only. Collective.
+    def fill(self, tensors: Mapping[str, Tensor | Piece], told: Told | None = None) -> None:
+        """Read each tensor in place, a DTensor or Piece its own part only. Collective.
 
         Raises:
             UnfitCheckpoint: on every rank, when a file can't be read, or holds something else than its index says.
         """
         if self._index is not None:
-            self._load(self._index, dict(tensors), told, self._group)
+            self._load(self._index, tensors, told, self._group)
             return
         for name, tensor in tensors.items():
+            kept = tensor.values if isinstance(tensor, Piece) else tensor
             with torch.no_grad():
-                tensor.copy_(_spread_like(tensor, self._loaded[name]))
+                kept.copy_(_spread_like(tensor, self._loaded[name]))
             if told is not None:
-                told(tensor.nbytes)
+                told(kept.nbytes)
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
@@ -98,11 +101,11 @@ class Reader:
         return whole[name]
 
     def _load(
-        self, index: Index, tensors: dict[str, Tensor], told: Told | None, group: dist.ProcessGroup | None
+        self, index: Index, tensors: Mapping[str, Tensor | Piece], told: Told | None, group: dist.ProcessGroup | None
     ) -> None:
         try:
             load(
-                tensors,
+                dict(tensors),
                 storage_reader=index.reader(),
                 planner=_Planner(told),
                 process_group=group,
@@ -170,21 +173,36 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """It makes None of what it does not know."""
+        pieces = {name: value for name, value in state_dict.items() if isinstance(value, Piece)}
+        others = {name: value for name, value in state_dict.items() if name not in pieces}
+        super().set_up_planner(others, metadata, is_coordinator)
+        self.state_dict = {**self.state_dict, **pieces}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_tensor(index)
+
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         if self._told is not None:
             self._told(tensor.nbytes)
 
 
-def _spread_like(tensor: Tensor, whole: Tensor) -> Tensor:
+def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
+    if isinstance(tensor, Piece):
+        return tensor.of(whole)
     if not isinstance(tensor, DTensor):
         return whole
     # every rank has read the whole: none is to be sent
     return distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def _shape(tensor: Tensor) -> str:
+def _shape(tensor: Tensor | Piece) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
 
 

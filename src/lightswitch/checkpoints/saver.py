@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.ranks import LostRank
+
 Action = Callable[[], None]
 
 
@@ -22,15 +25,15 @@ class Saver:
     def __init__(self) -> None:
         self._last: Thread | None = None  # of what was asked for; each waits for the one before
         self._good = True
-        self._failure: OSError | RuntimeError | None = None
+        self.has_lost_a_rank = False  # in the last write: its group is of no more use
+        self._failure: Exception | None = None
         self._staged: dict[str, Tensor] = {}
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
         """Copies on the CPU, of a DTensor its part, in memory that is kept for the next checkpoint.
 
-        This is what training waits for, beside the end of the write before.
+        This is what training waits for, beside the end of the write before, which has to have come.
         """
-        self.wait()
         staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # until then, the copies are under way
@@ -40,9 +43,10 @@ class Saver:
         def attempt() -> None:
             try:
                 write()
-                self._good = True
-            except (OSError, RuntimeError) as error:  # the disk, or a rank that is gone
+                self._good, self.has_lost_a_rank = True, False
+            except Exception as error:  # the disk, a lost rank, or a bug, which would end with this thread
                 self._good, self._failure = False, error
+                self.has_lost_a_rank = isinstance(error, LostRank)
 
         self._start(attempt)
 
@@ -56,12 +60,13 @@ class Saver:
 
         self._start(attempt)
 
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        """Until nothing is being written."""
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Until nothing is being written; whether that came in time."""
         if self._last is not None:
             self._last.join(timeout_seconds)
+        return self._last is None or not self._last.is_alive()
 
-    def failure(self) -> OSError | RuntimeError | None:
+    def failure(self) -> Exception | None:
         """Why a write failed, told once."""
         told, self._failure = self._failure, None
         return told
@@ -77,7 +82,9 @@ class Saver:
         self._last = Thread(target=run, name="checkpoint", daemon=True)
         self._last.start()
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+    def _copy(self, name: str, tensor: Tensor | Piece) -> Tensor | Piece:
+        if isinstance(tensor, Piece):
+            return tensor.with_values(self._copied(name, tensor.values))
         if not is_traceable_wrapper_subclass(tensor):
             return self._copied(name, tensor)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightswitch.checkpoints.directory import UnwrittenCheckpoint
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.checkpoints.ranks import LostRank
 from lightswitch.launch import signals
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _save(trainer: Trainer) -> None:
         last.save(trainer)
         if isinstance(trainer.strategy, PortableCheckpoints):
             trainer.strategy.finish_saving()
-    except UnwrittenCheckpoint as failure:
+    except (UnwrittenCheckpoint, LostRank) as failure:
         log.error("%s; the run will go on from the one before it", failure)
 
 

@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.strategies import deepspeed_loss_scale
-from lightswitch.strategies.deepspeed_state import gather, scatter_states, scatter_weights
+from lightswitch.strategies.deepspeed_state import Stored, pieces, scatter_states, scatter_weights
 from lightswitch.strategies.quiet_deepspeed import deepspeed
 
 
 class PortableDeepSpeed(PortableCheckpoints):
-    """One parameter after the other is put together on all ranks, and kept by the one that holds the fewest bytes."""
+    """Each rank writes what it keeps of the flat groups; it reads whole parameters, one after the other."""
 
     _group_names: list[list[str]]
-    _gathered_states: dict[str, dict[str, Tensor]]
+    _states: dict[str, dict[str, Stored]]
 
     def remember_groups(self, optimizer: Optimizer) -> None:
         """By name, of an optimizer that DeepSpeed has not taken over yet."""
@@ -33,20 +32,13 @@ class PortableDeepSpeed(PortableCheckpoints):
         assert module is not None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return super().lightning_module_state_dict()
-        weights: dict[str, Any] = _buffers(module) if dist.get_rank() == 0 else {}
-        held_bytes = [0] * dist.get_world_size()
-        self._gathered_states = {}
-        for name, weight, state in gather(engine, module):
-            owner = held_bytes.index(min(held_bytes))
-            held_bytes[owner] += weight.nbytes + sum(value.nbytes for value in state.values())
-            if owner == dist.get_rank():
-                weights[name] = weight.cpu()
-                self._gathered_states[name] = {key: value.cpu() for key, value in state.items()}
-        return weights
+        kept = list(pieces(engine, module))
+        self._states = {name: state for name, _, state in kept}
+        return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of what was gathered with the weights, which Lightning asks for before."""
-        states, self._gathered_states = self._gathered_states, {}
+        """Found with the weights, which Lightning asks for before."""
+        states, self._states = self._states, {}
         return {"class": _class(optimizer), "state": states, "param_groups": self._groups(optimizer)}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -57,10 +49,6 @@ class PortableDeepSpeed(PortableCheckpoints):
     @property
     def _loss_scaler(self) -> Any:
         return getattr(getattr(self.model, "optimizer", None), "loss_scaler", None)
-
-    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self._saver.wait()
-        return dict(tensors)  # copies already
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, engine = self.lightning_module, self.model
@@ -73,8 +61,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": buffer for name, buffer in _buffers(module).items() if name in saved})
         scatter_weights(engine, module, lambda name: self._reader.read(f"model.{name}") if name in saved else None)
-        if extra := checkpoint.get("extra_state"):
-            module.load_state_dict(extra, strict=False)
+        names.set_extra_state(module, checkpoint.get("extra_state", {}))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -111,8 +98,8 @@ def _class(optimizer: Any) -> str:
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """Those that are saved."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    state = names.first_names(module.state_dict(), module)
+    parameters = names.parameters(module)
+    state = names.state_of(module)
     return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
 
 

@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightswitch.checkpoints import names
+from lightswitch.checkpoints.piece import Piece
+
+Stored = Tensor | Piece
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -30,28 +35,32 @@ class _Part:
     def of_whole(self, whole: Tensor) -> Tensor:
         return whole.reshape(-1).narrow(0, self.first, self.elements)
 
+    def piece(self, flat: Tensor, parameter: nn.Parameter) -> Piece:
+        return Piece(self.of(flat), getattr(parameter, "ds_shape", parameter.shape), self.first)
 
-def gather(engine: Any, module: nn.Module) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-    """Each parameter's name, its whole weight in the optimizer's precision, and its optimizer state (exp_avg, …, step).
 
-    A collective: every rank has to exhaust it. The state is empty before the first step, and of a frozen parameter.
+def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[str, Stored]]]:
+    """Each parameter's name, what this rank keeps of its weight in the optimizer's precision, and of its state.
+
+    The state (exp_avg, …, step) is empty before the first step, and of a frozen parameter. What is no Piece, all ranks
+    that have it hold whole.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in names.parameters(module).items():
         part = _part(engine, parameter)
         if part is None:
-            yield name, parameter.detach().clone(), {}
+            yield name, parameter.detach(), {}
             continue
         values = _states(engine).get(part.flat, {})
-        state = {
-            key: _whole(engine, part, value, parameter) for key, value in values.items() if _is_spread(value, part)
+        state: dict[str, Stored] = {
+            key: part.piece(value, parameter) if _is_spread(value, part) else torch.as_tensor(value)
+            for key, value in values.items()
         }
-        plain = {key: torch.as_tensor(value).clone() for key, value in values.items() if key not in state}
-        yield name, _whole(engine, part, part.flat, parameter), {**state, **plain}
+        yield name, part.piece(part.flat.detach(), parameter), state
 
 
 def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
     """Set the working copy and the optimizer's of every parameter to the whole one that ``read`` knows by its name."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in names.parameters(module).items():
         whole, part = read(name), _part(engine, parameter)
         if whole is None:
             continue
@@ -69,7 +78,7 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
 def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping[str, Tensor]]) -> None:
     """The same for the optimizer's states, of which ``read`` knows all of a parameter's by its name."""
     states, steps = _states(engine), [0]
-    for name, parameter in module.named_parameters():
+    for name, parameter in names.parameters(module).items():
         part = _part(engine, parameter) if parameter.requires_grad else None
         for key, value in read(name).items() if part is not None else ():
             assert part is not None
@@ -116,14 +125,6 @@ def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
 
 def _is_spread(value: object, part: _Part) -> bool:
     return isinstance(value, Tensor) and value.shape == part.flat.shape
-
-
-def _whole(engine: Any, part: _Part, flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    whole = torch.zeros(shape, dtype=flat.dtype, device=engine.device)
-    part.of_whole(whole).copy_(part.of(flat.detach()))
-    dist.all_reduce(whole)
-    return whole
 
 
 def _device_of_step(engine: Any, flat: Tensor) -> torch.device:

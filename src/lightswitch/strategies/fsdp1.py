@@ -25,7 +25,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightswitch.refused import Refused
-from lightswitch.strategies.fsdp1_state import PortableFSDP1
+from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, compute_again
@@ -164,7 +164,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
             )
 
     def _check(self, root: FullyShardedDataParallel) -> None:
-        if self.world_size > 1 and self.sharding_strategy != ShardingStrategy.NO_SHARD and not list(_handles(root)):
+        if self.world_size > 1 and self.sharding_strategy != ShardingStrategy.NO_SHARD and not list(handles(root)):
             raise Refused(f"there is nothing to shard in {type(root.module).__name__}; use strategy=ddp")
         if self.is_global_zero:
             log.warning("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor")
@@ -190,15 +190,19 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     def free_gathered(self) -> None:
         assert self._root is not None
-        for module, handle in _handles(self._root):
-            _reshard(module, handle, True)
+        for module, handle in handles(self._root):
+            if hasattr(handle.flat_param, "_local_shard"):  # before the first forward pass, nothing is gathered
+                _reshard(module, handle, True)
 
+    # Checkpoints
 
-def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
-    """Of the sharded modules, what gathers and frees their parameters."""
-    for module in FullyShardedDataParallel.fsdp_modules(root):
-        if module._handle is not None and module._handle.uses_sharded_strategy:
-            yield module, module._handle
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.free_gathered()  # after a validation, modules have gathered tensors in place of their parameters
+        return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self.free_gathered()
 
 
 def _dtypes(names: dict[str, str] | None) -> Dtypes | None:

@@ -2,62 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
+from lightswitch.checkpoints.piece import Piece
 from lightswitch.checkpoints.portable import PortableCheckpoints
 
 
 class PortableFSDP1(PortableCheckpoints):
-    """One unit after the other is gathered and cut by dimension 0 of its parameters, as DTensors."""
+    """Each rank writes and reads its own part of the flat parameters. torch's own way gathers them, and hangs where
+    parameters are frozen (2.13)."""
 
     _root: FullyShardedDataParallel | None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self._root is not None
-        return names.first_names(get_model_state_dict(self._root), self._root.module)
+        pieces, module = _pieces(self._root), self._root.module
+        state = names.first_names({names.own_name(name): value for name, value in _state(module)}, module)
+        return {name: pieces.get(value, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        """Numbers as tensors: rank 0, which writes what is none, may keep nothing of their parameter."""
+        found = super().optimizer_state(optimizer)
         assert self._root is not None
-        # of an optimizer that has not stepped, torch would make a step of its own
-        state: Any = get_optimizer_state_dict(self._root, optimizer)["state"] if optimizer.state else {}
-        groups = names.groups_of(optimizer, self._root.module)
-        return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+        pieces, parameters = _pieces(self._root), names.parameters(self._root.module)
+        for name, values in found["state"].items():
+            if (piece := pieces.get(parameters[name])) is not None:
+                found["state"][name] = {key: _kept(value, piece) for key, value in values.items()}
+        return found
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        live = {name: value for name, value in self.lightning_module_state_dict().items() if isinstance(value, Tensor)}
-        assert self.lightning_module is not None
-        self._reader.check_model(live, self.lightning_module.hparams, strict)
-        saved = self._reader.names("model.")
-        self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})
+    def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Tensor | Piece:
         assert self._root is not None
-        set_model_state_dict(self._root, {**live, **checkpoint.get("extra_state", {})})
+        piece = _pieces(self._root).get(parameter)
+        if piece is None or piece.shape != saved.shape:
+            return super().room_for(parameter, saved)
+        return piece.with_values(torch.zeros_like(piece.values, dtype=saved.dtype))
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._root is not None
-        self.check_optimizers(checkpoint["optimizer_states"])
-        for index, optimizer in enumerate(self.optimizers):
-            saved, prefix = checkpoint["optimizer_states"][index], f"optimizer.{index}."
-            groups = [
-                {key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]
-            ]
-            if self._reader.names(prefix):
-                live: Any = get_optimizer_state_dict(self._root, optimizer)
-                self._reader.fill({prefix + name: value for name, value in names.tensors_in(live["state"]).items()})
-                for name, values in saved["state"].items():
-                    live["state"][name].update(values)
-                set_optimizer_state_dict(self._root, optimizer, live)
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(values)
+
+def handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
+    """Of the sharded modules, what gathers and frees their parameters."""
+    for module in FullyShardedDataParallel.fsdp_modules(root):
+        if module._handle is not None and module._handle.uses_sharded_strategy:
+            yield module, module._handle
+
+
+def _pieces(root: FullyShardedDataParallel) -> dict[Tensor, Piece]:
+    """What this rank keeps of each parameter that is sharded."""
+    found: dict[Tensor, Piece] = {}
+    for _, handle in handles(root):
+        flat = handle.flat_param
+        kept = getattr(flat, "_local_shard", flat).detach()  # before the first forward pass, they are the same
+        for parameter, shape, part in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            begin, elements = (part.offset_in_shard, part.numel_in_shard) if part.in_shard else (0, 0)
+            found[parameter] = Piece(kept.narrow(0, begin, elements), shape, part.intra_param_start_idx or 0)
+    return found
+
+
+def _kept(value: Any, piece: Piece) -> Any:
+    if isinstance(value, Tensor):
+        return piece.with_values(value) if value.shape == piece.values.shape else value
+    return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
+
+
+def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """As `state_dict`, with parameters themselves, and without FSDP's hooks, which gather them."""
+    if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        yield from module.state_dict(prefix=prefix, keep_vars=True).items()
+        return
+    own: dict[str, Any] = {}
+    module._save_to_state_dict(own, prefix, keep_vars=True)
+    yield from own.items()
+    for name, child in module.named_children():
+        yield from _state(child, f"{prefix}{name}.")

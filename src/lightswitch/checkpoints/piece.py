@@ -1,0 +1,80 @@
+"""A run of a tensor's elements: what a rank keeps of a parameter where the strategy cuts flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from torch import Size, Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Written and read without a word to other ranks: as boxes, which is what a checkpoint is made of. The methods are
+    those that torch.distributed.checkpoint looks for, and its planners have to ask for the third one.
+
+    Args:
+        values: (elements,), in memory that is this rank's own; none where it keeps nothing of the tensor.
+        shape: of the whole tensor.
+        first: of the elements, in the whole tensor.
+    """
+
+    values: Tensor
+    shape: Size
+    first: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same run of a whole tensor: (elements,)."""
+        return whole.reshape(-1).narrow(0, self.first, self.values.numel())
+
+    def with_values(self, values: Tensor) -> Piece:
+        return replace(self, values=values)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.values)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        boxes = _boxes(self.shape, self.first, self.first + self.values.numel())
+        return [ChunkStorageMetadata(Size(offsets), Size(sizes)) for offsets, sizes in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        chunks = self.__create_chunk_list__()
+        begins = accumulate((chunk.sizes.numel() for chunk in chunks), initial=0)
+        begin, sizes = next((b, c.sizes) for b, c in zip(begins, chunks, strict=False) if c.offsets == index.offset)
+        return self.values.narrow(0, begin, sizes.numel()).view(sizes)
+
+
+def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
+    if prod(shape) == 0:  # all ranks name what is empty: none would be asked for it
+        yield (0,) * len(shape), shape
+        return
+    if first == end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    while first < end:
+        at, within = divmod(first, row)
+        whole_rows = (end - first) // row
+        if within or not whole_rows:  # a part of one row
+            stop = min(end, (at + 1) * row)
+            for offsets, sizes in _boxes(shape[1:], within, stop - at * row):
+                yield (at, *offsets), (1, *sizes)
+        else:
+            stop = first + whole_rows * row
+            yield (at, *(0 for _ in shape[1:])), (whole_rows, *shape[1:])
+        first = stop

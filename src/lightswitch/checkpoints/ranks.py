@@ -1,0 +1,144 @@
+"""The ranks of a run that write a checkpoint together: none waits for ever for another, and all hear of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightswitch.checkpoints import disk
+
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
+_SETTLE_SECONDS = 5.0  # between the first rank whose time is over and the last
+
+
+class LostRank(RuntimeError):
+    """A rank that failed, or did not do in time what the others did."""
+
+
+class OfAll(OSError):
+    """An error that every rank has at once, and that names the one it is of."""
+
+
+class Unanswered(Exception):
+    """A collective over the group that has ended without a word of some rank."""
+
+
+class Ranks:
+    """Those of the run, and what they do together: in training, and in the thread that writes beside it.
+
+    Collective: made by all ranks at once.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        # on the CPU: NCCL's hands on no objects; and of its own, as training has the other one
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self.staging = Steps(self.group, "staging", timeout_seconds)
+        self.writing = Steps(self.group, "writing", timeout_seconds)
+
+
+class Steps:
+    """What the ranks do one after the other, each of which ends on all of them in the same way, and in time.
+
+    They agree in the store where they met, not by collectives: it answers while a rank hangs, and knows which one does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float) -> None:
+        self._store = PrefixStore(f"{group.group_name}/{name}", _get_default_store())
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._timeout_seconds = timeout_seconds
+        self._done = 0
+
+    def take(self, what: str, action: Callable[[], Any]) -> None:
+        """Act, and wait for the others.
+
+        Args:
+            what: "come to …", "write …"; told of a rank that did not.
+
+        Raises:
+            OSError: on every rank, when the action raised one on one of them.
+            LostRank: on every rank, when the action raised anything else on one, or one did not come in time.
+        """
+        cause: BaseException | None = None
+        try:
+            self._arrive(action())
+        except Unanswered as error:
+            cause = error.__cause__ or error
+            self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
+        except OSError as error:
+            self._decide(self._failed(error, lost=False))
+        except Exception as error:  # a bug, of which the others have to hear as well
+            cause = error
+            self._decide(self._failed(error, lost=True))
+        self._conclude(what, cause)
+
+    def results(self, ranks: Iterable[int]) -> list[Any]:
+        """What the action of the last step returned on these ranks."""
+        return [json.loads(one) for one in self._store.multi_get([self._key(str(r), self._done - 1) for r in ranks])]
+
+    def fail(self, cause: str) -> None:
+        """This rank will not come to the next step, for which others may be waiting."""
+        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, is gone
+            self._decide({"lost": True, "told": f"rank {self.rank} failed: {cause}"})
+
+    def _arrive(self, result: Any) -> None:
+        self._store.set(self._key(str(self.rank)), json.dumps(result))
+        if self._store.add(self._key("arrived"), 1) == self.world_size:
+            self._decide({})
+
+    def _decide(self, outcome: dict[str, Any]) -> None:
+        """How the step has ended, unless that is decided already."""
+        self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
+
+    def _conclude(self, what: str, cause: BaseException | None) -> None:
+        if not self._wait(self._key("outcome")):
+            self._decide(self._late(what, 0))
+        outcome = json.loads(self._store.get(self._key("outcome")))
+        self._done += 1
+        if outcome:
+            raise (LostRank if outcome["lost"] else OSError)(outcome["told"]) from cause
+        self._forget(self._done - 2)
+
+    def _late(self, what: str, patience_seconds: float) -> dict[str, Any]:
+        """The ranks that have not come, those that still come left aside; nothing if all have."""
+        late = [rank for rank in range(self.world_size) if rank != self.rank]
+        end = time.monotonic() + patience_seconds
+        while late:
+            late = [rank for rank in late if not self._store.check([self._key(str(rank))])]
+            if time.monotonic() > end:
+                break
+            time.sleep(_LAST_POLL_SECONDS)
+        if not late:
+            return {}
+        who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+        return {"lost": True, "told": f"{who} did not {what} in {self._timeout_seconds:g} s"}
+
+    def _failed(self, error: BaseException, lost: bool) -> dict[str, Any]:
+        told = disk.words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return {"lost": lost, "told": told if isinstance(error, OfAll) else f"rank {self.rank}: {told}"}
+
+    def _wait(self, key: str) -> bool:
+        """By short questions: one long one would keep this process's other threads from the store."""
+        end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_SECONDS)
+        return True
+
+    def _forget(self, step: int) -> None:
+        """What all have left behind: each was here when the last step ended."""
+        names = [str(self.rank), *(["arrived", "outcome"] if self.rank == 0 else [])]
+        for name in names if step >= 0 else ():
+            self._store.delete_key(self._key(name, step))
+
+    def _key(self, name: str, step: int | None = None) -> str:
+        return f"{self._done if step is None else step}/{name}"
