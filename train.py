@@ -10,7 +10,7 @@ sbatch slurm/multinode.sh strategy=ddp
 
 from omegaconf import DictConfig
 
-from lightswitch.launch import finished, preflight
+from lightswitch.launch import claim, finished, preflight
 from lightswitch.launch.entry import entry
 
 
@@ -19,6 +19,7 @@ def main(cfg: DictConfig) -> None:
     plan = preflight.check(cfg)  # what is wrong with the config is told before torch is imported
     if finished.before(cfg):
         return
+    claim.take(cfg)  # no other start writes the run directory meanwhile
 
     from lightning.pytorch import seed_everything
 

@@ -21,5 +21,10 @@ if [[ -z ${lines[${SLURM_ARRAY_TASK_ID:-none}]+there} ]]; then
   echo "found array task ${SLURM_ARRAY_TASK_ID:-none}, and ${#lines[@]} lines of overrides after --; use --array=0-N" >&2
   exit 2
 fi
-mapfile -t own < <(xargs printf '%s\n' <<< "${lines[SLURM_ARRAY_TASK_ID]}") # quotes hold a word together
+if ! words=$(xargs printf '%s\n' <<< "${lines[SLURM_ARRAY_TASK_ID]}" 2> /dev/null); then # quotes hold a word together
+  echo "found a quote that is not closed in line $SLURM_ARRAY_TASK_ID (from 0) of the overrides after --:" \
+    "${lines[SLURM_ARRAY_TASK_ID]}; write it as \\' or \\\"" >&2
+  exit 2
+fi
+mapfile -t own <<< "$words"
 exec bash "$SLURM_SUBMIT_DIR/slurm/multinode.sh" "${common[@]}" "${own[@]}"

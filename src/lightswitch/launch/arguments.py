@@ -9,6 +9,8 @@ from lightswitch.launch import placement
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
 _GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
+_NAMES = ("run_id", "name")
+_VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra reads as something else than text
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
 _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
@@ -24,7 +26,8 @@ def normalised(arguments: list[str]) -> list[str]:
     `torch.distributed.launch` adds a flag that says what LOCAL_RANK says as well.
     """
     flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
-    overrides = [_addable(_choosing(override)) for override in overrides]
+    is_sweep = asks_for_a_sweep(arguments)
+    overrides = [_addable(_choosing(_named(override, is_sweep))) for override in overrides]
     return flags + _emptied(overrides) + overrides + _quiet_ranks()
 
 
@@ -32,7 +35,7 @@ def shortened(override: str) -> str:
     """As a person types it, of what `normalised` made."""
     short = override.removeprefix("++")
     override = short if _addable(short) == override else override
-    return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override)  # a path that needs no quotes
+    return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override, flags=re.ASCII)  # a path that needs no quotes
 
 
 def asks_for_a_sweep(arguments: list[str]) -> bool:
@@ -44,11 +47,11 @@ def flags_of_a_job(arguments: list[str]) -> list[str]:
     return [flag for flag in _split(arguments)[0] if flag not in _SWEEPS]
 
 
-def quoted(path: str) -> str:
-    """As the value of an override, whatever it contains."""
-    if re.fullmatch(r"[\w.-]*/[\w./-]+", path):
-        return path
-    escaped = path.replace("\\", "\\\\").replace("'", "\\'")
+def quoted(text: str) -> str:
+    """As the value of an override, whatever it contains: what Hydra makes the same text of."""
+    if re.fullmatch(r"[\w.-]*/[\w./-]+|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE) and text.lower() not in _VALUES:
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"
 
 
@@ -60,6 +63,14 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         belongs = bool(flags) and flags[-1] in _VALUED_FLAGS
         (flags if argument.startswith("-") or belongs else overrides).append(argument)
     return flags, overrides
+
+
+def _named(override: str, is_sweep: bool) -> str:
+    """A name is text as it was typed: Hydra reads 1234_5 as a number, and stumbles over a,b and it's."""
+    key, equals, name = override.partition("=")
+    if not equals or key.lstrip("+") not in _NAMES or "${" in name or (is_sweep and re.search("[,(]", name)):
+        return override
+    return override if re.fullmatch(r"'.*'|\".*\"", name) else f"{key}={quoted(name)}"
 
 
 def _choosing(override: str) -> str:

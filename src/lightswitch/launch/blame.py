@@ -28,7 +28,7 @@ _ON_PURPOSE = ("ValueError", "FileNotFoundError", "ModuleNotFoundError")
 
 def answer(error: Exception, cfg: DictConfig) -> int | None:
     """The exit code, once the user is told; None for a bug in a run of one process, which keeps its traceback."""
-    if isinstance(error, ToldElsewhere):
+    if isinstance(error, ToldElsewhere) or getattr(error, "exit_code", None) == EXIT_CODE:  # of a rank that has told it
         return EXIT_CODE
     if processes.are_watched.is_set():
         from lightswitch.launch.watch import callback  # it imports torch, as this process has

@@ -69,6 +69,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         accumulate_grad_batches=plan.accumulation,
     )
     _raise(problems)
+    record.hold_loggers(trainer)
     meeting.arrange(cfg, trainer)
     return model, data, with_word(trainer)
 

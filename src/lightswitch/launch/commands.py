@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
 from lightswitch.launch import placement
-from lightswitch.launch.arguments import shortened
+from lightswitch.launch.arguments import quoted, shortened
 
 _PLACE = ("run_id", "resume", "init_from", "hydra.mode")  # where a run starts: it goes on in its own directory
 _READ_BY_FIT_ALONE = (
@@ -42,7 +42,7 @@ def again(cfg: DictConfig) -> str:
 def evaluate(checkpoint: str) -> str:
     """With what makes the model and its data, and spreads them over devices."""
     typed = _overrides(without=_READ_BY_FIT_ALONE)
-    return shlex.join([*_program(), *typed, "mode=test", f"ckpt_path={checkpoint}"])
+    return shlex.join([*_program(), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
 
 
 def _holds(limit: int | None, reached: int) -> bool:

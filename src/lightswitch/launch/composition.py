@@ -10,15 +10,32 @@ from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.launch import arguments
+from lightswitch.launch.mistakes import Mistakes
+from lightswitch.runs import names
 
 
 def shorten() -> None:
     if hydra.__version__.startswith("1.3."):
         _share_store()
         _compose_once()
+
+
+def check_names(cfg: DictConfig) -> None:
+    """Before a directory is made of them.
+
+    Raises:
+        Mistakes: they are no names.
+    """
+    try:
+        given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
+    except OmegaConfBaseException:  # the run will tell
+        return
+    if problems := list(names.problems(given)):
+        raise Mistakes(problems)
 
 
 def _share_store() -> None:
@@ -40,6 +57,7 @@ def _compose_once() -> None:
             cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
         except (HydraException, OmegaConfBaseException):
             return look(self, config_name, overrides)  # a sweep, or a mistake that the run will tell
+        check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:
             self.config_loader.load_configuration = lambda *_, **__: cfg  # type: ignore[method-assign]  # of this run's loader
         return cfg.hydra.mode

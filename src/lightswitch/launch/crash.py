@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from lightswitch.launch import versions
-from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank
 from lightswitch.launch.watch.stacks import all_stacks
 
@@ -36,8 +35,7 @@ class CrashReport:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._first_failure.open("x") as file:
                 file.write(text)
-            if failure.exit_code != EXIT_CODE:  # a mistake's line says all
-                text += f"crash report: {os.path.relpath(self.folder)}\n"
+            text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
             return self.exit_code() or failure.exit_code
         except OSError as error:  # a full disk, for one: several ranks may tell it then
@@ -47,9 +45,7 @@ class CrashReport:
 
     def exit_code(self) -> int | None:
         """Of the failure that was told; None while there is none."""
-        if not self._first_failure.exists():
-            return None
-        return EXIT_CODE if self._first_failure.read_text().startswith("error: ") else FAILED
+        return FAILED if self._first_failure.exists() else None
 
     def add_rank(self, rank: Rank, place: str, own: Failure | None) -> None:
         """Where it stood, what it raised itself, its stacks and its environment; what NCCL has recorded."""

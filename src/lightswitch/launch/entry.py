@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import itertools
 import logging
 import os
 import sys
@@ -22,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.launch import (
     blame,
+    claim,
     commands,
     composition,
     placement,
@@ -31,9 +30,9 @@ from lightswitch.launch import (
     signals,
 )
 from lightswitch.launch.arguments import normalised
-from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
+from lightswitch.launch.mistakes import EXIT_CODE, Mistakes, exit_with, of_composition
 from lightswitch.launch.sweeps import job, walk
-from lightswitch.refused import Refused
+from lightswitch.runs import log as run_log
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +67,12 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                     blame.keep(error)
                     _stop(behind, cfg)
                 code = blame.answer(error, cfg)
-                if isinstance(error, Refused):
-                    _remove_empty_run_directory()
                 processes.end_ranks()
+                if code == EXIT_CODE:
+                    claim.give_back()
+                    claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
+                elif claim.is_held():
+                    run_log.begin()  # a failure is told there, also one before the run goes on
                 if code is None:
                     raise
                 raise SystemExit(code) from None
@@ -104,6 +106,8 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 if composed:
                     raise
                 exit_with(of_composition(error))
+            finally:
+                claim.give_back()
 
         return run
 
@@ -117,11 +121,3 @@ def _stop(stopped: signals.Stopped, cfg: DictConfig) -> NoReturn:
         log.info("stopped    by %s", stopped.by.name)
         log.info("go on      %s", commands.again(cfg))
     raise stopped from None
-
-
-def _remove_empty_run_directory() -> None:
-    """Hydra makes it before anything is checked; each process of a launcher is here at about the same time."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    for folder in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, (run_dir, *run_dir.parents)):
-        with contextlib.suppress(OSError):  # it is an earlier run's, or there are other runs in it
-            folder.rmdir()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import placement
+from lightswitch.launch import changes, placement
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +23,13 @@ def before(cfg: DictConfig) -> bool:
     """Whether fit and test have ended already, under limits that these do not exceed: every process finds the same."""
     if cfg.mode != "fit" or cfg.resume != "auto":
         return False
-    try:
-        ended = json.loads(_file().read_text())
-    except FileNotFoundError:  # or a faster rank, which goes on, has just removed it
-        return False
-    if _exceed(_limits(cfg), ended["limits"]):
+    ended = _read()
+    if ended is None or _exceed(_limits(cfg), ended["limits"]):
         return False
     if placement.detect().rank == 0:
-        log.info("finished   fit and test have ended at step %d; resume=never starts anew", ended["step"])
+        changed = changes.since(_file().parent, cfg)
+        otherwise = f" without {changed}, which it does not look at" if changed else ""
+        log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended["step"], otherwise)
         if ended["go_on"]:
             log.info("go on      %s", ended["go_on"])
     return True
@@ -43,6 +43,21 @@ def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
 
 def forget(run_dir: Path) -> None:
     (run_dir / _FILE).unlink(missing_ok=True)
+
+
+def _read() -> dict[str, Any] | None:
+    """None where there is none, or a faster rank, which goes on, has just removed it; or where it is harmed."""
+    try:
+        ended = json.loads(_file().read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:  # it is empty, or cut short, or no text
+        ended = None
+    if not isinstance(ended, dict) or not {"step", "limits", "go_on"} <= ended.keys():
+        if placement.detect().rank == 0:
+            log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(_file()))
+        return None
+    return ended
 
 
 def _limits(cfg: DictConfig) -> dict[str, Any]:

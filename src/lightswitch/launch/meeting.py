@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from omegaconf import DictConfig, OmegaConf
 from torch._C._distributed_c10d import Store
 
-from lightswitch.launch import agreement, rendezvous
+from lightswitch.launch import agreement, claim, rendezvous
 from lightswitch.launch.agreement import Evidence
 from lightswitch.launch.rendezvous import Place
 from lightswitch.refused import Refused, ToldElsewhere
@@ -104,13 +104,14 @@ def agree(store: Store, place: Place, evidence: Evidence, run_dir: Path, tell: b
 
 
 def _judge(store: Store, place: Place, own: Evidence, run_dir: Path, tell: bool) -> str:
+    refusal = claim.refusal()
     token = run_dir / f".seen_by_all_{secrets.token_hex(8)}"
     token.touch()
     try:
         store.set("token", str(token))
         store.set("0", _sent(own))
         missing = rendezvous.missing(store, place)
-        verdict = _waited(missing, place) if missing else _difference(store, place)
+        verdict = refusal or (_waited(missing, place) if missing else _difference(store, place))
     finally:
         token.unlink()
     if verdict and tell:

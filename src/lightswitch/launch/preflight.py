@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from lightswitch.batches.plan import BatchError, BatchPlan
 from lightswitch.launch.checks import devices, knobs, launchers, nodes, precision
 from lightswitch.launch.mistakes import Mistakes
+from lightswitch.runs import names
 from lightswitch.strategies import limits
 
 _FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
@@ -35,7 +36,8 @@ def check(cfg: DictConfig) -> BatchPlan:
     plain: Any = _resolved(cfg)
     typed = list(hydra.overrides.task)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
-    _raise(knobs.misspelt(plain, typed), knobs.wrong(plain), nodes.problems(plain, typed_nodes))
+    given = {key: plain.get(key) for key in ("name", "run_id")}
+    _raise(names.problems(given), knobs.misspelt(plain, typed), knobs.wrong(plain), nodes.problems(plain, typed_nodes))
     _raise(devices.wrong_counts(plain["trainer"]))
     _raise(
         nodes.problems(plain, plain.keys() - typed_nodes),

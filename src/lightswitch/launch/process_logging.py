@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from lightswitch.runs import log as run_log
+
 _NOT_SO = (
     # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates; nothing a user can mend
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -41,11 +43,16 @@ class ProcessLogging(Callback):
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
+        self._held: list[str] = []  # of train.log, by the process that spawned this one
         _quiet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": run_log.held()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         logging.config.dictConfig(self.config)
+        run_log.hold(self._held)
         _quiet()
 
 

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 ranks: list[subprocess.Popen[bytes]] = []  # that this process has started; it is rank 0 of its node
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
 _GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
 are_watched = threading.Event()  # the ranks, by one another
+last_acts: list[Callable[[], None]] = []  # of a process that ends at once
 
 
 def part() -> None:
@@ -84,6 +86,8 @@ def leave_now(code: int) -> NoReturn:
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+    for act in last_acts:
+        act()
     os._exit(code)
 
 

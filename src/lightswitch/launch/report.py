@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
-from lightswitch.launch import commands, finished, results
+from lightswitch.launch import changes, commands, finished, results
 from lightswitch.launch.resume import Start, shown
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
@@ -34,8 +34,11 @@ def begin(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, start: Start) -> N
     )  # fmt: skip
     log.info("batch      %s", plan)
     log.info("run        %s", shown(_run_dir()))
-    if start.path is not None:
-        log.info("%s %s", "resumes   " if cfg.mode == "fit" else "reads     ", start)
+    if start.path is not None and cfg.mode == "fit":
+        changed = changes.since(_run_dir_of(start.path), cfg)
+        log.info("resumes    %s%s", start, f", with {changed}" if changed else "")
+    elif start.path is not None:
+        log.info("reads      %s", start)
 
 
 @rank_zero_only
@@ -70,6 +73,10 @@ def _told(cfg: DictConfig, go_on: str | None) -> dict[str, str]:
     if (run_dir / "tensorboard").exists():
         told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
     return told
+
+
+def _run_dir_of(checkpoint: Path) -> Path:
+    return checkpoint.parent.parent if checkpoint.parent.name.startswith("checkpoints") else checkpoint.parent
 
 
 def _run_dir() -> Path:

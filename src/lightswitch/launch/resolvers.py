@@ -20,4 +20,5 @@ def _run_name(*, _root_: DictConfig) -> str:
     """The model's choice, or its class where it was named on the command line."""
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # a sweep names its directory before it has jobs
     choice = hydra.runtime.choices.get("model")
-    return choice or str(_root_.model._target_).rpartition(".")[2].lower()
+    named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
+    return named.replace("/", "_")  # of a choice in a folder of its own

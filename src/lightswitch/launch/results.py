@@ -13,6 +13,8 @@ def write(run_dir: Path, metrics: dict[str, float]) -> None:
 
 
 def read(run_dir: Path) -> dict[str, float]:
-    """None of them where the run has not ended."""
-    path = run_dir / _FILE
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    """None of them where the run has not ended, or the file is harmed."""
+    try:
+        return dict(json.loads((run_dir / _FILE).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return {}

@@ -9,12 +9,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import finished, placement, versions
+from lightswitch.launch import claim, finished, placement, versions
+from lightswitch.refused import Refused
+from lightswitch.runs import log as run_log
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 
@@ -22,25 +27,98 @@ _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", 
 class RunRecord(Callback):
     """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
 
-    Made where Hydra is, and written where the run is, which may be a process that Python spawned, and once nothing is
-    wrong with any process of it: until then an earlier run's files stay as they were.
+    Made where Hydra is, and written where the run is, which may be a process that Python spawned, once the run goes on:
+    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were; so train.log waits, and so do
+    the loggers, which would open their files before a checkpoint is read.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
         self.run_dir = Path(HydraConfig.get().runtime.output_dir)
         self.mode, self.resume = cfg.mode, cfg.resume
         self.files = _files(cfg) if placement.detect().rank == 0 else {}
+        self._lock: Any = None
+        self._goes_on = False
+        self._loggers: list[Logger] = []
+        self._logs_hyperparameters = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": claim.for_child()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._lock is not None:
+            self._lock = self._lock.detach()  # of the run directory, for as long as this process lives
+
+    def hold_loggers(self, trainer: Trainer) -> None:
+        self._loggers, trainer.loggers = trainer.loggers, []
+        self._logs_hyperparameters, trainer.enable_autolog_hparams = trainer.enable_autolog_hparams, False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != self.mode or not trainer.is_global_zero:  # a test after fit is the same run
+        """Lightning has passed the point where it opens them, and whoever asks for a logger from here on has it."""
+        trainer.loggers = self._loggers
+        if stage != self.mode:  # a test after fit is the same run
+            self._goes_on = True
+            self._open(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.mode == "validate":
+            self._go_on(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)  # its checkpoint stood at the last step
+
+    def _go_on(self, trainer: Trainer) -> None:
+        if self._goes_on:
             return
+        self._goes_on = True
+        if trainer.is_global_zero:
+            self._write()
+        self._open(trainer)
+
+    def _write(self) -> None:
+        _write_all({self.run_dir / name: text for name, text in self.files.items()})
         if self.mode == "fit":
             finished.forget(self.run_dir)
         if self.resume == "never":
             _set_checkpoints_aside(self.run_dir)
-        for name, text in self.files.items():
-            (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / name).write_text(text)
+
+    def _open(self, trainer: Trainer) -> None:
+        """As Lightning does it, and in its order."""
+        if trainer.is_global_zero:
+            run_log.begin()
+        trainer.enable_autolog_hparams = self._logs_hyperparameters
+        for logger in sorted(trainer.loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
+            getattr(logger, "experiment", None)
+        if trainer.enable_autolog_hparams:
+            _log_hyperparams(trainer)
+
+
+def _write_all(files: dict[Path, str]) -> None:
+    """All of them or, on a disk that is full, none.
+
+    Raises:
+        Refused: they can't be written.
+    """
+    beside = {path: path.with_name(f"{path.name}.partial") for path in files}
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside[path].write_text(text)
+    except OSError as error:
+        for partial in beside.values():
+            partial.unlink(missing_ok=True)
+        raise Refused(f"the run directory can't be written: {error}") from error
+    for path, partial in beside.items():
+        partial.replace(path)
 
 
 def _files(cfg: DictConfig) -> dict[str, str]:

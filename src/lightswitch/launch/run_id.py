@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 
@@ -12,10 +13,11 @@ from lightswitch.launch.mistakes import Mistakes
 
 _INHERITED = "LIGHTSWITCH_RUN_ID"  # handed to the processes that Lightning starts
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
+_INTERACTIVE_STEP, _BATCH_STEP = str(0xFFFFFFFA), str(0xFFFFFFFB)  # of the shells that Slurm opens itself
 
 
 def new_run_id(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Slurm's job id, or torchrun's run id, or else the clock.
+    """Slurm's job id in a job's script or step, or torchrun's run id, or else the clock.
 
     Raises:
         Mistakes: processes that were started apart from each other have nothing in common to name the run by.
@@ -33,7 +35,7 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _of_launcher(environ: MutableMapping[str, str]) -> str:
-    if (job := slurm_job(environ)) is not None:
+    if (job := _of_slurm(environ)) is not None:
         return job
     place = placement.detect(environ)
     if place.launcher == "torchrun":
@@ -41,6 +43,26 @@ def _of_launcher(environ: MutableMapping[str, str]) -> str:
     if place.launcher == "env" and int(environ["WORLD_SIZE"]) > 1:
         raise Mistakes([_nothing_in_common("processes started one by one")])
     return f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in the same second
+
+
+def _of_slurm(environ: Mapping[str, str]) -> str | None:
+    """Of what a batch script starts, which Slurm may start again; None in a shell that somebody types in.
+
+    Such a shell has the job's variables, too: salloc's is in no step of the job, and that of `srun --pty` has its port.
+    Outside of a batch script, a step after the first is one more command in an allocation: it has a number of its own.
+    """
+    job, is_batch = slurm_job(environ), environ.get("ENVIRONMENT") == "BATCH"
+    step = environ.get("SLURM_STEP_ID", "")
+    if job is None or "SLURM_PTY_PORT" in environ or step == _INTERACTIVE_STEP:
+        return None
+    if step.isdecimal() and step != _BATCH_STEP:
+        return job if is_batch or step == "0" else f"{job}.{step}"
+    return job if is_batch and not _is_typed() else None
+
+
+def _is_typed() -> bool:
+    """In a terminal, as a notebook's server that runs in a job may open one."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _of_torchrun(place: placement.Placement, given: str) -> str:

@@ -17,6 +17,7 @@ from lightswitch.launch import processes
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.callback import Watch, verdict
 from lightswitch.launch.watch.failure import FAILED, node_name
+from lightswitch.runs import log as run_log
 
 
 class Scripts(_SubprocessScriptLauncher):
@@ -47,6 +48,12 @@ def _end_with(rank: int, pid: int, code: int) -> None:
 
 class Workers(_MultiProcessingLauncher):
     """Lightning's, with callbacks that hear of an exception in the rank that raises it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            run_log.follow()
 
     def _wrapping_function(
         self,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import logging
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +16,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 FIRST_COLUMNS = ("step", "samples", "epoch")
 
@@ -74,6 +79,7 @@ class Table:
         self._last: dict[str, str] = {}
         self._own: dict[str, str] = {}  # what this process put into the latest row that it wrote
         self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
+        _set_harmed_aside(path)
         self._load()
 
     @property
@@ -173,6 +179,35 @@ class Table:
     def _whole_lines(self) -> list[bytes]:
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def _set_harmed_aside(path: Path) -> None:
+    """A file with lines that are no rows of it is kept beside as it is; its rows stay."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):  # the last one was being written when the run was killed
+        lines.pop()
+    columns = _fields(lines[0]) if lines else []
+    rows = [line for line in lines[1:] if _is_row(_fields(line), columns)] if "step" in columns else []
+    if len(rows) == len(lines[1:]) and ("step" in columns or not lines):
+        return
+    aside = (path.with_name(f"{path.stem}_harmed_{number}{path.suffix}") for number in itertools.count(1))
+    kept = next(other for other in aside if not other.exists())
+    shutil.copyfile(path, kept)
+    log.warning("%s has lines that can't be read; it is kept as %s, and goes on without them", path, kept.name)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(b"".join([lines[0], *rows] if "step" in columns else []))
+    os.replace(temporary, path)
+
+
+def _fields(line: bytes) -> list[str]:
+    try:
+        return next(csv.reader([line.decode()]), [])
+    except (UnicodeDecodeError, csv.Error):
+        return []
+
+
+def _is_row(fields: list[str], columns: list[str]) -> bool:
+    return len(fields) == len(columns) and fields[columns.index("step")].isdecimal()
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:

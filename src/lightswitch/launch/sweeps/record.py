@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightswitch.runs import saved
 
 _FILE = "job.json"
 _LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")  # a job goes on with a higher one
@@ -52,8 +55,28 @@ def write(record: Record, folder: Path) -> None:
 
 
 def read(folder: Path) -> Record | None:
-    path = folder / _FILE
-    return Record(**json.loads(path.read_text())) if path.exists() else None
+    try:
+        return Record(**json.loads((folder / _FILE).read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):  # it is empty, or cut short, or no text
+        _warn_of(folder / _FILE)
+        return _of_its_run(folder)
+
+
+@functools.cache
+def _warn_of(path: Path) -> None:
+    print(f"{os.path.relpath(path)} can't be read; the job is taken for one that did not end", flush=True)
+
+
+def _of_its_run(folder: Path) -> Record | None:
+    """What the job's own run has written: its checkpoints must not become another job's."""
+    overrides = saved.yaml(folder / ".hydra/overrides.yaml")
+    if not isinstance(overrides, list):
+        return None
+    return Record(
+        int(folder.name) if folder.name.isdecimal() else 0, list(map(str, overrides)), os.path.relpath(folder)
+    )
 
 
 def read_all(sweep: Path) -> list[Record]:

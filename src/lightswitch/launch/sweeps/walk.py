@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightswitch.launch import placement
+from lightswitch.launch import claim, placement
 from lightswitch.launch.arguments import quoted
+from lightswitch.launch.composition import check_names
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.sweeps import record, table
 
@@ -37,7 +38,9 @@ def oversee() -> None:
         cfg = self.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
         if problems := list(_problems(cfg)):
             raise Mistakes(problems)
+        check_names(cfg)
         folder = Path(str(cfg.hydra.sweep.dir)).absolute()
+        claim.take_folder(folder)
         submitted_before = _submitted(folder)
         pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job elsewhere knows of no clock or id that named it
         try:

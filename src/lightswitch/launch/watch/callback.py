@@ -102,7 +102,10 @@ class Watch(Callback):
 
     def _answer(self, failure: Failure) -> None:
         assert _member is not None
-        self.report.tell(failure)
+        if failure.exit_code == FAILED:
+            self.report.tell(failure)
+        elif _member.rank.number == 0:  # of a mistake the line says all; it leaves nothing in the run directory
+            print(failure.line, file=sys.stderr, flush=True)
         crash.to_torchrun(failure)
         if failure.exit_code == FAILED:
             self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)

@@ -1,0 +1,56 @@
+"""What a run that goes on has otherwise than when it was started before. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.runs import saved
+
+_SHOWN = 3  # of many
+_ABSENT = object()
+_NO_HYPERPARAMETERS = (  # where a run goes on and what it tells, not what is trained
+    *("name", "run_id", "mode", "resume", "init_from", "ckpt_path", "objective", "meet_timeout_seconds"),
+    *("cluster", "callbacks", "logger", "watch"),
+)
+
+
+def since(run_dir: Path, cfg: DictConfig) -> str:
+    """`optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`; empty where nothing differs, or can't be told."""
+    before = saved.yaml(run_dir / "config.yaml")
+    if not isinstance(before, dict):
+        return ""
+    now: Any = OmegaConf.to_container(cfg)
+    told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
+    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # how it is run comes last
+    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return ", ".join(told[:_SHOWN]) + more
+
+
+def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    if key not in _NO_HYPERPARAMETERS:
+        yield from _difference(key, before.get(key, _ABSENT), now.get(key, _ABSENT))
+
+
+def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
+    """Of what was said in one place: a value that refers to another follows it."""
+    if isinstance(now, str) and "${" in now:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in (*now, *(before.keys() - now.keys())):
+            yield from _difference(f"{path}.{key}", before.get(key, _ABSENT), now.get(key, _ABSENT))
+    elif now is _ABSENT:
+        yield f"~{path} (was {_text(before)})"
+    elif before is _ABSENT:
+        yield f"{path}={_text(now)} (was not there)"
+    elif str(before) != str(now) and "${" not in str(now):
+        yield f"{path}={_text(now)} (was {_text(before)})"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

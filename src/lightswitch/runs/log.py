@@ -1,0 +1,75 @@
+"""train.log: written from the time on that a run goes on, and until then kept in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class RunLog(logging.FileHandler):
+    """Opens its file when the run goes on: a start that is refused adds nothing to an earlier log."""
+
+    def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
+        super().__init__(filename, mode, encoding, delay=True)
+        self._held: list[str] | None = []
+        self._size_before = _size(self.baseFilename)
+
+    @property
+    def held(self) -> list[str]:
+        return self._held or []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._held is None:
+            super().emit(record)
+        else:
+            self._held.append(self.format(record) + self.terminator)
+
+    def hold(self, lines: list[str]) -> None:
+        """Before those of this process."""
+        self._held = [*lines, *self.held]
+
+    def begin(self) -> None:
+        """Write what was held back; from now on, write at once."""
+        if self._held is not None:
+            first, self._held = self._held, None
+            if first:
+                self.acquire()
+                try:
+                    self.stream = self.stream or self._open()
+                    self.stream.write("".join(first))
+                    self.flush()
+                finally:
+                    self.release()
+
+    def follow(self) -> None:
+        """Go on behind what a process that this one has started wrote: it was given what is held back here."""
+        if self._held is not None and _size(self.baseFilename) != self._size_before:
+            self._held = None
+
+
+def hold(lines: list[str]) -> None:
+    for handler in _handlers():
+        handler.hold(lines)
+
+
+def begin() -> None:
+    for handler in _handlers():
+        handler.begin()
+
+
+def follow() -> None:
+    for handler in _handlers():
+        handler.follow()
+
+
+def held() -> list[str]:
+    return [line for handler in _handlers() for line in handler.held]
+
+
+def _handlers() -> Iterator[RunLog]:
+    return (handler for handler in logging.getLogger().handlers if isinstance(handler, RunLog))
+
+
+def _size(path: str) -> int:
+    return Path(path).stat().st_size if Path(path).exists() else -1
