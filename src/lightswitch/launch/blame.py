@@ -1,32 +1,32 @@
 """Whose an error in a run is: the user's to mend, told in a line, or a bug's, which keeps its traceback.
 
-Read from the traceback's text, as that is all that comes back from a process which Python forked or spawned.
+It is asked of the error itself, in the process that raises it: what it is an instance of, and where it was raised.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import dis
 import os
-import re
 import sys
-import traceback
-from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import crash, placement, processes
+from lightswitch.launch import crash, placement, processes, telling
+from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.mistakes import EXIT_CODE
-from lightswitch.launch.watch.failure import Failure, Rank, node_name, of_error
+from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, node_name, of_error, shown
 from lightswitch.refused import Refused, ToldElsewhere
+from lightswitch.runs import log as run_log
 
-log = logging.getLogger(__name__)
-
-_ON_PURPOSE = ("ValueError", "FileNotFoundError", "ModuleNotFoundError")
+_ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
-def answer(error: Exception, cfg: DictConfig) -> int | None:
+def answer(error: BaseException, cfg: DictConfig) -> int | None:
     """The exit code, once the user is told; None for a bug in a run of one process, which keeps its traceback."""
     if isinstance(error, ToldElsewhere) or getattr(error, "exit_code", None) == EXIT_CODE:  # of a rank that has told it
         return EXIT_CODE
@@ -35,19 +35,29 @@ def answer(error: Exception, cfg: DictConfig) -> int | None:
 
         return callback.answered(error, cfg).exit_code
     report = crash.of(Path(HydraConfig.get().runtime.output_dir))
-    if (code := report.exit_code()) is not None:  # a rank that this process has started has told it
-        return code
-    rank = _rank(error, cfg)
+    if isinstance(error, RanksFailed):
+        return error.failure.exit_code if error.is_told or report.is_told else _tell(error.failure, report)
+    rank = _rank(cfg)
     first = failure(error, cfg, rank)
+    keep_mistake(error, first, report)
+    if first.exit_code == EXIT_CODE or rank.world_size != 1:
+        return _tell(first, report)
+    add_report(error, first, rank, "outside of the Trainer", report)
+    report.log(first.details)
+    return None
+
+
+def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == EXIT_CODE:
-        if not isinstance(error, Refused):  # that says all, and the run directory of a refused run is not to be filled
-            keep(error)
-        print(first.line, file=sys.stderr)
+        telling.once(first.line)
         return EXIT_CODE
-    if rank.world_size in (1, None) and not _started_here(error):
-        return None
     crash.to_torchrun(first)
     return report.tell(first)
+
+
+def log(error: BaseException) -> None:
+    """In the run's log alone."""
+    crash.of(Path(HydraConfig.get().runtime.output_dir)).log(shown(error))
 
 
 def is_known() -> bool:
@@ -59,73 +69,74 @@ def is_known() -> bool:
     return callback.verdict() is not None
 
 
-def failure(error: Exception, cfg: DictConfig, rank: Rank) -> Failure:
-    if type(error).__name__ == "ProcessExitedException":  # it has no words of its own
-        how = str(error).partition(" terminated with ")[2]
-        return Failure(f"{rank} failed: process {rank.pid} ended with {how}")
-    problem = told(error, cfg)
-    problems = error.problems if isinstance(error, Refused) else [problem] if problem else []
-    if not problems:
-        return of_error(rank, error)
-    return Failure("\n".join(f"error: {problem}" for problem in problems), exit_code=EXIT_CODE)
+def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
+    if problems := mistakes(error, cfg):
+        return Failure("\n".join(f"error: {problem}" for problem in problems), exit_code=EXIT_CODE, rank=rank.number)
+    return of_error(rank, error)
 
 
-def told(error: Exception, cfg: DictConfig) -> str | None:
-    """A line for what the user can mend; None for a bug.
+def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
+    """Lines for what the user can mend; none for a bug.
 
-    The model's and the data's own code speaks to the user where it raises a ValueError by a `raise` of its own: of a
-    batch, a file, a size. One that comes from elsewhere, or that Python raises, is a bug.
+    The engine refuses by exceptions of its own. The model's and the data's code speaks to the user where it raises a
+    ValueError by a `raise` of its own before the first step: of a batch, a file, a size. One that comes from elsewhere,
+    or that Python raises, or that comes later, is a bug.
     """
-    text = _traceback(error)
-    said: list[tuple[str, str]] = re.findall(r"^([\w.]+): (.*)", text, re.MULTILINE)
-    kind, message = said[-1] if said else ("", "")
-    if kind.startswith("lightswitch."):  # the engine has exceptions for the user alone
-        return message
-    frames = re.findall(r'^ *File "(.+)", line \d+, in .*\n *(.*)', text, re.MULTILINE)
-    if kind not in _ON_PURPOSE or not frames:
-        return None
-    file, statement = frames[-1]
+    if isinstance(error, Refused):
+        return error.problems
+    if processes.steps_have_begun.is_set() or type(error) not in _ON_PURPOSE:
+        return []
+    frame = raised_in(error)
+    node = _owner(str(frame.f_globals.get("__name__")), cfg) if frame is not None else None
+    return [f"{node}: {' '.join(str(error).split())}"] if node is not None else []
+
+
+def raised_in(error: BaseException) -> FrameType | None:
+    """The frame whose `raise` statement raised it; None where Python did, or a function in C."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    is_raise = at is not None and at.tb_frame.f_code.co_code[at.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return at.tb_frame if at is not None and is_raise else None
+
+
+def _owner(module: str, cfg: DictConfig) -> str | None:
+    """The config node, model or data, of whose package a module is: the one whose code is nearer to it."""
+    shared = {}
     for node in ("model", "data"):
-        if statement.startswith("raise ") and any(map(Path(file).is_relative_to, _places(cfg.get(node)))):
-            return f"{node}: {message}"
-    return None
+        target = str(OmegaConf.select(cfg, f"{node}._target_", default="")).split(".")
+        same = (one == other for one, other in zip(target, module.split("."), strict=False))
+        shared[node] = len(list(takewhile(bool, same)))
+    nearest = max(shared, key=lambda node: shared[node])
+    return nearest if shared[nearest] else None
 
 
-def keep(error: Exception) -> None:
-    """The traceback, in the run's log file alone."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            record = (log.name, logging.ERROR, __file__, 0, _traceback(error), (), None)
-            handler.handle(log.makeRecord(*record))
+def keep_mistake(error: BaseException, told: Failure, report: CrashReport) -> None:
+    """The traceback of what is told in a line, in the run's log alone.
+
+    What the engine refuses says all, and a start that does not go on leaves the run's files as they were.
+    """
+    if told.exit_code == EXIT_CODE and not isinstance(error, Refused) and run_log.has_begun():
+        report.log(shown(error))
 
 
-def _rank(error: Exception, cfg: DictConfig) -> Rank:
+def add_report(error: BaseException, own: Failure, rank: Rank, place: str, report: CrashReport) -> None:
+    """Of a run of one process, whose traceback Python prints."""
+    if report.folder.exists():
+        return
+    with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
+        report.add_rank(rank, place, own)
+        if sys.version_info >= (3, 11):  # printed below the traceback
+            error.add_note(f"crash report: {os.path.relpath(report.folder)}")
+
+
+def _rank(cfg: DictConfig) -> Rank:
     """As far as a process knows that has not met the others."""
     place = placement.detect()
-    world = place.nodes * (place.devices_per_node or 1) if place.is_external else int(os.environ.get("WORLD_SIZE", 1))
-    number = place.rank
-    if not place.is_external:
-        node, local = (int(os.environ.get(name, 0)) for name in ("NODE_RANK", "LOCAL_RANK"))
-        number = node * (world // max(1, cfg.trainer.num_nodes)) + local
-    if _started_here(error):
-        return Rank(error.error_index, None, node_name(), error.error_pid)  # type: ignore[attr-defined]  # of torch's ProcessException
-    return Rank(number, world, node_name(), os.getpid())
-
-
-def _started_here(error: Exception) -> bool:
-    """It is torch's, of a rank that this process had started."""
-    return type(error).__name__ in ("ProcessRaisedException", "ProcessExitedException")
-
-
-def _places(node: DictConfig | None) -> list[str]:
-    """Folders of the package that a config node names code of, or its one file."""
-    spec = find_spec(str(node._target_).partition(".")[0]) if node else None
-    if spec is None:
-        return []
-    return list(spec.submodule_search_locations or [str(spec.origin)])
-
-
-def _traceback(error: Exception) -> str:
-    if type(error).__name__ == "ProcessRaisedException":  # torch's, of a process that it started
-        return str(error)
-    return "".join(traceback.format_exception(error))
+    if place.is_external:
+        return Rank(place.rank, place.nodes * (place.devices_per_node or 1), node_name(), os.getpid())
+    world, node, local = (
+        int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
+    )
+    nodes = OmegaConf.select(cfg, "trainer.num_nodes", default=1)
+    return Rank(node * (world // max(1, nodes)) + local, world, node_name(), os.getpid())

@@ -22,7 +22,9 @@ def detect() -> ClusterEnvironment:
     launcher = placement.detect().launcher
     if launcher == "slurm":
         return SLURMEnvironment()
-    if launcher in ("torchrun", "env"):
+    if launcher == "torchrun":
+        return TorchElasticEnvironment()
+    if launcher == "env":
         return by_environment()
     return LightningEnvironment()
 
@@ -36,9 +38,22 @@ def by_environment() -> ClusterEnvironment:
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
         raise ValueError(f"{', '.join(missing)} not exported; each process needs {', '.join(_RENDEZVOUS)}")
-    os.environ.setdefault("LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30))))
-    os.environ.setdefault("TORCHELASTIC_RUN_ID", "env")
-    return TorchElasticEnvironment()
+    return ExportedEnvironment()
+
+
+class ExportedEnvironment(TorchElasticEnvironment):
+    """As torchrun's, of processes that were not told their place on their node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._place = placement.detect()
+        os.environ.setdefault("LOCAL_RANK", str(self.local_rank()))  # for what reads it, as DeepSpeed does
+
+    def local_rank(self) -> int:
+        return self._place.rank % (self._place.devices_per_node or 1)
+
+    def node_rank(self) -> int:
+        return self._place.rank // (self._place.devices_per_node or 1)
 
 
 def by_hand(node_rank: int, main_address: str, main_port: int) -> ClusterEnvironment:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import os
 import platform
 import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from lightswitch.launch import versions
-from lightswitch.launch.watch.failure import FAILED, Failure, Rank
-from lightswitch.launch.watch.stacks import all_stacks
+from hydra.core.hydra_config import HydraConfig
 
+from lightswitch.launch import versions
+from lightswitch.launch.watch.failure import Failure, Rank
+from lightswitch.launch.watch.stacks import all_stacks
+from lightswitch.runs import log as run_log
+
+_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|TORCH|PYTORCH|GLOO|SLURM|OMP|MKL|LD|PL|DS|HF)_|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|MASTER_"
@@ -23,10 +30,15 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 class CrashReport:
-    """`crash/<time of the start>/`, of one start of the run; written only when it fails."""
+    """`crash/<time of the start>/`, of one start of the run; written only when it fails of a bug, or of a machine.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        logs: the run's log files, which one rank writes, and which are told of the failure by whichever tells it.
+    """
+
+    def __init__(self, run_dir: Path, logs: Iterable[Path] = ()) -> None:
         self.folder = run_dir / "crash" / time.strftime("%Y-%m-%d_%H-%M-%S")
+        self.logs = list(logs)
 
     def tell(self, failure: Failure) -> int:
         """What the run failed of, to the user, once for all processes of the run; the exit code."""
@@ -37,15 +49,24 @@ class CrashReport:
                 file.write(text)
             text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
-            return self.exit_code() or failure.exit_code
+            return failure.exit_code
         except OSError as error:  # a full disk, for one: several ranks may tell it then
             text += f"no crash report could be written: {error}\n"
         print(text, end="", file=sys.stderr, flush=True)
+        self.log(text)
         return failure.exit_code
 
-    def exit_code(self) -> int | None:
-        """Of the failure that was told; None while there is none."""
-        return FAILED if self._first_failure.exists() else None
+    @property
+    def is_told(self) -> bool:
+        return self._first_failure.exists()
+
+    def log(self, text: str) -> None:
+        """To the run's log files alone, also before the run goes on."""
+        run_log.begin()
+        record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text.rstrip(), (), None)
+        for path in self.logs:
+            with contextlib.suppress(OSError), path.open("a") as file:
+                file.write(_FORMAT.format(record) + "\n")
 
     def add_rank(self, rank: Rank, place: str, own: Failure | None) -> None:
         """Where it stood, what it raised itself, its stacks and its environment; what NCCL has recorded."""
@@ -64,7 +85,9 @@ class CrashReport:
 @functools.cache
 def of(run_dir: Path) -> CrashReport:
     """This process's one. The ranks agree on rank 0's."""
-    return CrashReport(run_dir)
+    handlers = HydraConfig.get().job_logging.get("handlers") or {}
+    names = (handler.get("filename") for handler in handlers.values())
+    return CrashReport(run_dir, (Path(str(name)) for name in names if name))
 
 
 def to_torchrun(failure: Failure) -> None:

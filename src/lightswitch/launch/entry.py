@@ -30,9 +30,9 @@ from lightswitch.launch import (
     signals,
 )
 from lightswitch.launch.arguments import normalised
+from lightswitch.launch.checks import environment
 from lightswitch.launch.mistakes import EXIT_CODE, Mistakes, exit_with, of_composition
 from lightswitch.launch.sweeps import job, walk
-from lightswitch.runs import log as run_log
 
 log = logging.getLogger(__name__)
 
@@ -61,24 +61,11 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 processes.part()
             except signals.Stopped as stopped:
                 _stop(stopped, cfg)
-            except Exception as error:
-                behind = None if blame.is_known() else signals.behind(error)  # launchers end the ranks left over
-                if behind is not None:
-                    blame.keep(error)
-                    _stop(behind, cfg)
-                code = blame.answer(error, cfg)
-                processes.end_ranks()
-                if code == EXIT_CODE:
-                    claim.give_back()
-                    claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
-                elif claim.is_held():
-                    run_log.begin()  # a failure is told there, also one before the run goes on
-                if code is None:
-                    raise
-                raise SystemExit(code) from None
-            except BaseException:
+            except processes.Ended:
                 processes.end_ranks()
                 raise
+            except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
+                _answer(error, cfg)
             return None
 
         hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
@@ -93,6 +80,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             walk.oversee()
             resolvers.register()
             try:
+                environment.check()
                 if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
                     processes.follow_parent()
                 sys.argv[1:] = normalised(sys.argv[1:])
@@ -112,6 +100,23 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
+
+
+def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
+    behind = None if blame.is_known() else signals.behind(error)  # launchers end the ranks left over
+    if behind is not None:
+        blame.log(error)
+        _stop(behind, cfg)
+    code = blame.answer(error, cfg)
+    processes.end_ranks()
+    if code == EXIT_CODE:
+        claim.give_back()
+        claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
+    if code is not None:
+        raise SystemExit(code) from None
+    if isinstance(error, Exception):
+        raise error
+    raise RuntimeError(f"the run was ended before it was finished, by {error!r}") from error
 
 
 def _stop(stopped: signals.Stopped, cfg: DictConfig) -> NoReturn:

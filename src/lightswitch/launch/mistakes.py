@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -12,8 +11,9 @@ from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError
 
+from lightswitch.launch import telling
 from lightswitch.refused import Refused
 
 EXIT_CODE = 2
@@ -45,8 +45,7 @@ class Mistakes(Refused):
 
 
 def exit_with(problems: list[str]) -> NoReturn:
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+    telling.once("\n".join(f"error: {problem}" for problem in problems))
     raise SystemExit(EXIT_CODE)
 
 
@@ -67,6 +66,8 @@ def of_composition(error: BaseException) -> list[str]:
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
         return [f"{str(error.override).removeprefix('++')}: {str(error).splitlines()[0]}"]
+    if isinstance(error, InterpolationKeyError):
+        return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"]
@@ -102,6 +103,8 @@ def _nothing_to_delete(path: str, error: BaseException) -> str:
     parent, _, key = path.rpartition(".")
     cfg = frame.f_locals.get("cfg")
     there = OmegaConf.select(cfg, parent) if parent and cfg is not None else cfg
+    if isinstance(there, DictConfig) and key in there:  # Hydra takes a null for nothing
+        return f"~{path}: it is null already; leave that out"
     return f"~{path}: there is no such key.{nearest(key, map(str, there) if isinstance(there, DictConfig) else ())}"
 
 

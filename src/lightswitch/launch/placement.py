@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightswitch.launch.mistakes import Mistakes
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -23,42 +21,38 @@ class Placement:
         return self.launcher != "local"
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Placement:
-    """A process that Lightning started itself counts as local; its rank is then its LOCAL_RANK."""
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
     if "TORCHELASTIC_RUN_ID" in environ:
-        return _from_counts("torchrun", environ)
+        return "torchrun"
     if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # set by srun alone; a batch script's own shell has it not
+        return "slurm"
+    return "env" if environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"} else "local"
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Placement:
+    """Of variables that `checks.environment` has passed.
+
+    A process that Lightning started itself counts as local; its rank is then its LOCAL_RANK.
+    """
+    found = launcher(environ)
+    if found == "slurm":
         return _from_slurm(environ)
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
-        return _from_counts("env", environ)
-    rank = int(environ.get("LOCAL_RANK", 0)) + int(environ.get("NODE_RANK", 0))
-    return Placement("local", rank=rank)
+    if found != "local":
+        return _from_counts(found, environ)
+    return Placement("local", rank=int(environ.get("LOCAL_RANK", 0)) + int(environ.get("NODE_RANK", 0)))
 
 
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
-    """
-    Raises:
-        Mistakes: a variable of one who exported them by hand is no number, or a rank is beyond the world.
-    """
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    if rank >= world:
-        raise Mistakes([f"RANK={rank} and WORLD_SIZE={world}: export a RANK from 0 to {world - 1}"])
-    local = max(1, _number(environ, "LOCAL_WORLD_SIZE", world))
-    nodes = _number(environ, "GROUP_WORLD_SIZE", max(1, world // local))
-    before = _number(environ, "GROUP_RANK", rank // local) * local  # ranks on the nodes before, were all like this one
+    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local = int(environ.get("LOCAL_WORLD_SIZE", world))
+    nodes = int(environ.get("GROUP_WORLD_SIZE", max(1, world // local)))
+    before = int(environ.get("GROUP_RANK", rank // local)) * local  # ranks on the nodes before, were all like this one
     even = nodes * local == world and before <= rank < before + local
     return Placement(launcher, nodes, local, rank, None if even else f"{world} (here {local})")
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, default)
-    if not str(text).isdecimal():
-        raise Mistakes([f"{name}={text}: export it as a number from 0"])
-    return int(str(text))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
     nodes, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # as in 3,2 or 4(x2),3
-    uneven = per_node if "," in per_node else None
+    uneven = per_node if "," in per_node else str(tasks) if tasks % nodes else None
     return Placement("slurm", nodes, tasks // nodes, int(environ["SLURM_PROCID"]), uneven)

@@ -33,6 +33,7 @@ def check(cfg: DictConfig) -> BatchPlan:
             as the others may follow from them.
     """
     hydra = HydraConfig.get()
+    _raise(knobs.missing(cfg))
     plain: Any = _resolved(cfg)
     typed = list(hydra.overrides.task)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}

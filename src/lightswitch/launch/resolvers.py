@@ -6,6 +6,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.launch import placement
+from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.run_id import new_run_id
 
 
@@ -20,5 +21,7 @@ def _run_name(*, _root_: DictConfig) -> str:
     """The model's choice, or its class where it was named on the command line."""
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # a sweep names its directory before it has jobs
     choice = hydra.runtime.choices.get("model")
+    if choice is None and "model" not in _root_:
+        raise Mistakes(["model: the config has no such key, and the engine reads it; give it back to config.yaml"])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # of a choice in a folder of its own

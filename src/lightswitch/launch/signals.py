@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from lightswitch.launch import placement, processes
+from lightswitch.launch.watch.failure import RanksFailed
 
 REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send ahead of a limit
 CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
@@ -59,9 +60,9 @@ def received() -> signal.Signals | None:
     return _received
 
 
-def behind(error: Exception) -> Stopped | None:
+def behind(error: BaseException) -> Stopped | None:
     """What an error comes of, where this process or one that Python started for it was asked to end."""
-    ended_with = getattr(error, "exit_code", None)  # of torch's ProcessExitedException
+    ended_with = error.exit_code if isinstance(error, RanksFailed) else None
     if _received is not None:
         return Stopped(_received)
     return next((Stopped(by) for by in CAUGHT[2:] if ended_with == _EXIT_CODES[by]), None)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightswitch.launch import processes
+from lightswitch.launch import processes, signals
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.callback import Watch, verdict
-from lightswitch.launch.watch.failure import FAILED, node_name
+from lightswitch.launch.watch.failure import FAILED, Failure, RanksFailed, node_name
 from lightswitch.runs import log as run_log
 
 
@@ -47,13 +53,27 @@ def _end_with(rank: int, pid: int, code: int) -> None:
 
 
 class Workers(_MultiProcessingLauncher):
-    """Lightning's, with callbacks that hear of an exception in the rank that raises it."""
+    """Lightning's, whose ranks say themselves what they fail of.
+
+    torch hands on the text of a traceback alone. A rank that fails knows more: it leaves a record of it in a folder,
+    where this process, which started it, finds it.
+    """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        finally:
-            run_log.follow()
+        """
+        Raises:
+            RanksFailed: a rank did.
+        """
+        with TemporaryDirectory(prefix="lightswitch_") as folder:
+            self._records = Path(folder)
+            try:
+                results = super().launch(function, *args, trainer=trainer, **kwargs)
+            except ProcessException as error:
+                raise self._failed(error) from None
+            finally:
+                run_log.follow()
+        processes.steps_have_begun.set()
+        return results
 
     def _wrapping_function(
         self,
@@ -65,16 +85,41 @@ class Workers(_MultiProcessingLauncher):
         *rest: Any,
     ) -> None:
         processes.end_with_parent()
+        if self._already_fit:  # by other processes
+            processes.steps_have_begun.set()
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
-        except Exception as error:
+        except (signals.Stopped, processes.Ended):
+            raise
+        except BaseException as error:
             assert trainer is not None
             trainer.state.status = TrainerStatus.INTERRUPTED
             watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]  # set past Lightning's declaration
-            watch.on_exception(trainer, trainer.lightning_module, error)
-            if (failure := verdict()) is None:
-                raise
-            processes.leave_now(failure.exit_code)  # torch would tell the other process of the error, once more
+            first = watch.failure(error, trainer)
+            self._leave_record(process_idx, first)
+            processes.leave_now(first.exit_code)  # torch would tell the other process of the error, once more
+
+    def _leave_record(self, process_idx: int, failure: Failure) -> None:
+        record = {"failure": asdict(failure), "is_told": verdict() is not None, "seconds": time.time()}
+        partial = self._records / f"{process_idx}.partial"
+        partial.write_text(json.dumps(record))
+        partial.rename(partial.with_suffix(".json"))
+
+    def _failed(self, error: ProcessException) -> RanksFailed:
+        exit_code = error.exit_code if isinstance(error, ProcessExitedException) else None
+        records = [json.loads(path.read_text()) for path in self._records.glob("*.json")]
+        if records:
+            first = min(records, key=lambda record: (record["failure"]["follows"], record["seconds"]))
+            return RanksFailed(Failure(**first["failure"]), first["is_told"], exit_code)
+        signal_name = error.signal_name if isinstance(error, ProcessExitedException) else None
+        how = f"was killed by {signal_name}" if signal_name else f"ended with exit code {exit_code or FAILED}"
+        cluster, devices = self._strategy.cluster_environment, self._strategy.parallel_devices
+        assert cluster is not None
+        assert devices is not None
+        rank = cluster.node_rank() * len(devices) + error.error_index
+        line = f"rank {rank} on {node_name()} failed: process {error.error_pid} {how}"
+        details = "" if isinstance(error, ProcessExitedException) else error.msg  # the record could not be written
+        return RanksFailed(Failure(line, details), False, exit_code)
 
 
 def with_word(trainer: Trainer) -> Trainer:

@@ -16,6 +16,10 @@ class RunLog(logging.FileHandler):
         self._size_before = _size(self.baseFilename)
 
     @property
+    def has_begun(self) -> bool:
+        return self._held is None
+
+    @property
     def held(self) -> list[str]:
         return self._held or []
 
@@ -46,6 +50,11 @@ class RunLog(logging.FileHandler):
         """Go on behind what a process that this one has started wrote: it was given what is held back here."""
         if self._held is not None and _size(self.baseFilename) != self._size_before:
             self._held = None
+
+
+def has_begun() -> bool:
+    """In this process: the run goes on, and its log is written at once."""
+    return any(handler.has_begun for handler in _handlers())
 
 
 def hold(lines: list[str]) -> None:

@@ -27,6 +27,28 @@ _KNOBS: dict[str, tuple[type, ...]] = {
 }
 
 
+_LIMITS = ("lost_after_seconds", "hung_after_seconds")
+_SCALING = ("rule", "reference_batch_size")
+_READ = (
+    *(*_KNOBS, "model", "trainer", "trainer.devices", "trainer.num_nodes"),
+    *(f"lr_scaling.{key}" for key in _SCALING),
+    *(f"watch.{key}" for key in _LIMITS),
+)
+
+
+def missing(cfg: DictConfig) -> Iterator[str]:
+    """Keys that the engine reads, of a config that may be another project's, before anything is resolved in it."""
+    told: set[str] = set()
+    for key in _READ:
+        parent, _, name = key.rpartition(".")
+        node = cfg._get_node(parent) if parent else cfg
+        if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118  # `in` would resolve the value
+            absent = parent if parent and parent not in cfg.keys() else key  # noqa: SIM118
+            if absent not in told:
+                yield f"{absent}: the config has no such key, and the engine reads it; give it back to config.yaml"
+            told.add(absent)
+
+
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
     """A `+key=` that resembles a key there is; any other is a variable of the user's own."""
     for override in overrides:
@@ -45,10 +67,18 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
-    yield from _wrong_scaling(**cfg["lr_scaling"])
-    for limit, seconds in cfg["watch"].items():
+    yield from _unknown(cfg, "lr_scaling", _SCALING)
+    yield from _unknown(cfg, "watch", _LIMITS)
+    yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
+    for limit in _LIMITS:
+        seconds = cfg["watch"][limit]
         if type(seconds) not in (int, float) or seconds <= 0:
             yield f"watch.{limit}={seconds}: it is a time in seconds, above 0"
+
+
+def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterator[str]:
+    for key in cfg[group].keys() - set(known):
+        yield f"{group}.{key}: there is no such key.{nearest(key, known)}"
 
 
 def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:

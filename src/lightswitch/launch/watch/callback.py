@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.launch import blame, crash, processes, signals
 from lightswitch.launch.crash import CrashReport
-from lightswitch.launch.watch.failure import FAILED, Failure, Rank, node_name
+from lightswitch.launch.watch.failure import FAILED, Failure, Rank, RanksFailed, node_name
 from lightswitch.launch.watch.member import Member
 from lightswitch.launch.watch.verdict import Limits
 
@@ -59,42 +58,45 @@ class Watch(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, signals.Stopped):
             leave()
-        if not isinstance(exception, Exception):  # it was asked to stop
-            withdraw()
-            return
+        elif not isinstance(exception, processes.Ended | RanksFailed):
+            self.failure(exception, trainer)
+
+    def failure(self, error: BaseException, trainer: Trainer) -> Failure:
+        """What failed first in the run, once this rank's own error is told."""
+        rank = _member.rank if _member else Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
+        self._own = own = blame.failure(error, self.cfg, rank)
+        blame.keep_mistake(error, own, self.report)
         if _member is not None:
-            self._own = blame.failure(exception, self.cfg, _member.rank)
-            _member.fail(self._own)
-        elif trainer.world_size == 1:
-            self._report_alone(trainer, exception)
+            return _member.fail(own)
+        if own.exit_code == FAILED:
+            blame.add_report(error, own, rank, self.batch.place(trainer), self.report)
+        return own
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and not trainer.interrupted:
             leave()  # this process ends with the stage
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._moved()
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._step()
 
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self._moved()
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.sanity_checking:
+            self._moved()
+        else:
+            self._step()
 
     def on_test_batch_start(self, *_: Any) -> None:
-        self._moved()
+        self._step()
 
     def on_predict_batch_start(self, *_: Any) -> None:
-        self._moved()
+        self._step()
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._moved()
 
-    def _report_alone(self, trainer: Trainer, error: Exception) -> None:
-        rank = Rank(0, 1, node_name(), os.getpid())
-        own = blame.failure(error, self.cfg, rank)
-        if own.exit_code == FAILED:
-            with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
-                self.report.add_rank(rank, self.batch.place(trainer), own)
-            if sys.version_info >= (3, 11):  # printed below the traceback
-                error.add_note(f"crash report: {os.path.relpath(self.report.folder)}")
+    def _step(self) -> None:
+        processes.steps_have_begun.set()
+        self._moved()
 
     def _moved(self) -> None:
         if _member is not None:
@@ -102,20 +104,19 @@ class Watch(Callback):
 
     def _answer(self, failure: Failure) -> None:
         assert _member is not None
-        if failure.exit_code == FAILED:
-            self.report.tell(failure)
-        elif _member.rank.number == 0:  # of a mistake the line says all; it leaves nothing in the run directory
-            print(failure.line, file=sys.stderr, flush=True)
         crash.to_torchrun(failure)
         if failure.exit_code == FAILED:
+            self.report.tell(failure)
             self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
+        elif failure.rank == _member.rank.number:
+            print(failure.line, file=sys.stderr, flush=True)
 
 
 def verdict() -> Failure | None:
     return _member.verdict if _member else None
 
 
-def answered(error: Exception, cfg: DictConfig) -> Failure:
+def answered(error: BaseException, cfg: DictConfig) -> Failure:
     """What failed first in the run, told already."""
     assert _member is not None
     return _member.verdict or _member.fail(blame.failure(error, cfg, _member.rank))

@@ -33,21 +33,41 @@ class Failure:
         line: what the user reads first.
         details: a traceback, or where the ranks stand.
         follows: it looks as if it came of another rank's failure.
+        rank: of the rank that raised it.
     """
 
     line: str
     details: str = ""
     exit_code: int = FAILED
     follows: bool = False
+    rank: int | None = None
+
+
+class RanksFailed(Exception):
+    """Of ranks that Python started for this process, which takes no part in the run itself.
+
+    Args:
+        is_told: they have told the user.
+        exit_code: with which the first of them has ended; None if it was killed.
+    """
+
+    def __init__(self, failure: Failure, is_told: bool, exit_code: int | None) -> None:
+        self.failure, self.is_told, self.exit_code = failure, is_told, exit_code
+        super().__init__(failure.line)
 
 
 def of_error(rank: Rank, error: BaseException) -> Failure:
     cause = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra's, around it
         cause = cause.__cause__
-    told = traceback.format_exception_only(cause)[-1].strip()
-    details = "".join(traceback.format_exception(error))
-    return Failure(f"{rank} failed: {told.splitlines()[0]}", details, follows=_FOLLOWS.search(told) is not None)
+    lines = traceback.format_exception_only(cause)  # a SyntaxError's place comes first, and indented; notes come last
+    told = next(line for line in lines if not line.startswith(" ")).strip()
+    follows = _FOLLOWS.search(told) is not None
+    return Failure(f"{rank} failed: {told.splitlines()[0]}", shown(error), follows=follows, rank=rank.number)
+
+
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def node_name() -> str:

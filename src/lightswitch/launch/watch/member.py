@@ -68,14 +68,14 @@ class Member:
         """The proper end. All ranks wait here for the last one: a job's scheduler may end those that outlive others.
 
         Raises:
-            SystemExit: the run has failed.
+            Ended: the run has failed.
         """
         self._do(self._say(leaves=True, progress=self.progress))
         if self._hub is not None:
             asyncio.run_coroutine_threadsafe(self._hub.all_left(), self._loop)
         self._done.wait()
         if self.verdict is not None:
-            raise SystemExit(self.verdict.exit_code)
+            raise processes.Ended(self.verdict.exit_code)
         self._do(self._close())
 
     def withdraw(self) -> None:
