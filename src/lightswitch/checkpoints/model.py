@@ -11,6 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -59,7 +60,11 @@ def built(node: DictConfig) -> LightningModule:
         with _Unfilled():
             model: LightningModule = instantiate(node, _convert_="all")
             model.configure_model()
-    except (InstantiationException, RuntimeError) as error:  # as of a model that asks for its Trainer
+    except (
+        InstantiationException,
+        OmegaConfBaseException,
+        RuntimeError,
+    ) as error:  # as of one that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{node['_target_']} can't be built from its config: {reason}") from error
     return model

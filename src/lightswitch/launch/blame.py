@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightswitch.launch import crash, placement, processes
+from lightswitch.launch.confidential import Cleaner
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.failure import Failure, Rank, node_name, of_error
 from lightswitch.refused import Refused, ToldElsewhere
@@ -41,7 +43,7 @@ def answer(error: Exception, cfg: DictConfig) -> int | None:
     first = failure(error, cfg, rank)
     if first.exit_code == EXIT_CODE:
         if not isinstance(error, Refused):  # that says all, and the run directory of a refused run is not to be filled
-            keep(error)
+            keep(error, cfg)
         print(first.line, file=sys.stderr)
         return EXIT_CODE
     if rank.world_size in (1, None) and not _started_here(error):
@@ -65,9 +67,11 @@ def failure(error: Exception, cfg: DictConfig, rank: Rank) -> Failure:
         return Failure(f"{rank} failed: process {rank.pid} ended with {how}")
     problem = told(error, cfg)
     problems = error.problems if isinstance(error, Refused) else [problem] if problem else []
+    cleaner = Cleaner.of(cfg)
     if not problems:
-        return of_error(rank, error)
-    return Failure("\n".join(f"error: {problem}" for problem in problems), exit_code=EXIT_CODE)
+        bug = of_error(rank, error)
+        return replace(bug, line=cleaner.cleaned(bug.line), details=cleaner.cleaned(bug.details))
+    return Failure("\n".join(f"error: {cleaner.cleaned(problem)}" for problem in problems), exit_code=EXIT_CODE)
 
 
 def told(error: Exception, cfg: DictConfig) -> str | None:
@@ -91,11 +95,11 @@ def told(error: Exception, cfg: DictConfig) -> str | None:
     return None
 
 
-def keep(error: Exception) -> None:
+def keep(error: Exception, cfg: DictConfig) -> None:
     """The traceback, in the run's log file alone."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
-            record = (log.name, logging.ERROR, __file__, 0, _traceback(error), (), None)
+            record = (log.name, logging.ERROR, __file__, 0, Cleaner.of(cfg).cleaned(_traceback(error)), (), None)
             handler.handle(log.makeRecord(*record))
 
 

@@ -65,7 +65,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except Exception as error:
                 behind = None if blame.is_known() else signals.behind(error)  # launchers end the ranks left over
                 if behind is not None:
-                    blame.keep(error)
+                    blame.keep(error, cfg)
                     _stop(behind, cfg)
                 code = blame.answer(error, cfg)
                 if isinstance(error, Refused):

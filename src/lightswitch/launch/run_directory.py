@@ -14,13 +14,15 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import finished, placement, versions
+from lightswitch.launch import confidential, finished, placement, versions
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 
 
 class RunRecord(Callback):
     """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+
+    What the config takes from the environment stays an interpolation in all of them.
 
     Made where Hydra is, and written where the run is, which may be a process that Python spawned, and once nothing is
     wrong with any process of it: until then an earlier run's files stay as they were.
@@ -59,7 +61,7 @@ def _files(cfg: DictConfig) -> dict[str, str]:
         ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
         ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
         ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
-        "config.yaml": OmegaConf.to_yaml(cfg, resolve=True),
+        "config.yaml": OmegaConf.to_yaml(confidential.written(cfg)),
         "run.json": json.dumps(told, indent=2) + "\n",
     }
 
