@@ -60,7 +60,9 @@ def _other_config(everyone: Sequence[Evidence], readable: Readable) -> str | Non
     if None in values.values():  # a file system that lags
         values = {}
     by_key = [(one, values.get(one.config) or {"config": HIDDEN + one.config}) for one in everyone]
-    return f"{_told(by_key, '{name}={value}')}; give every process the same overrides and environment"
+    line = _told(by_key, "{name}={value}") or ""
+    mend = "overrides, and the same environment" if "another " in line else "overrides"
+    return f"{line}; give every process the same {mend}"
 
 
 def _blind(everyone: Sequence[Evidence]) -> str | None:

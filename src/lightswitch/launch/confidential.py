@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -74,6 +75,12 @@ def written(cfg: DictConfig) -> DictConfig:
         node[last] = found.written
     unresolved: DictConfig = OmegaConf.create(plain)
     return unresolved
+
+
+def overrides(hydra: HydraConf) -> list[str]:
+    """Those of the command line, as they were typed: read one by one, their interpolations would be resolved."""
+    typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return list(typed)
 
 
 @dataclass(frozen=True)

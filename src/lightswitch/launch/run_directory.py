@@ -49,7 +49,7 @@ def _files(cfg: DictConfig) -> dict[str, str]:
     hydra = HydraConfig.get()
     told = {
         "command": shlex.join([sys.executable, *sys.argv]),
-        "overrides": list(hydra.overrides.task),
+        "overrides": confidential.overrides(hydra),
         "folder": str(Path.cwd()),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),

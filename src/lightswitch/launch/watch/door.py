@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import secrets
 import socket
@@ -40,7 +39,7 @@ class Door:
         self._accepting.cancel()
         for stranger in list(self._strangers):
             stranger.cancel()
-        self._listener.close()
+        sockets.close(self._listener)
 
     async def _accept(self) -> None:
         while True:
@@ -76,8 +75,7 @@ class Door:
             stranger.add_done_callback(self._admitted.discard)
             await self._admit(peer)
         else:
-            with contextlib.suppress(OSError):
-                peer.close()
+            sockets.close(peer)
 
     async def _has_token(self, peer: socket.socket) -> bool:
         """Read no byte beyond it."""

@@ -44,7 +44,7 @@ class Member:
         Thread(target=self._loop.run_forever, name="watch", daemon=True).start()
 
     def open_hub(self, ways: Sequence[Way | None]) -> tuple[str | None, int, str]:
-        """Its address (None where it has every one of this node), its port, and the token without which it hears nobody.
+        """Its address (None: every one of this node), its port, and the token without which it hears nobody.
 
         Args:
             ways: of every other rank to this one.

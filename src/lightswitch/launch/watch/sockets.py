@@ -8,10 +8,18 @@ import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakSet
+from typing import Protocol
 
 _SPARE_FILES = 1024  # beside a socket for each rank
-_open: WeakSet[socket.socket] = WeakSet()  # of this process; asyncio's wrappers hold sockets, too
+
+
+class _Socket(Protocol):
+    def fileno(self) -> int:
+        """-1 once it is closed."""
+        ...
+
+
+_open: set[_Socket] = set()
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,23 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-def keep_from_children(own: socket.socket) -> None:
-    """Loader workers are forked: with a rank's sockets open in them, too, nobody would notice that the rank has ended."""
+def keep_from_children(own: _Socket) -> None:
+    """Loader workers are forked: with a rank's sockets open in them, nobody would notice that the rank has ended."""
     _open.add(own)
 
 
-def _close() -> None:
-    for inherited in list(_open):
+def close(own: socket.socket) -> None:
+    _open.discard(own)
+    with contextlib.suppress(OSError):
+        own.close()
+
+
+def _close_in_child() -> None:
+    for inherited in _open:
         if inherited.fileno() >= 0:
             with contextlib.suppress(OSError):
-                os.close(inherited.detach())
+                os.close(inherited.fileno())
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_close)
+os.register_at_fork(after_in_child=_close_in_child)
