@@ -14,9 +14,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ def runs_in(tmp_path: Path) -> Train:
     def run(
         *arguments: str,
         ranks: int = 0,
+        environment: Mapping[str, str] = MappingProxyType({}),
         folder: Path | None = None,
         timeout_seconds: int = 200,
         check: bool = True,
@@ -103,8 +105,8 @@ def runs_in(tmp_path: Path) -> Train:
             Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
         environments: list[dict[str, str]] = as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
         processes = [
-            context.Process(target=_train, args=(arguments, folder, path, environment))
-            for path, environment in zip(written, environments, strict=True)
+            context.Process(target=_train, args=(arguments, folder, path, {**environment, **own}))
+            for path, own in zip(written, environments, strict=True)
         ]
         codes = _run(processes, timeout_seconds, meanwhile)
         out, err = ("".join(Path(f"{path}.{stream}").read_text() for path in written) for stream in ("out", "err"))

@@ -25,7 +25,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ = inherited | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"} | environment
+        paths = f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"  # also where another checkout's engine is installed
+        environ = inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
         process = subprocess.Popen(
             command,
             cwd=tmp_path,

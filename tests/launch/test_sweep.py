@@ -38,7 +38,7 @@ def swept(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sweep(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}")
 
     def run(*arguments: str, script: Path = swept, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -125,7 +125,7 @@ def test_a_sweep_that_optuna_goes_on_with_is_sampled_as_before(sweep: Sweep) -> 
 
 
 def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}")
     process = subprocess.Popen(
         command(swept, "run_id=x", "name=waiting", "seed=1,2"), cwd=swept.parent, stdout=subprocess.PIPE, text=True
     )
@@ -152,3 +152,16 @@ def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path)
         "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster\n"
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep: Sweep, swept: Path) -> None:
+    model = ("model._target_=tests.secretive.SecretModel", "+model.token=${oc.env:API_TOKEN}", "+model.how=nothing")
+    rest = (PLAIN[1], "trainer.accelerator=cpu", "trainer.fast_dev_run=true", "run_id=x", "seed=1")
+    done = sweep(*model, *rest, script=CHECKOUT / "train.py", API_TOKEN="hunter2-correct-horse")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (job,) = swept.parent.glob("runs/*/x/0/job.json")
+    overrides = json.loads(job.read_text())["overrides"]  # and so is the job's command line, which all can read
+    assert [text.replace("\\", "") for text in overrides if "token" in text] == ["+model.token=${oc.env:API_TOKEN}"]
+    written = [path for path in swept.parent.glob("runs/**/*") if path.is_file()]
+    assert not [path for path in written if b"hunter2-correct-horse" in path.read_bytes()]
+    assert "hunter2-correct-horse" not in done.stdout + done.stderr

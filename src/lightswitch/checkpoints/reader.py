@@ -141,7 +141,7 @@ class Reader:
         return [
             f"model.{name} was {saved[name]}, is {value}"
             for name, value in arguments.items()
-            if name in saved and str(saved[name]) != str(value)
+            if name in saved and str(saved[name]) != str(value) and "${" not in str(saved[name])  # from the environment
         ]
 
 

@@ -25,6 +25,7 @@ from lightswitch.doctor import machine, network
 from lightswitch.doctor.report import Report
 from lightswitch.launch import agreement, cluster, meeting, rendezvous
 from lightswitch.launch.agreement import Evidence
+from lightswitch.launch.confidential import Values
 from lightswitch.launch.rendezvous import Place
 from lightswitch.refused import Refused
 
@@ -67,7 +68,8 @@ def _examine(report: Report, timeout_seconds: float) -> None:
         return
     code = agreement.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
     shared = RUNS if RUNS.exists() else Path()
-    verdict = meeting.agree(PrefixStore("agreement", store), place, Evidence(versions, code, {}), shared, tell=False)
+    agreed = PrefixStore("agreement", store)
+    verdict = meeting.agree(agreed, place, Evidence(versions, code), Values({}), shared, tell=False)
     report.problems += [verdict] if verdict and rank == 0 else []
     _measure(store, place, local_rank, report)
 

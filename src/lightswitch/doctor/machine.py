@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -15,12 +14,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from lightswitch.launch import variables
 from lightswitch.strategies import deepspeed_ops
 
 _OPS = ("cpu_adam", "fused_adam", "async_io")
-_VARIABLES = re.compile(
-    r"(MASTER_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|NCCL_|GLOO_|SLURM_(JOB_ID|STEP_NODELIST|PROCID)|TORCHELASTIC_RUN_ID|CUDA_VISIBLE|OMP_NUM)"
-)
 _LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB where nobody asked for more
 _LEAST_DISK_BYTES = 2**30
 _LEAST_FREE_SHARE = 0.5  # of a GPU's memory
@@ -49,7 +46,7 @@ def look(local_rank: int, folder: Path) -> Machine:
         [*_holdings(folder), *_gpus(), *_interfaces()] if first else [],
         [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
         list(_ops()) if first else [],
-        {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+        variables.shown(),
         [f"{node}: {problem}" for problem in problems],
     )
 

@@ -7,18 +7,16 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightswitch.launch import versions
 
 _PACKAGES = ("lightning", "deepspeed")
-_OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
 _SHOWN = 3  # of many
 
 
@@ -28,29 +26,54 @@ class Evidence:
 
     versions: Mapping[str, str]
     code: Mapping[str, str]  # digests by file
-    config: Mapping[str, str]  # values by key
+    config: str = ""  # one digest of all values, with a key that the network has not
     rank: int = 0
     node: str = ""
+    run_dir: str = ""
     sees_run_directory: bool = True
+
+
+HIDDEN = "\0"  # before the digest that stands for a value which is told to nobody
+Readable = Callable[[str], Mapping[str, str] | None]  # values by key, of a digest of all of them
 
 
 # What is compared, how it is told, and how it is mended.
 _COMPARED = {
     "versions": ("{name} {value}", "install the same on every node"),
     "code": ("another {name}", "bring the code of every node to the same state"),
-    "config": ("{name}={value}", "give every process the same overrides"),
 }
 
 
-def difference(everyone: Sequence[Evidence]) -> str | None:
+def difference(everyone: Sequence[Evidence], readable: Readable) -> str | None:
     """In a line, the first thing in which processes differ, and which of them."""
     for what, (form, mend) in _COMPARED.items():
         if line := _told([(one, getattr(one, what)) for one in everyone], form):
             return f"{line}; {mend}"
-    if blind := [one for one in everyone if not one.sees_run_directory]:
-        verb = "does" if len(blind) == 1 else "do"
-        return f"{_who(blind)} {verb} not see what rank 0 writes to the run directory; put it where every node sees it"
-    return None
+    return _other_config([one for one in everyone if one.config], readable) or _blind(everyone)
+
+
+def _other_config(everyone: Sequence[Evidence], readable: Readable) -> str | None:
+    kinds = [kind for kind, _ in Counter(one.config for one in everyone).most_common()]
+    if len(kinds) < 2:
+        return None
+    values = {kind: readable(kind) for kind in kinds[:2]}
+    if None in values.values():  # a file system that lags
+        values = {}
+    by_key = [(one, values.get(one.config) or {"config": HIDDEN + one.config}) for one in everyone]
+    line = _told(by_key, "{name}={value}") or ""
+    mend = "overrides, and the same environment" if "another " in line else "overrides"
+    return f"{line}; give every process the same {mend}"
+
+
+def _blind(everyone: Sequence[Evidence]) -> str | None:
+    blind = [one for one in everyone if not one.sees_run_directory]
+    if not blind:
+        return None
+    if elsewhere := [one for one in blind if one.run_dir != everyone[0].run_dir]:
+        named = [(one, {"run directory": one.run_dir}) for one in (everyone[0], elsewhere[0])]
+        return f"{_told(named, '{name} {value}')}; start every process in the same folder, with the same run_id"
+    verb = "does" if len(blind) == 1 else "do"
+    return f"{_who(blind)} {verb} not see what rank 0 writes to the run directory; put it where every node sees it"
 
 
 def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str | None:
@@ -60,11 +83,21 @@ def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str |
     usual, odd = ([one for one, values in had if _frozen(values) == kind] for kind, _ in kinds)
     here, there = dict(kinds[1][0]), dict(kinds[0][0])
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
-    told = f"{_who(odd)} {_have(odd)} {_values(names, here, form)}"
+    unnamed = [name for name in names if "{value}" not in form or _is_hidden(name, here, there)]
+    told = _listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
     others = _who(usual) if len(usual) == 1 else f"the other {len(usual)}" if len(usual + odd) == len(had) else "most"
-    if "{value}" not in form:
-        return f"{told} than {others}"
-    return f"{told}, {others} {_have(usual)} {_values(names, there, form)}"
+    if unnamed == names:
+        return f"{_who(odd)} {_have(odd)} {told} than {others}"
+    named = _listed([_value(name, there, form) for name in names if name not in unnamed], "others")
+    return f"{_who(odd)} {_have(odd)} {told}, {others} {_have(usual)} {named}"
+
+
+def _is_hidden(name: str, *sides: Mapping[str, str]) -> bool:
+    return any(values.get(name, "").startswith(HIDDEN) for values in sides)
+
+
+def _value(name: str, values: Mapping[str, str], form: str) -> str:
+    return form.format(name=name, value=values[name]) if name in values else f"no {name}"
 
 
 def _have(processes: Sequence[Evidence]) -> str:
@@ -81,11 +114,6 @@ def _who(processes: Sequence[Evidence]) -> str:
     if len(processes) == 1:
         return f"rank {processes[0].rank} on {nodes[0]}"
     return f"{len(processes)} ranks on {_listed(nodes, 'nodes')}"
-
-
-def _values(names: Sequence[str], values: Mapping[str, str], form: str) -> str:
-    told = [form.format(name=name, value=values[name]) if name in values else f"no {name}" for name in names]
-    return _listed(told, "others")
 
 
 def _listed(words: Sequence[str], noun: str) -> str:
@@ -129,11 +157,3 @@ def package(target: str) -> list[Path]:
     installed = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
     places = list(spec.submodule_search_locations or [str(spec.origin)])
     return [Path(place) for place in places if not place.startswith(installed)]
-
-
-def flat(node: Any, path: str = "") -> dict[str, str]:
-    """`{"optimizer.lr": "0.1", …}` of a resolved config."""
-    if isinstance(node, dict) and node:
-        return {key: value for name, child in node.items() for key, value in flat(child, f"{path}.{name}").items()}
-    key = path.removeprefix(".")
-    return {} if key.startswith(_OTHERWISE_BY_DESIGN) else {key: str(node)}

@@ -9,6 +9,7 @@ import contextlib
 import dis
 import os
 import sys
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.launch import crash, placement, processes, telling
+from lightswitch.launch.confidential import Cleaner
 from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, node_name, of_error, shown
@@ -39,7 +41,7 @@ def answer(error: BaseException, cfg: DictConfig) -> int | None:
         return error.failure.exit_code if error.is_told or report.is_told else _tell(error.failure, report)
     rank = _rank(cfg)
     first = failure(error, cfg, rank)
-    keep_mistake(error, first, report)
+    keep_mistake(error, first, cfg, report)
     if first.exit_code == EXIT_CODE or rank.world_size != 1:
         return _tell(first, report)
     add_report(error, first, rank, "outside of the Trainer", report)
@@ -55,9 +57,9 @@ def _tell(first: Failure, report: CrashReport) -> int:
     return report.tell(first)
 
 
-def log(error: BaseException) -> None:
+def log(error: BaseException, cfg: DictConfig) -> None:
     """In the run's log alone."""
-    crash.of(Path(HydraConfig.get().runtime.output_dir)).log(shown(error))
+    crash.of(Path(HydraConfig.get().runtime.output_dir)).log(Cleaner.of(cfg).cleaned(shown(error)))
 
 
 def is_known() -> bool:
@@ -70,9 +72,12 @@ def is_known() -> bool:
 
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
+    cleaned = Cleaner.of(cfg).cleaned
     if problems := mistakes(error, cfg):
-        return Failure("\n".join(f"error: {problem}" for problem in problems), exit_code=EXIT_CODE, rank=rank.number)
-    return of_error(rank, error)
+        lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
+        return Failure(lines, exit_code=EXIT_CODE, rank=rank.number)
+    bug = of_error(rank, error)
+    return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
 
 
 def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
@@ -111,13 +116,13 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
     return nearest if shared[nearest] else None
 
 
-def keep_mistake(error: BaseException, told: Failure, report: CrashReport) -> None:
+def keep_mistake(error: BaseException, told: Failure, cfg: DictConfig, report: CrashReport) -> None:
     """The traceback of what is told in a line, in the run's log alone.
 
     What the engine refuses says all, and a start that does not go on leaves the run's files as they were.
     """
     if told.exit_code == EXIT_CODE and not isinstance(error, Refused) and run_log.has_begun():
-        report.log(shown(error))
+        report.log(Cleaner.of(cfg).cleaned(shown(error)))
 
 
 def add_report(error: BaseException, own: Failure, rank: Rank, place: str, report: CrashReport) -> None:

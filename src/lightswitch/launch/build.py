@@ -19,6 +19,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
 from lightswitch.launch import crash, meeting, processes
+from lightswitch.launch.hyperparameters import CleanHyperparameters
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
 from lightswitch.launch.preemption import Preemption
@@ -55,7 +56,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
     watch = Watch(cfg, report, batch, Limits(**cfg.watch))
     engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ModelSize()]
-    engine.append(ProcessLogging(_job_logging()))
+    engine += [ProcessLogging(_job_logging()), CleanHyperparameters(cfg)]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(

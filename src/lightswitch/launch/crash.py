@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterable
@@ -16,21 +15,19 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from lightswitch.launch import versions
+from lightswitch.launch import variables, versions
 from lightswitch.launch.watch.failure import Failure, Rank
 from lightswitch.launch.watch.stacks import all_stacks
 from lightswitch.runs import log as run_log
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
-_VARIABLES = re.compile(
-    r"(CUDA|NCCL|TORCH|PYTORCH|GLOO|SLURM|OMP|MKL|LD|PL|DS|HF)_|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|MASTER_"
-)
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 class CrashReport:
     """`crash/<time of the start>/`, of one start of the run; written only when it fails of a bug, or of a machine.
+
+    For its owner's eyes alone.
 
     Args:
         logs: the run's log files, which one rank writes, and which are told of the failure by whichever tells it.
@@ -44,9 +41,7 @@ class CrashReport:
         """What the run failed of, to the user, once for all processes of the run; the exit code."""
         text = f"{failure.line}\n{failure.details}".rstrip() + "\n"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._first_failure.open("x") as file:
-                file.write(text)
+            self._write("failure.txt", text.encode(errors="backslashreplace"), os.O_EXCL)
             text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
             return failure.exit_code
@@ -72,10 +67,18 @@ class CrashReport:
         """Where it stood, what it raised itself, its stacks and its environment; what NCCL has recorded."""
         told = [str(rank), f"process {rank.pid}", place, "", *([own.line, own.details] if own else [])]
         text = "\n".join([*told, all_stacks(), _environment()])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"rank_{rank.number}.txt").write_text(text)
+        self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
         if recorded := _flight_recorder():
-            (self.folder / f"nccl_trace_rank_{rank.number}").write_bytes(recorded)
+            self._write(f"nccl_trace_rank_{rank.number}", recorded)
+
+    def _write(self, name: str, content: bytes, flag: int = os.O_TRUNC) -> None:
+        self.folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder.parent, self.folder):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o700)
+        with open(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o600), "wb") as file:
+            os.fchmod(file.fileno(), 0o600)  # whatever the umask
+            file.write(content)
 
     @property
     def _first_failure(self) -> Path:
@@ -99,12 +102,10 @@ def to_torchrun(failure: Failure) -> None:
 
 
 def _environment() -> str:
-    variables = {
-        name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name) and not _SECRET.search(name)
-    }
     lines = [f"python {platform.python_version()}, {platform.platform()}"]
     lines += [f"{name} {version}" for name, version in versions.of(_PACKAGES).items()]
-    return "\n".join(["environment:", *lines, *(f"{name}={value}" for name, value in variables.items())]) + "\n"
+    lines += [f"{name}={value}" for name, value in variables.shown().items()]
+    return "\n".join(["environment:", *lines]) + "\n"
 
 
 def _flight_recorder() -> bytes | None:

@@ -105,7 +105,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
     behind = None if blame.is_known() else signals.behind(error)  # launchers end the ranks left over
     if behind is not None:
-        blame.log(error)
+        blame.log(error, cfg)
         _stop(behind, cfg)
     code = blame.answer(error, cfg)
     processes.end_ranks()

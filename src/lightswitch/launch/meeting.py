@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
-from lightswitch.launch import agreement, claim, rendezvous
+from lightswitch.launch import agreement, claim, confidential, rendezvous
 from lightswitch.launch.agreement import Evidence
+from lightswitch.launch.confidential import Values
 from lightswitch.launch.rendezvous import Place
+from lightswitch.launch.sealed import Sealed
 from lightswitch.refused import Refused, ToldElsewhere
 
+_OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
 _LAG_SECONDS = 10.0  # until a file that another node wrote is seen on a shared file system
 _PARTING_SECONDS = 5.0
 _POLL_SECONDS = 0.01
@@ -38,7 +39,9 @@ def arrange(cfg: DictConfig, trainer: Trainer) -> None:
     strategy = trainer.strategy
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
-        meeting = Meeting(strategy, trainer.num_nodes, run_dir, _evidence(cfg, trainer), cfg.meet_timeout_seconds)
+        values = confidential.values(cfg, without=_OTHERWISE_BY_DESIGN)
+        evidence = _evidence(cfg, trainer)
+        meeting = Meeting(strategy, trainer.num_nodes, run_dir, evidence, values, cfg.meet_timeout_seconds)
         strategy.setup_environment = meeting  # type: ignore[method-assign]  # of this strategy alone
 
 
@@ -47,9 +50,8 @@ def _evidence(cfg: DictConfig, trainer: Trainer) -> Evidence:
     code = [Path(sys.argv[0]).resolve(), *conf, *agreement.package(__name__)]
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
         code += agreement.package(node._target_)
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
     versions = agreement.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
-    return Evidence(versions, agreement.digests(code), agreement.flat(plain))
+    return Evidence(versions, agreement.digests(code))
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Meeting:
     nodes: int
     run_dir: Path
     evidence: Evidence
+    values: Values
     timeout_seconds: float
     is_over: bool = False
 
@@ -77,7 +80,7 @@ class Meeting:
         place = self._place()
         store = rendezvous.come(place, "meeting")
         is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
-        verdict = agree(store, place, self.evidence, self.run_dir, tell=not is_spawned)
+        verdict = agree(store, place, self.evidence, self.values, self.run_dir, tell=not is_spawned)
         if verdict and is_spawned:
             raise Refused(verdict)  # the process that started this one tells it
         if verdict:
@@ -93,49 +96,61 @@ class Meeting:
         return Place(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
 
 
-def agree(store: Store, place: Place, evidence: Evidence, run_dir: Path, tell: bool) -> str:
+def agree(store: Store, place: Place, evidence: Evidence, values: Values, run_dir: Path, tell: bool) -> str:
     """What is wrong with the processes, in a line that each of them gets; nothing, if they agree.
+
+    The store has versions, digests of code, and one keyed digest of all values, until everyone has been heard.
 
     Args:
         tell: rank 0 prints the line, before the others know it: the first one to exit may take all with it.
     """
-    own = replace(evidence, rank=place.rank, node=socket.gethostname())
-    return _judge(store, place, own, run_dir, tell) if place.rank == 0 else _attend(store, place, own)
+    own = replace(evidence, rank=place.rank, node=socket.gethostname(), run_dir=str(run_dir.absolute()))
+    verdict = (
+        _judge(store, place, own, values, run_dir, tell) if place.rank == 0 else _attend(store, own, values, run_dir)
+    )
+    if store.add("heard", 1) == place.world_size and not verdict:  # the last one clears up
+        store.delete_key("verdict")
+        store.delete_key("heard")
+    return verdict
 
 
-def _judge(store: Store, place: Place, own: Evidence, run_dir: Path, tell: bool) -> str:
+def _judge(store: Store, place: Place, own: Evidence, values: Values, run_dir: Path, tell: bool) -> str:
     refusal = claim.refusal()
-    token = run_dir / f".seen_by_all_{secrets.token_hex(8)}"
-    token.touch()
+    sealed = Sealed.make(run_dir, values)
     try:
-        store.set("token", str(token))
+        own = replace(own, config=sealed.digest)
+        store.set("config", own.config)
+        store.set("folder", sealed.folder.name)
         store.set("0", _sent(own))
         missing = rendezvous.missing(store, place)
-        verdict = refusal or (_waited(missing, place) if missing else _difference(store, place))
+        verdict = refusal or (_waited(missing, place) if missing else _difference(store, place, sealed))
     finally:
-        token.unlink()
+        sealed.remove()
     if verdict and tell:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
+    if not verdict:
+        for key in ("config", "folder", *map(str, range(place.world_size))):
+            store.delete_key(key)
     store.set("verdict", verdict)
     if verdict:  # this process may be the one that serves the store
         _wait_until(lambda: store.add("heard", 0) + len(missing) + 1 >= place.world_size, _PARTING_SECONDS)
     return verdict
 
 
-def _difference(store: Store, place: Place) -> str:
+def _difference(store: Store, place: Place, sealed: Sealed) -> str:
     sent = store.multi_get([str(rank) for rank in range(place.world_size)])
-    return agreement.difference([Evidence(**json.loads(one)) for one in sent]) or ""
+    return agreement.difference([Evidence(**json.loads(one)) for one in sent], sealed.read) or ""
 
 
-def _attend(store: Store, place: Place, own: Evidence) -> str:
-    token = Path(store.get("token").decode())
+def _attend(store: Store, own: Evidence, values: Values, run_dir: Path) -> str:
     # a file system that lags keeps what it has once seen, so nobody looks before the file is written
-    sees = _wait_until(token.exists, _LAG_SECONDS)
-    store.set(str(place.rank), _sent(replace(own, sees_run_directory=sees)))
-    verdict = store.get("verdict").decode()
-    if verdict:
-        store.add("heard", 1)
-    return verdict
+    sealed = Sealed.find(run_dir, store.get("folder").decode(), values, _LAG_SECONDS)
+    if sealed is not None:
+        own = replace(own, config=sealed.digest)
+        if own.config != store.get("config").decode():
+            sealed.leave()
+    store.set(str(own.rank), _sent(replace(own, sees_run_directory=sealed is not None)))
+    return store.get("verdict").decode()
 
 
 def _sent(evidence: Evidence) -> str:

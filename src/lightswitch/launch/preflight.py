@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchError, BatchPlan
+from lightswitch.launch import confidential
 from lightswitch.launch.checks import devices, knobs, launchers, nodes, precision
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.runs import names
@@ -35,7 +36,7 @@ def check(cfg: DictConfig) -> BatchPlan:
     hydra = HydraConfig.get()
     _raise(knobs.missing(cfg))
     plain: Any = _resolved(cfg)
-    typed = list(hydra.overrides.task)
+    typed = confidential.overrides(hydra)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
     given = {key: plain.get(key) for key in ("name", "run_id")}
     _raise(names.problems(given), knobs.misspelt(plain, typed), knobs.wrong(plain), nodes.problems(plain, typed_nodes))

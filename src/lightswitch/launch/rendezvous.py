@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import logging
 import os
 import secrets
@@ -19,6 +21,7 @@ from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 4096  # all processes may come at once
 _POLL_SECONDS = 0.01
 _NOTICE_SECONDS = 30.0
 _JUDGING_SECONDS = 60.0  # rank 0 may have come last, and waits as long as the others did
@@ -88,9 +91,10 @@ def _joined(place: Place) -> Store:
 
 def _served(place: Place) -> TCPStore:
     try:
-        return _tcp_store(place, is_served_here=True)
-    except DistError as error:
-        if "EADDRINUSE" not in str(error):
+        with contextlib.closing(_listener(place)) as listener:
+            return _tcp_store(replace(place, port=listener.getsockname()[1]), listener.detach())
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
         raise Refused(
             f"port {place.port} of {socket.gethostname()} is in use; give every process another: "
@@ -98,15 +102,31 @@ def _served(place: Place) -> TCPStore:
         ) from error
 
 
-def _tcp_store(place: Place, is_served_here: bool) -> TCPStore:
+def _listener(place: Place) -> socket.socket:
+    """For all processes of the run to connect to: at every address of this node, unless they were given the one."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address("127.0.0.1" if place.address == "localhost" else place.address)
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        try:
+            return socket.create_server((str(address), place.port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # it is not of this node: translated on the way
+                raise
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", place.port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+
+
+def _tcp_store(place: Place, listener: int | None = None) -> TCPStore:
     return TCPStore(
         place.address,
         place.port,
         place.world_size,
-        is_served_here,
+        listener is not None,
         timedelta(seconds=place.timeout_seconds + _JUDGING_SECONDS),
         wait_for_workers=False,
         multi_tenant=True,  # the process group will be served at the same port
+        master_listen_fd=listener,
     )
 
 
@@ -145,7 +165,7 @@ def _answered(place: Place) -> Store:
 
     def connect() -> None:
         with contextlib.suppress(DistError):
-            found.append(_tcp_store(place, is_served_here=False))
+            found.append(_tcp_store(place))
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()

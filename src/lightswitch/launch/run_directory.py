@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import claim, finished, placement, versions
+from lightswitch.launch import claim, confidential, finished, placement, versions
 from lightswitch.refused import Refused
 from lightswitch.runs import log as run_log
 
@@ -26,6 +26,8 @@ _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", 
 
 class RunRecord(Callback):
     """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+
+    What the config takes from the environment stays an interpolation in all of them.
 
     Made where Hydra is, and written where the run is, which may be a process that Python spawned, once the run goes on:
     its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were; so train.log waits, and so
@@ -125,7 +127,7 @@ def _files(cfg: DictConfig) -> dict[str, str]:
     hydra = HydraConfig.get()
     told = {
         "command": shlex.join([sys.executable, *sys.argv]),
-        "overrides": list(hydra.overrides.task),
+        "overrides": confidential.overrides(hydra),
         "folder": str(Path.cwd()),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -137,7 +139,7 @@ def _files(cfg: DictConfig) -> dict[str, str]:
         ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
         ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
         ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
-        "config.yaml": OmegaConf.to_yaml(cfg, resolve=True),
+        "config.yaml": OmegaConf.to_yaml(confidential.written(cfg)),
         "run.json": json.dumps(told, indent=2) + "\n",
     }
 

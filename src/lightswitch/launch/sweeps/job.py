@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.launch import placement, results
+from lightswitch.launch import confidential, placement, results
 from lightswitch.launch.arguments import flags_of_a_job, quoted
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.signals import REQUEUED
@@ -41,7 +41,7 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
-    job = Record(hydra.job.num, list(hydra.overrides.task), directory, start=_start())
+    job = Record(hydra.job.num, confidential.overrides(hydra), directory, start=_start())
     earlier = record.read(folder)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise Mistakes([f"{directory} holds the job with {other}; start this sweep under another run_id"])

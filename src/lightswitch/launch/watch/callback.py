@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from omegaconf import DictConfig
@@ -14,11 +15,15 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.launch import blame, crash, processes, signals
 from lightswitch.launch.crash import CrashReport
+from lightswitch.launch.watch import sockets
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank, RanksFailed, node_name
 from lightswitch.launch.watch.member import Member
+from lightswitch.launch.watch.sockets import Way
 from lightswitch.launch.watch.verdict import Limits
 
 log = logging.getLogger(__name__)
+
+_REACH_SECONDS = 10.0
 
 _member: Member | None = None  # a process is one rank of one run
 
@@ -45,10 +50,12 @@ class Watch(Callback):
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         member = Member(rank, self.limits, self._answer)
         strategy: Any = trainer.strategy
-        at = (rank, *member.open_hub(), self.report.folder) if trainer.is_global_zero else None
-        first, port, token, self.report.folder = strategy.broadcast(at)
+        environment = strategy.cluster_environment
+        ways = _ways(trainer, environment.main_address, environment.main_port)
+        at = (rank, *member.open_hub(ways), self.report.folder) if trainer.is_global_zero else None
+        first, address, port, token, self.report.folder = strategy.broadcast(at)
         try:
-            member.join(first, strategy.cluster_environment.main_address, port, token)
+            member.join(first, address or environment.main_address, port, token)
         except (OSError, TimeoutError) as error:
             log.warning("%s can't reach the watch over the ranks, and goes without: %s", rank, error)
             return
@@ -65,7 +72,7 @@ class Watch(Callback):
         """What failed first in the run, once this rank's own error is told."""
         rank = _member.rank if _member else Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         self._own = own = blame.failure(error, self.cfg, rank)
-        blame.keep_mistake(error, own, self.report)
+        blame.keep_mistake(error, own, self.cfg, self.report)
         if _member is not None:
             return _member.fail(own)
         if own.exit_code == FAILED:
@@ -110,6 +117,14 @@ class Watch(Callback):
             self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
         elif failure.rank == _member.rank.number:
             print(failure.line, file=sys.stderr, flush=True)
+
+
+def _ways(trainer: Trainer, address: str, port: int) -> list[Way | None]:
+    """From every other rank to rank 0."""
+    ways: list[Way | None] = [None] * trainer.world_size
+    own = None if trainer.is_global_zero else sockets.way_to(address, port, _REACH_SECONDS)
+    torch.distributed.all_gather_object(ways, own)
+    return ways[1:]
 
 
 def verdict() -> Failure | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import socket
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra.errors import InstantiationException
 
+_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
 FAILED = 1  # the exit code; 2 is for what a user can mend
 
 # Errors of a rank whose neighbour is gone: of gloo, NCCL, and the store where ranks meet
@@ -68,6 +69,15 @@ def of_error(rank: Rank, error: BaseException) -> Failure:
 
 def shown(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
+
+
+def cut(failure: Failure) -> Failure:
+    """Short enough for a message to the hub: the beginning and the end."""
+    return replace(failure, line=_cut(failure.line, _LONGEST_LINE), details=_cut(failure.details, _LONGEST_DETAILS))
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} [...] {text[len(text) - longest // 2 :]}"
 
 
 def node_name() -> str:

@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import socket
 import time
 from dataclasses import asdict
 from typing import Any
 
 from lightswitch.launch import processes
-from lightswitch.launch.watch import sockets
+from lightswitch.launch.watch.door import Door
 from lightswitch.launch.watch.failure import Failure, Rank
 from lightswitch.launch.watch.stacks import Stand
 from lightswitch.launch.watch.verdict import Heard, Limits, suspicious, verdict
 
-LONGEST_LINE_BYTES = 1 << 24  # of a message, which is one line of JSON
+LONGEST_LINE_BYTES = 1 << 20  # of a message, which is one line of JSON
 _TICK_SECONDS = 0.2
 
 
 class Hub:
-    """Runs in the event loop that it is opened in."""
+    """Runs in the event loop that it is opened in. Nobody can connect any more once every rank has."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, world_size: int) -> None:
         self.limits = limits
-        self.token = secrets.token_hex(16)  # the port is open to the network: who has it not, is not heard
+        self.world_size = world_size
+        self.door = Door(self._serve)
         self._ranks: dict[int, Heard] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._asked: float | None = None
 
-    async def open(self) -> int:
-        """The port, on every address of this node."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
-        sockets.keep_from_children(listener)
-        self._server = await asyncio.start_server(self._serve, sock=listener, limit=LONGEST_LINE_BYTES)
+    async def open(self, listener: socket.socket) -> None:
+        self.door.open(listener)
         self._judging = asyncio.create_task(self._judge())
-        return int(listener.getsockname()[1])
 
     async def all_left(self) -> None:
         """Until each rank has ended as it should; then the others may go, too."""
@@ -50,28 +44,33 @@ class Hub:
         for writer in self._writers.values():
             _send(writer, over=True)
         self._judging.cancel()
-        self._server.close()
+        self.door.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await reader.readline()
-        if self.token.encode() not in hello:
-            writer.close()
-            return
-        sockets.keep_from_children(writer.get_extra_info("socket"))
-        told = json.loads(hello)
-        rank = Rank(**told["rank"])
-        now = time.monotonic()
-        heard = self._ranks[rank.number] = Heard(rank, now, moved=now, oom_kills=told["oom_kills"])
-        self._writers[rank.number] = writer
-        _send(writer, welcome=True)
+    async def _serve(self, peer: socket.socket) -> None:
+        """A rank, whose first line says which one it is."""
+        reader, writer = await asyncio.open_connection(sock=peer, limit=LONGEST_LINE_BYTES)
+        heard: Heard | None = None
         try:
             while line := await reader.readline():
-                self._hear(heard, json.loads(line))
-        except OSError:  # the node is gone, or the network
+                message = json.loads(line)
+                if heard is None:
+                    heard = self._welcome(message, writer)
+                else:
+                    self._hear(heard, message)
+        except (OSError, ValueError):  # the node is gone, or the network; or it is no message
             pass
-        if not heard.left:
+        if heard is not None and not heard.left:
             heard.gone = time.monotonic()
         writer.close()
+
+    def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> Heard:
+        rank, now = Rank(**hello["rank"]), time.monotonic()
+        heard = self._ranks[rank.number] = Heard(rank, now, moved=now, oom_kills=hello["oom_kills"])
+        self._writers[rank.number] = writer
+        _send(writer, welcome=True)
+        if len(self._ranks) == self.world_size:
+            self.door.close()
+        return heard
 
     def _hear(self, heard: Heard, message: dict[str, Any]) -> None:
         now = heard.at = time.monotonic()

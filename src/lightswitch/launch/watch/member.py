@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from threading import Event, Thread, Timer
 from typing import Any, TypeVar
 
 from lightswitch.launch import processes
 from lightswitch.launch.watch import sockets
-from lightswitch.launch.watch.failure import Failure, Rank
+from lightswitch.launch.watch.failure import Failure, Rank, cut
 from lightswitch.launch.watch.hub import LONGEST_LINE_BYTES, Hub
+from lightswitch.launch.watch.sockets import Way
 from lightswitch.launch.watch.stacks import oom_kills, stand
 from lightswitch.launch.watch.verdict import ANSWER_SECONDS, WITHOUT_A_WORD, Limits
 
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 30.0
+_RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a logger's file not flushed
 
 
@@ -40,10 +43,16 @@ class Member:
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="watch", daemon=True).start()
 
-    def open_hub(self) -> tuple[int, str]:
-        """Its port, and the token without which it hears nobody."""
-        self._hub = Hub(self.limits)
-        return self._do(self._hub.open()), self._hub.token
+    def open_hub(self, ways: Sequence[Way | None]) -> tuple[str | None, int, str]:
+        """Its address (None: every one of this node), its port, and the token without which it hears nobody.
+
+        Args:
+            ways: of every other rank to this one.
+        """
+        listener, address = sockets.listen(ways)
+        self._hub = Hub(self.limits, len(ways) + 1)
+        self._do(self._hub.open(listener))
+        return address, listener.getsockname()[1], self._hub.door.token
 
     def join(self, first: Rank, address: str, port: int, token: str) -> None:
         """
@@ -58,7 +67,7 @@ class Member:
 
     def fail(self, failure: Failure) -> Failure:
         """What failed first in the run, once this is told: it need not be the same."""
-        self._do(self._say(failure=asdict(failure)))
+        self._do(self._say(failure=asdict(cut(failure))))
         if not self._done.wait(2 * ANSWER_SECONDS):
             self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
             self._done.wait(ANSWER_SECONDS)
@@ -89,13 +98,24 @@ class Member:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(2 * _CONNECT_SECONDS)
 
     async def _join(self, address: str, port: int, token: str) -> None:
+        end = time.monotonic() + _CONNECT_SECONDS
+        while not await self._is_welcome(address, port, token):  # among many strangers, this one was dropped with them
+            if time.monotonic() > end:
+                raise ConnectionError(f"{address}:{port} does not answer as the watch does")
+            await asyncio.sleep(_RETRY_SECONDS)
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    async def _is_welcome(self, address: str, port: int, token: str) -> bool:
         opened = asyncio.open_connection(address, port, limit=LONGEST_LINE_BYTES)
         self._reader, self._writer = await asyncio.wait_for(opened, _CONNECT_SECONDS)
         sockets.keep_from_children(self._writer.get_extra_info("socket"))
-        await self._say(rank=asdict(self.rank), token=token, oom_kills=oom_kills())
-        if not await asyncio.wait_for(self._reader.readline(), _CONNECT_SECONDS):
-            raise ConnectionError(f"{address}:{port} does not answer as the watch does")
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+        self._writer.write(token.encode())
+        await self._say(rank=asdict(self.rank), oom_kills=oom_kills())
+        with contextlib.suppress(OSError):
+            if await asyncio.wait_for(self._reader.readline(), _CONNECT_SECONDS):
+                return True
+        self._writer.close()
+        return False
 
     async def _say(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # that the hub is gone shows where it is listened to

@@ -1,0 +1,57 @@
+"""A run with secrets in its environment and its config, and a stranger who looks at the store where its ranks meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch._C._distributed_c10d import TCPStore
+
+from tests.failing import FailingModel
+from tests.plain import PlainData
+
+
+class SecretModel(FailingModel):
+    """Is given a token, keeps it among its hyperparameters, and tells it in its error."""
+
+    def __init__(self, token: str, **rest: object) -> None:
+        super().__init__(**rest)  # type: ignore[arg-type]
+        self.token = token
+        self.save_hyperparameters()
+
+    def _perhaps_fail(self, stage: str, batch_idx: int) -> None:
+        try:
+            super()._perhaps_fail(stage, batch_idx)
+        except RuntimeError as error:
+            raise RuntimeError(f"401 for https://example.org/?token={self.token}") from error
+
+
+class SecretData(PlainData):
+    def __init__(self, password: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Stranger(pl.Callback):
+    """Reads the whole store once rank 0 has told what it has, and waits for rank 1; and again in training."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        if os.environ.get("RANK") == "1":
+            store = _store()
+            store.wait(["meeting/0"])
+            self._keep("before", store)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            self._keep("after", _store())
+
+    def _keep(self, name: str, store: TCPStore) -> None:
+        (self.folder / name).write_text("\n".join(f"{key} {store.get(key)!r}" for key in store.list_keys()))
+
+
+def _store() -> TCPStore:
+    place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, False)
+    return TCPStore(*place, timedelta(seconds=60), wait_for_workers=False)
