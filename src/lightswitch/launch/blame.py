@@ -30,7 +30,7 @@ _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 def answer(error: BaseException, cfg: DictConfig) -> int | None:
     """The exit code, once the user is told; None for a bug in a run of one process, which keeps its traceback."""
-    if isinstance(error, ToldElsewhere) or getattr(error, "exit_code", None) == EXIT_CODE:  # of a rank that has told it
+    if isinstance(error, ToldElsewhere):
         return EXIT_CODE
     if processes.are_watched.is_set():
         from lightswitch.launch.watch import callback  # it imports torch, as this process has
@@ -119,9 +119,10 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
 def keep_mistake(error: BaseException, told: Failure, cfg: DictConfig, report: CrashReport) -> None:
     """The traceback of what is told in a line, in the run's log alone.
 
-    What the engine refuses says all, and a start that does not go on leaves the run's files as they were.
+    What the engine refuses says all, and a start that does not go on leaves an earlier run's files as they were.
     """
-    if told.exit_code == EXIT_CODE and not isinstance(error, Refused) and run_log.has_begun():
+    may_log = run_log.has_begun() or not report.is_of_earlier_run
+    if told.exit_code == EXIT_CODE and not isinstance(error, Refused) and may_log:
         report.log(Cleaner.of(cfg).cleaned(shown(error)))
 
 

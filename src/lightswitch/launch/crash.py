@@ -52,6 +52,11 @@ class CrashReport:
         return failure.exit_code
 
     @property
+    def is_of_earlier_run(self) -> bool:
+        """The directory holds the record of a run, of an earlier start or this one."""
+        return (self.folder.parent.parent / "config.yaml").exists()
+
+    @property
     def is_told(self) -> bool:
         return self._first_failure.exists()
 
