@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # as a run writes what it has taken from there
 _ENGINE = __name__.partition(".")[0]
 _OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
 
@@ -36,7 +38,7 @@ def untrusted(node: Any, folder: Path) -> str | None:
 
 
 def _called(node: Any) -> Iterator[str]:
-    if isinstance(node, str) and "${" in node:
+    if isinstance(node, str) and "${" in _FROM_ENVIRONMENT.sub("", node):
         yield node
     if isinstance(node, dict):
         if "_target_" in node:
