@@ -23,6 +23,7 @@ from lightswitch.refused import Refused, ToldElsewhere
 
 log = logging.getLogger(__name__)
 
+_FULL_DISK = re.compile(r"\[Errno (?:28|122)\] (.*)")  # the second is a user's quota
 _ON_PURPOSE = ("ValueError", "FileNotFoundError", "ModuleNotFoundError")
 
 
@@ -81,6 +82,8 @@ def told(error: Exception, cfg: DictConfig) -> str | None:
     kind, message = said[-1] if said else ("", "")
     if kind.startswith("lightswitch."):  # the engine has exceptions for the user alone
         return message
+    if kind == "OSError" and (full := _FULL_DISK.match(message)):
+        return f"the disk is full: {full[1]}"
     frames = re.findall(r'^ *File "(.+)", line \d+, in .*\n *(.*)', text, re.MULTILINE)
     if kind not in _ON_PURPOSE or not frames:
         return None
