@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,7 +46,7 @@ def evaluate(
     checkpoint: Path | None,
 ) -> Metrics:
     _refuse_to_unpickle(trainer, checkpoint)
-    read = {"ckpt_path": checkpoint, "weights_only": True}
+    read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
     with signals.forwarded_by(trainer.strategy.launcher):
         if mode == "predict":
             trainer.predict(model, datamodule=data, return_predictions=False, **read)
