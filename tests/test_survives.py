@@ -102,7 +102,7 @@ def test_a_checkpoint_cut_short_is_passed_over_and_the_one_before_it_used(train:
     tensors.write_bytes(tensors.read_bytes()[:-1000])
     second = train(*RUN, "trainer.max_steps=18", folder=first.folder)
     assert (
-        "step_17.ckpt can't be read as a checkpoint: __0_0.distcp is not what was written; it is passed over"
+        "step_17.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says; it is passed over"
     ) in second.out
     assert "resumes    runs/plainmodel/mine/checkpoints/best.ckpt" in second.out
 

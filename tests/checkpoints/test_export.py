@@ -167,7 +167,7 @@ def write_output(run_dir: Path) -> None:
 
 LAST = ("checkpoints/last.ckpt", "-o", "out.safetensors")
 MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
-    (cut, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is not what was written"),
+    (cut, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says"),
     (flip, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is not what was written"),
     (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml beside it, which names its model"),
     (break_config, LAST, "config.yaml can't be read as a config"),

@@ -38,8 +38,17 @@ class Position:
 
 
 def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
-    """None for a checkpoint that was written by something else."""
-    return Position(**checkpoint[KEY]) if KEY in checkpoint else None
+    """None for a checkpoint that was written by something else.
+
+    Raises:
+        ValueError: what it holds is no position.
+    """
+    if KEY not in checkpoint:
+        return None
+    counts = checkpoint[KEY]
+    if not isinstance(counts, dict) or not all(isinstance(count, int | None) for count in counts.values()):
+        raise ValueError(f"its {KEY} holds no counts")
+    return Position(**counts)
 
 
 def save_position(checkpoint: dict[str, Any], position: Position) -> None:

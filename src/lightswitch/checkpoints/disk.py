@@ -1,4 +1,4 @@
-"""What a disk says when it does not take what is written: that it is full, for one."""
+"""What a disk says when it does not take what is written, or give it back: that it is full, for one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from lightswitch.checkpoints import safe
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
@@ -49,6 +51,8 @@ def told(error: BaseException, rank: int) -> str:
 
 def words(error: BaseException) -> str:
     """The first line of it, and whether the disk is full."""
+    if named := safe.called(error):
+        return f"a tensor's file {named}"
     first = str(error).partition("\n")[0] or type(error).__name__
     full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{full}: {first}" if full else first

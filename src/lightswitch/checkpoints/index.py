@@ -234,4 +234,4 @@ def _check_part(
         raise DamagedIndex(f"{INDEX} has no place for a part of {name}")
     needed_bytes = math.prod(size) * tensor.properties.dtype.itemsize
     if needed_bytes > info.length or info.offset + info.length > file_bytes[info.relative_path]:
-        raise DamagedIndex(f"{info.relative_path} is too short for what {INDEX} claims of {name}")
+        raise DamagedIndex(f"{info.relative_path} is shorter than {INDEX} says")

@@ -66,12 +66,17 @@ def _is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
+def called(error: BaseException) -> str | None:
+    """What `torch.load` would not call; its own text advises to let it."""
+    found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return f"names {found[1]}, which would run code" if found else None
+
+
 def _why(path: Path, error: Exception) -> str:
-    if isinstance(error, pickle.UnpicklingError):
-        if named := re.search(r"GLOBAL (\S+)", str(error)):
-            return f"{path.name} names {named[1]}, which would run code"
-        if "legacy .tar format" in str(error) or "TorchScript" in str(error):
-            return f"{path.name} is in a format that can't be read without running code; save it with torch.save"
+    if named := called(error):
+        return f"{path.name} {named}"
+    if "legacy .tar format" in str(error) or "TorchScript" in str(error):
+        return f"{path.name} is in a format that can't be read without running code; save it with torch.save"
     return f"{path.name} is no file of torch.save, or a part of one"
 
 

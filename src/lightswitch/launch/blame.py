@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import errno
 import os
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, node_na
 from lightswitch.refused import Refused, ToldElsewhere
 from lightswitch.runs import log as run_log
 
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
@@ -89,6 +91,8 @@ def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
     """
     if isinstance(error, Refused):
         return error.problems
+    if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        return [f"the disk is full: {error.strerror}{f': {error.filename}' if error.filename else ''}"]
     if processes.steps_have_begun.is_set() or type(error) not in _ON_PURPOSE:
         return []
     frame = raised_in(error)

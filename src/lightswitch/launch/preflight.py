@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightswitch.launch.mistakes import Mistakes
 from lightswitch.runs import names
 from lightswitch.strategies import limits
 
+_LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 _FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
     "accumulate_grad_batches": "the batch: set micro_batch_size",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
@@ -135,6 +137,8 @@ def _run_directory(run_dir: Path) -> Iterator[str]:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         yield f"the run directory {run_dir} can't be written: no permission in {existing}"
+    elif (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
+        yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
 
 
 def _files(cfg: dict[str, Any]) -> Iterator[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.launch import signals
 from lightswitch.launch.resume import shown
+from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +20,9 @@ Metrics = dict[str, float]
 
 
 def fit(model: LightningModule, data: LightningDataModule | None, trainer: Trainer, checkpoint: Path | None) -> Metrics:
+    _refuse_to_unpickle(trainer, checkpoint)
     with signals.forwarded_by(trainer.strategy.launcher):
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     return _metrics(trainer)
 
 
@@ -30,7 +34,7 @@ def test_best(model: LightningModule, data: LightningDataModule | None, trainer:
     if trainer.is_global_zero:
         log.info("tests      %s", shown(Path(best)) if best else "the last weights")
     with signals.forwarded_by(trainer.strategy.launcher):
-        trainer.test(model, datamodule=data, ckpt_path=best, verbose=False)
+        trainer.test(model, datamodule=data, ckpt_path=best, verbose=False, weights_only=True)
     return _metrics(trainer)
 
 
@@ -41,13 +45,29 @@ def evaluate(
     trainer: Trainer,
     checkpoint: Path | None,
 ) -> Metrics:
+    _refuse_to_unpickle(trainer, checkpoint)
+    read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
     with signals.forwarded_by(trainer.strategy.launcher):
         if mode == "predict":
-            trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+            trainer.predict(model, datamodule=data, return_predictions=False, **read)
         else:
             stage = trainer.validate if mode == "validate" else trainer.test
-            stage(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+            stage(model, datamodule=data, verbose=False, **read)
     return _metrics(trainer)
+
+
+def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
+    """A strategy from elsewhere reads one file as data, and a directory with all that it names.
+
+    Raises:
+        Refused: it would read a directory; Lightning takes one of its own accord where Slurm has asked for it.
+    """
+    if isinstance(trainer.strategy, PortableCheckpoints):
+        return
+    for path in [checkpoint] if checkpoint else Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"):
+        if path.is_dir():
+            name = type(trainer.strategy).__name__
+            raise Refused(f"{shown(path)} is a directory, which {name} can't read without running code; use strategy=…")
 
 
 def _metrics(trainer: Trainer) -> Metrics:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +26,18 @@ class RunLog(logging.FileHandler):
         return self._held or []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._held is None:
-            super().emit(record)
-        else:
+        if self._held is not None:
             self._held.append(self.format(record) + self.terminator)
+            return
+        try:
+            super().emit(record)
+        except OSError:  # it is opened when it is first written to
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Of a disk that is full the log says nothing: the terminal has the same lines."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
     def hold(self, lines: list[str]) -> None:
         """Before those of this process."""
@@ -38,13 +48,10 @@ class RunLog(logging.FileHandler):
         if self._held is not None:
             first, self._held = self._held, None
             if first:
-                self.acquire()
-                try:
+                with self.lock or contextlib.nullcontext(), contextlib.suppress(OSError):
                     self.stream = self.stream or self._open()
                     self.stream.write("".join(first))
                     self.flush()
-                finally:
-                    self.release()
 
     def follow(self) -> None:
         """Go on behind what a process that this one has started wrote: it was given what is held back here."""
