@@ -28,7 +28,7 @@ class RunRecord(Callback):
     """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
 
     Made where Hydra is, and written where the run is, which may be a process that Python spawned, once the run goes on:
-    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were; so train.log waits, and so do
+    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were. So train.log waits, too, and
     the loggers, which would open their files before a checkpoint is read.
     """
 
