@@ -25,7 +25,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ = inherited | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"} | environment
+        code = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src")])
+        environ = inherited | {"PYTHONPATH": code, "OMP_NUM_THREADS": "1"} | environment
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -46,6 +47,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """All that it has said when it has ended."""
+    assert process.stdout is not None
+    out = process.stdout.read()
+    process.wait()
+    return out
 
 
 @pytest.fixture
