@@ -49,6 +49,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
+def said(process: subprocess.Popen[str]) -> str:
+    """All that it has said when it has ended."""
+    assert process.stdout is not None
+    out = process.stdout.read()
+    process.wait()
+    return out
+
+
 @pytest.fixture
 def port() -> str:
     with socket.socket() as free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,15 +14,22 @@ from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.run_id import new_run_id
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # of srun
+BATCH = {"ENVIRONMENT": "BATCH"}  # in an sbatch script, and in what it starts
 EXPORTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"SLURM_JOB_ID": "17"}, "17"),
-        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}, "17_2"),
-        ({**TORCHRUN, "SLURM_JOB_ID": "17"}, "17"),
+        ({**BATCH, "SLURM_JOB_ID": "17"}, "17"),
+        ({**BATCH, "SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}, "17_2"),
+        ({**STEP, "SLURM_JOB_ID": "17"}, "17"),
+        ({**BATCH, **STEP, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3"}, "17"),
+        ({**STEP, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3"}, "17.3"),
+        ({**STEP, "SLURM_JOB_ID": "17", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4321"}, "17"),
+        ({**TORCHRUN, **STEP, "SLURM_JOB_ID": "17"}, "17"),
+        ({**TORCHRUN, "SLURM_JOB_ID": "17", "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
         ({"LIGHTSWITCH_RUN_ID": "inherited", "SLURM_JOB_ID": "17"}, "inherited"),
     ],
@@ -30,8 +38,24 @@ def test_a_launcher_names_the_run(environ: dict[str, str], expected: str) -> Non
     assert new_run_id(environ) == expected
 
 
-def test_the_clock_names_a_run_that_no_launcher_started() -> None:
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}", new_run_id({}))
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param({}, id="no launcher"),
+        pytest.param({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2"}, id="salloc's shell"),
+        pytest.param({**STEP, "SLURM_JOB_ID": "17", "SLURM_PTY_PORT": "4321"}, id="srun --pty bash"),
+    ],
+)
+def test_the_clock_names_a_run_that_is_typed_in_a_shell(environ: dict[str, str]) -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}", new_run_id(dict(environ)))
+
+
+def test_the_clock_names_a_run_that_is_typed_in_a_terminal_of_a_batch_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, other_end = os.openpty()
+    with os.fdopen(other_end) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert new_run_id({**BATCH, "SLURM_JOB_ID": "17"}) != "17"
+    os.close(terminal)
 
 
 def test_two_runs_in_the_same_second_differ() -> None:

@@ -30,8 +30,8 @@ class RunRecord(Callback):
     What the config takes from the environment stays an interpolation in all of them.
 
     Made where Hydra is, and written where the run is, which may be a process that Python spawned, once the run goes on:
-    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were; so train.log waits, and so
-    do the loggers, which would open their files before a checkpoint is read.
+    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were. So train.log waits, too, and
+    the loggers, which would open their files before a checkpoint is read.
     """
 
     def __init__(self, cfg: DictConfig) -> None:

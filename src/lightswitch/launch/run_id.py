@@ -13,7 +13,6 @@ from lightswitch.launch.mistakes import Mistakes
 
 _INHERITED = "LIGHTSWITCH_RUN_ID"  # handed to the processes that Lightning starts
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
-_INTERACTIVE_STEP, _BATCH_STEP = str(0xFFFFFFFA), str(0xFFFFFFFB)  # of the shells that Slurm opens itself
 
 
 def new_run_id(environ: MutableMapping[str, str] = os.environ) -> str:
@@ -52,10 +51,11 @@ def _of_slurm(environ: Mapping[str, str]) -> str | None:
     Outside of a batch script, a step after the first is one more command in an allocation: it has a number of its own.
     """
     job, is_batch = slurm_job(environ), environ.get("ENVIRONMENT") == "BATCH"
-    step = environ.get("SLURM_STEP_ID", "")
-    if job is None or "SLURM_PTY_PORT" in environ or step == _INTERACTIVE_STEP:
+    if job is None:
         return None
-    if step.isdecimal() and step != _BATCH_STEP:
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "0")  # in what srun starts alone
+    if tasks not in ("0", "1") or (tasks == "1" and "SLURM_PTY_PORT" not in environ):
+        step = environ.get("SLURM_STEP_ID", "0")
         return job if is_batch or step == "0" else f"{job}.{step}"
     return job if is_batch and not _is_typed() else None
 

@@ -17,6 +17,7 @@ from lightswitch.launch.arguments import quoted
 from lightswitch.launch.composition import check_names
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.sweeps import record, table
+from lightswitch.refused import Refused
 
 _FAILED = 1
 
@@ -40,7 +41,10 @@ def oversee() -> None:
             raise Mistakes(problems)
         check_names(cfg)
         folder = Path(str(cfg.hydra.sweep.dir)).absolute()
-        claim.take_folder(folder)
+        try:
+            claim.take_folder(folder)
+        except Refused as refused:
+            raise Mistakes(refused.problems) from refused
         submitted_before = _submitted(folder)
         pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job elsewhere knows of no clock or id that named it
         try:
@@ -55,6 +59,8 @@ def oversee() -> None:
                 raise
             print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as where Optuna has no trial to go by
         finally:
+            claim.give_back()
+            claim.remove_if_empty(folder)
             jobs = record.read_all(folder)
             print(table.of(jobs, str(cfg.objective)), end="", flush=True)
         if any(job.has_failed for job in jobs):
