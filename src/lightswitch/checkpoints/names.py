@@ -56,7 +56,7 @@ def set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Of modules that keep what is no tensor. Not by `load_state_dict`, in which a strategy may have hooks."""
     for path, part in module.named_modules():
         name = own_name(f"{path}._extra_state".lstrip("."))
-        if name in state:
+        if name in state and type(part).set_extra_state is not nn.Module.set_extra_state:  # not one that wraps it
             part.set_extra_state(state[name])
 
 

@@ -185,7 +185,7 @@ class PortableCheckpoints(Strategy):
         for index, optimizer in enumerate(self.optimizers):
             saved = checkpoint["optimizer_states"][index]
             state = self._read_optimizer_state(f"optimizer.{index}.", saved["state"], parameters)
-            _load_by_position(optimizer, state, saved["param_groups"])
+            _load_by_name(optimizer, names.groups_of(optimizer, self.lightning_module), state, saved["param_groups"])
 
     def _read_optimizer_state(
         self, prefix: str, values: dict[str, Any], parameters: Mapping[str, nn.Parameter]
@@ -215,12 +215,11 @@ class PortableCheckpoints(Strategy):
         ]
 
     def check_optimizers(self, saved: list[dict[str, Any]]) -> None:
-        here = [_described(name, groups) for name, groups in self.described_optimizers()]
-        there = [_described(optimizer["class"], optimizer["param_groups"]) for optimizer in saved]
-        if here != there:
+        here, there = self.described_optimizers(), [(one["class"], one["param_groups"]) for one in saved]
+        if _members(here) != _members(there):
             path = self._reader.path
             raise UnfitCheckpoint(
-                f"{path} holds the state of {'; '.join(there)}, and this run has {'; '.join(here)}; "
+                f"{path} holds the state of {_described(there)}, and this run has {_described(here)}; "
                 f"to start from its weights alone, type init_from={path} and another run_id"
             )
 
@@ -269,18 +268,33 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[
     return tensors, safe(checkpoint)
 
 
-def _load_by_position(optimizer: Optimizer, state: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """As `Optimizer.load_state_dict` takes it: parameters are numbers there."""
-    number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+def _load_by_name(
+    optimizer: Optimizer,
+    live: list[dict[str, Any]],
+    state: dict[str, dict[str, Any]],
+    saved: list[dict[str, Any]],
+) -> None:
+    """`load_state_dict` takes numbers for parameters, by their place here: strategies may change their order."""
+    number = {name: index for index, name in enumerate(name for group in live for name in group["params"])}
     optimizer.load_state_dict(
         {
             "state": {number[name]: values for name, values in state.items()},
-            "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
+            "param_groups": [
+                {**values, "params": [number[name] for name in group["params"]]}
+                for group, values in zip(live, saved, strict=True)
+            ],
         }
     )
 
 
-def _described(name: str, groups: list[dict[str, Any]]) -> str:
-    counts = " + ".join(str(len(group["params"])) for group in groups)
-    first = ", ".join(group["params"][0] for group in groups if group["params"])
-    return f"{name} over {counts} parameters ({first}, …)"
+def _members(optimizers: list[tuple[str, list[dict[str, Any]]]]) -> list[tuple[str, list[set[str]]]]:
+    return [(name, [set(group["params"]) for group in groups]) for name, groups in optimizers]
+
+
+def _described(optimizers: list[tuple[str, list[dict[str, Any]]]]) -> str:
+    told = []
+    for name, groups in optimizers:
+        counts = " + ".join(str(len(group["params"])) for group in groups)
+        first = ", ".join(group["params"][0] for group in groups if group["params"])
+        told.append(f"{name} over {counts} parameters ({first}, …)")
+    return "; ".join(told)

@@ -1,10 +1,12 @@
-"""Clipping a gradient whose parts lie on different device meshes."""
+"""Clipping a gradient whose parts lie on different devices."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,6 +28,26 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
     total = get_total_norm(norms)
     for parameters in by_mesh.values():
         clip_grads_with_norm_(parameters, max_norm, total)
+
+
+@torch.no_grad()
+def clip_shards_by_norm(
+    parameters: Iterable[nn.Parameter],
+    sharded: Container[nn.Parameter],
+    max_norm: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """The same where ``group`` shares out the gradients of some parameters, as plain tensors."""
+    present = [parameter for parameter in parameters if parameter.grad is not None]
+    squares = [
+        get_total_norm([p.grad for p in present if p.grad is not None and (p in sharded) == is_sharded])
+        .to(device, torch.float64 if device.type != "mps" else torch.float32)
+        .square()
+        for is_sharded in (True, False)
+    ]
+    dist.all_reduce(squares[0], group=group)
+    clip_grads_with_norm_(present, max_norm, (squares[0] + squares[1]).sqrt())
 
 
 def _whole(norm: Tensor) -> Tensor:

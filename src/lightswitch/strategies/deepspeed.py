@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,9 +19,11 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.checkpoints import names
 from lightswitch.refused import Refused
 from lightswitch.strategies import deepspeed_config
 from lightswitch.strategies.deepspeed_checkpoints import PortableDeepSpeed
@@ -138,6 +141,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
                 "use strategy=ddp"
             )
         self.remember_groups(optimizers[0])
+        _let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
         # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
         deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
@@ -154,6 +158,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         assert model is not None
         assert self.config is not None
         if self.zero_stage_3:
+            _refuse_empty(model)
             _Partitioned(module=model, config_dict_or_path=self.config)
             model.to(self.root_device)  # buffers and metrics
         else:
@@ -186,9 +191,10 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
     def teardown(self) -> None:
         engine = self.model if isinstance(self.model, deepspeed.DeepSpeedEngine) else None
         if engine is not None and self.zero_stage_3:
-            whole = [parameter for parameter in engine.module.parameters() if parameter.numel()]
-            for parameter in whole:  # small ones are kept whole on the device, and would be taken for it on the CPU
-                parameter.partition()
+            for parameter in engine.module.parameters():
+                parameter.ds_active_sub_modules.clear()  # an error has ended a forward pass
+                if parameter.numel():  # small ones are kept whole on the device, and would be taken for it on the CPU
+                    parameter.partition()
         super().teardown()
         if engine is not None:  # its hooks would run beside those of the next
             engine.module_forward_pre_hook.remove()
@@ -196,11 +202,28 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             engine.destroy()
 
 
+def _refuse_empty(model: nn.Module) -> None:
+    """
+    Raises:
+        Refused: DeepSpeed fails as soon as it gathers a parameter without elements (0.19).
+    """
+    for name, parameter in names.parameters(model).items():
+        if parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
+            raise Refused(f"{name} has no elements, which stage 3 can't gather; use strategy=deepspeed_stage_2 or fsdp")
+
+
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """The weights alone; buffers stay as they are."""
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def _let_compiled_modules_hold_parameters() -> None:
+    """A module that torch.compile has wrapped hands attributes on to the one inside. At stage 3, where DeepSpeed gives
+    each module a mapping of its own for its parameters, the inner one would get that of the outer one, which is empty.
+    """
+    OptimizedModule._opt_mod_attributes.add("_parameters")
 
 
 class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
@@ -217,5 +240,26 @@ class _Precision(DeepSpeedPrecision):
 
     autocasts = False
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        _refuse_other_dtypes(module, self.precision)
+        return super().convert_module(module)
+
     def convert_input(self, data: Any) -> Any:
         return data if self.autocasts else super().convert_input(data)
+
+
+def _refuse_other_dtypes(module: nn.Module, precision: str) -> None:
+    """
+    Raises:
+        Refused: the parameters would not be of one dtype, in which DeepSpeed flattens them.
+    """
+    makes_one = precision in ("16-true", "bf16-true")
+    named = names.parameters(module)
+    dtypes = Counter(parameter.dtype for parameter in named.values())
+    most = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
+    for name, parameter in named.items():
+        if parameter.is_complex() or (parameter.dtype != most and not makes_one):
+            raise Refused(
+                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
+                "use strategy=fsdp or ddp"
+            )

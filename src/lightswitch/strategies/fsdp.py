@@ -133,11 +133,12 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         model = self.prepared()
         units = find_units(model, self.units)
         done: set[nn.Module] = set()
+        self._replicated: set[nn.Parameter] = set()
         for module in [*reversed(units.values()), model]:  # inner before outer
             hand_out(module, self.root_device, done)
             self._shard_unit(module, is_root=module is model)
         hand_out_metrics(model, self.root_device)
-        average_replicated(model)
+        average_replicated(self._replicated)
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
@@ -160,6 +161,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
         if self.activation_checkpointing and not is_root:
             compute_again(module)
+        sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
+        self._replicated |= replicated_parameters(module, sharded | self._replicated)
         fully_shard(
             module,
             mesh=self._data_parallel_mesh,
@@ -167,7 +170,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             reshard_after_forward=self._frees_after_forward and not is_root,
             mp_policy=self.mixed_precision,
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
-            ignored_params=replicated_parameters(module),
+            ignored_params=self._replicated,
         )
 
     def _tell(self, units: Iterable[nn.Module]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightswitch.refused import Refused
+from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
 from lightswitch.strategies.replicated import replicated_parameters
@@ -70,6 +71,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self.activation_checkpointing = activation_checkpointing
         self._root: FullyShardedDataParallel | None = None
         self._shapes: dict[nn.Parameter, torch.Size] = {}
+        self._replicated: set[nn.Parameter] = set()
 
     # Precision: under FSDP's own, "mixed" would also sum gradients in 16 bits
 
@@ -120,7 +122,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         root = self._wrapped(model, mesh)
         hand_out_metrics(model, self.root_device)
         self._check(root)
-        average_replicated(model)
+        average_replicated(self._replicated)
         return root
 
     def prepared(self) -> nn.Module:
@@ -147,6 +149,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return init_device_mesh(self.root_device.type, (replicas, devices), mesh_dim_names=("replicate", "shard"))
 
     def _wrapped(self, module: nn.Module, mesh: DeviceMesh | None) -> FullyShardedDataParallel:
+        self._replicated |= replicated_parameters(module, self._shapes)
         for parameter in module.parameters():
             self._shapes.setdefault(parameter, parameter.shape)
         with warnings.catch_warnings():
@@ -159,7 +162,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 device_id=self.root_device,
                 cpu_offload=self.cpu_offload if self.root_device.type != "cpu" else None,  # it asks for pinned memory
                 mixed_precision=self.mixed_precision,
-                ignored_states=list(replicated_parameters(module)),
+                ignored_states=[part for part in module.parameters() if part in self._replicated],
                 use_orig_params=True,
             )
 
@@ -182,11 +185,12 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     # Steps
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Over all ranks' shards; torch's own sees those of one rank."""
+        """Over all ranks' shards; torch's own sees those of one rank, and FSDP's own 32 bits of them."""
         assert self._root is not None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Called FSDP.clip_grad_norm_.* with no gradients")  # a small model's rank
-            self._root.clip_grad_norm_(clip_val)
+        assert self._root.process_group is not None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        sharded = {parameter for _, handle in handles(self._root) for parameter in handle.flat_param._params}
+        clip_shards_by_norm(parameters, sharded, clip_val, self._root.process_group, self.root_device)
 
     def free_gathered(self) -> None:
         assert self._root is not None

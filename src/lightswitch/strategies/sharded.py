@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightswitch.refused import Refused
 from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import share
-from lightswitch.strategies.replicated import average_gradient, replicated_parameters
+from lightswitch.strategies.replicated import average_gradient
 
 
 class Sharded(ParallelStrategy):
@@ -75,8 +75,8 @@ def compute_again(unit: nn.Module) -> None:
     unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
 
-def average_replicated(model: nn.Module) -> None:
+def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """The gradients of what every device holds whole."""
-    for parameter in replicated_parameters(model):
-        if parameter.requires_grad:
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.numel():
             parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's

@@ -154,7 +154,7 @@ class Buffers(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.rand(WORDS) + 0.5)
-        self.register_buffer("shift", torch.randn(WORDS), persistent=False)
+        self.register_buffer("shift", torch.linspace(-1, 1, WORDS), persistent=False)
         self.register_buffer("turn", torch.polar(torch.ones(WORDS), torch.rand(WORDS)))
         self.register_buffer("kept", torch.arange(WORDS) % 5 > 0)
         self.register_buffer("steps", torch.tensor(0))
@@ -282,13 +282,13 @@ class HalfBlocks(Plain):
 
 
 class Parametrized(Plain):
-    """Weights that are computed of others."""
+    """Weights that are computed from other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.net.blocks:
             torch.nn.utils.parametrizations.weight_norm(block.up)
-        torch.nn.utils.parametrizations.spectral_norm(self.net.head)
+        torch.nn.utils.parametrizations.orthogonal(self.net.head)
 
 
 class Containers(Plain):

@@ -126,10 +126,11 @@ def _rank(strategy: str, before: dict[str, Path | None], folder: Path, rank: int
 
 
 def _trained(strategy: str, shape: str, checkpoint: Path | None, folder: Path) -> Cell:
-    begun, data = _Curve(), modules.Sentences()
-    _trainer(strategy, folder, SAVED if checkpoint else END, begun).fit(_module(shape, seed=1), data)
-    resumed = _Curve()
-    trainer, module = _trainer(strategy, folder, END, resumed), _module(shape, seed=2)
+    begun, resumed, data = _Curve(), _Curve(), modules.Sentences()
+    module = _module(shape, seed=1)
+    _trainer(strategy, folder, SAVED if checkpoint else END, begun).fit(module, data)
+    module = _module(shape, seed=2)
+    trainer = _trainer(strategy, folder, END, resumed)
     if checkpoint:
         trainer.fit(module, data, ckpt_path=checkpoint)
     trainer.test(module, data, ckpt_path=folder / f"checkpoints/step_{END}.ckpt", verbose=False)
