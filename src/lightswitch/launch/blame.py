@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.launch import crash, placement, processes, telling
 from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.mistakes import EXIT_CODE
-from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, node_name, of_error, shown
+from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, in_words, node_name, of_error, shown
 from lightswitch.refused import Refused, ToldElsewhere
 
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
@@ -38,7 +38,6 @@ def answer(error: BaseException, cfg: DictConfig) -> int | None:
         return error.failure.exit_code if error.is_told or report.is_told else _tell(error.failure, report)
     rank = _rank(cfg)
     first = failure(error, cfg, rank)
-    keep_mistake(error, first, report)
     if first.exit_code == EXIT_CODE or rank.world_size != 1:
         return _tell(first, report)
     add_report(error, first, rank, "outside of the Trainer", report)
@@ -48,7 +47,8 @@ def answer(error: BaseException, cfg: DictConfig) -> int | None:
 
 def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == EXIT_CODE:
-        telling.once(first.line)
+        if telling.once(first.line):
+            report.log(first.details)
         return EXIT_CODE
     crash.to_torchrun(first)
     return report.tell(first)
@@ -69,9 +69,12 @@ def is_known() -> bool:
 
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
-    if problems := mistakes(error, cfg):
-        return Failure("\n".join(f"error: {problem}" for problem in problems), exit_code=EXIT_CODE, rank=rank.number)
-    return of_error(rank, error)
+    problems = mistakes(error, cfg)
+    if not problems:
+        return of_error(rank, error)
+    # what the engine refuses says all, and the run directory of a refused run is not to be filled with a log
+    details = "" if isinstance(error, Refused) else shown(error)
+    return Failure("\n".join(f"error: {problem}" for problem in problems), details, EXIT_CODE, rank=rank.number)
 
 
 def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
@@ -110,15 +113,6 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
     return nearest if shared[nearest] else None
 
 
-def keep_mistake(error: BaseException, told: Failure, report: CrashReport) -> None:
-    """The traceback of what is told in a line, in the run's log alone.
-
-    What the engine refuses says all, and the run directory of a refused run is not to be filled.
-    """
-    if told.exit_code == EXIT_CODE and not isinstance(error, Refused):
-        report.log(shown(error))
-
-
 def add_report(error: BaseException, own: Failure, rank: Rank, place: str, report: CrashReport) -> None:
     """Of a run of one process, whose traceback Python prints."""
     if report.folder.exists():
@@ -126,6 +120,8 @@ def add_report(error: BaseException, own: Failure, rank: Rank, place: str, repor
     with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
         report.add_rank(rank, place, own)
         if sys.version_info >= (3, 11):  # printed below the traceback
+            if in_words(error) not in own.line:
+                error.add_note(own.line)
             error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from lightswitch.launch import versions
-from lightswitch.launch.watch.failure import Failure, Rank
+from lightswitch.launch.watch.failure import FAILED, Failure, Rank
 from lightswitch.launch.watch.stacks import all_stacks
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -61,6 +61,8 @@ class CrashReport:
 
     def log(self, text: str) -> None:
         """To the run's log files alone."""
+        if not text:
+            return
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text.rstrip(), (), None)
         for path in self.logs:
             with contextlib.suppress(OSError), path.open("a") as file:
@@ -92,7 +94,8 @@ def to_torchrun(failure: Failure) -> None:
     """For the summary that torchrun prints of the workers that failed."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
-        said = {"py_callstack": f"{failure.line}\n{failure.details}".rstrip(), "timestamp": str(int(time.time()))}
+        details = failure.details if failure.exit_code == FAILED else ""
+        said = {"py_callstack": f"{failure.line}\n{details}".rstrip(), "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": said}}))
 
 
