@@ -72,9 +72,9 @@ class Watch(Callback):
 
     def failure(self, error: BaseException, trainer: Trainer) -> Failure:
         """What failed first in the run, once this rank's own error is told."""
-        self._own = own = (
-            self._report(error, trainer) if _member is None else blame.failure(error, self.cfg, _member.rank)
-        )
+        if _member is None:
+            return self._report(error, trainer)
+        self._own = self._failure(error, _member.rank)
         return _member.fail(self._own)
 
     def _report(self, error: BaseException, trainer: Trainer) -> Failure:
@@ -88,7 +88,7 @@ class Watch(Callback):
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
         own = blame.failure(error, self.cfg, rank)
         if own.exit_code == FAILED and oom_kills() > self._oom_kills:
-            return replace(own, line=f"{own.line}; {rank.node} has run out of memory, and killed a process, meanwhile")
+            return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
         return own
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
