@@ -65,14 +65,14 @@ def fail(how: How) -> None:
     if how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "runs out of memory":
-        _run_out_of_memory()
+        run_out_of_memory()
     if how == "may write no more":  # as on a disk that is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if how == "hangs":
         time.sleep(1000)
 
 
-def _run_out_of_memory() -> None:
+def run_out_of_memory() -> None:
     """Until the kernel ends this process; needs root, and the first version of control groups."""
     group = Path(f"/sys/fs/cgroup/memory/failing_{time.time_ns()}")
     group.mkdir()

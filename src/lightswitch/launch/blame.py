@@ -22,9 +22,8 @@ from lightswitch.launch import crash, placement, processes, telling
 from lightswitch.launch.confidential import Cleaner
 from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.mistakes import EXIT_CODE
-from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, node_name, of_error, shown
+from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, in_words, node_name, of_error, shown
 from lightswitch.refused import Refused, ToldElsewhere
-from lightswitch.runs import log as run_log
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
@@ -43,7 +42,6 @@ def answer(error: BaseException, cfg: DictConfig) -> int | None:
         return error.failure.exit_code if error.is_told or report.is_told else _tell(error.failure, report)
     rank = _rank(cfg)
     first = failure(error, cfg, rank)
-    keep_mistake(error, first, cfg, report)
     if first.exit_code == EXIT_CODE or rank.world_size != 1:
         return _tell(first, report)
     add_report(error, first, rank, "outside of the Trainer", report)
@@ -53,7 +51,8 @@ def answer(error: BaseException, cfg: DictConfig) -> int | None:
 
 def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == EXIT_CODE:
-        telling.once(first.line)
+        if telling.once(first.line):
+            report.log_mistake(first.details)
         return EXIT_CODE
     crash.to_torchrun(first)
     return report.tell(first)
@@ -75,11 +74,12 @@ def is_known() -> bool:
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
     cleaned = Cleaner.of(cfg).cleaned
-    if problems := mistakes(error, cfg):
-        lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
-        return Failure(lines, exit_code=EXIT_CODE, rank=rank.number)
-    bug = of_error(rank, error)
-    return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
+    if not (problems := mistakes(error, cfg)):
+        bug = of_error(rank, error)
+        return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
+    lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
+    details = "" if isinstance(error, Refused) else cleaned(shown(error))  # what the engine refuses says all
+    return Failure(lines, details, EXIT_CODE, rank=rank.number)
 
 
 def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
@@ -120,16 +120,6 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
     return nearest if shared[nearest] else None
 
 
-def keep_mistake(error: BaseException, told: Failure, cfg: DictConfig, report: CrashReport) -> None:
-    """The traceback of what is told in a line, in the run's log alone.
-
-    What the engine refuses says all, and a start that does not go on leaves an earlier run's files as they were.
-    """
-    may_log = run_log.has_begun() or not report.is_of_earlier_run
-    if told.exit_code == EXIT_CODE and not isinstance(error, Refused) and may_log:
-        report.log(Cleaner.of(cfg).cleaned(shown(error)))
-
-
 def add_report(error: BaseException, own: Failure, rank: Rank, place: str, report: CrashReport) -> None:
     """Of a run of one process, whose traceback Python prints."""
     if report.folder.exists():
@@ -137,6 +127,8 @@ def add_report(error: BaseException, own: Failure, rank: Rank, place: str, repor
     with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
         report.add_rank(rank, place, own)
         if sys.version_info >= (3, 11):  # printed below the traceback
+            if in_words(error) not in own.line:
+                error.add_note(own.line)
             error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
 

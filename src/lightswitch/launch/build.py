@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
-from lightswitch.launch import crash, meeting, processes
+from lightswitch.launch import blame, crash, meeting, processes
 from lightswitch.launch.hyperparameters import CleanHyperparameters
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.predictions import PredictionWriter
@@ -29,13 +29,16 @@ from lightswitch.launch.subprocesses import with_word
 from lightswitch.launch.watch.callback import Watch
 from lightswitch.launch.watch.verdict import Limits
 from lightswitch.monitoring.model_size import ModelSize
+from lightswitch.refused import Refused
 
 log = logging.getLogger(__name__)
 
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
 
-# What a constructor raises about its arguments and the files they name. Anything else is a bug.
-_ABOUT_ARGUMENTS = (OSError, ValueError, ModuleNotFoundError, MisconfigurationException)
+# What a constructor raises about the files that its arguments name, and, by a `raise`, about the arguments themselves.
+# Anything else is a bug.
+_ABOUT_FILES = (OSError, ModuleNotFoundError)
+_ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
 
 def build(cfg: DictConfig, plan: BatchPlan) -> Built:
@@ -71,7 +74,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     )
     _raise(problems)
     record.hold_loggers(trainer)
-    meeting.arrange(cfg, trainer)
+    meeting.arrange(cfg, trainer, watch)
     return model, data, with_word(trainer)
 
 
@@ -85,10 +88,14 @@ def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: 
     try:
         return instantiate(cfg.get(name), **arguments, _convert_="all") if cfg.get(name) is not None else None
     except InstantiationException as error:
-        if not isinstance(error.__cause__, _ABOUT_ARGUMENTS):
+        cause = error.__cause__
+        if isinstance(cause, Refused):
+            problems += cause.problems
+            return None
+        if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and blame.raised_in(cause))):
             raise
         key = getattr(error, "full_key", None) or name
-        told = str(error.__cause__)
+        told = str(cause)
         problems.append(told if told.startswith(name) else f"{key}: {told}")
         return None
 

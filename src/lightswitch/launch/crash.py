@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from lightswitch.launch import variables, versions
-from lightswitch.launch.watch.failure import Failure, Rank
+from lightswitch.launch.watch.failure import FAILED, Failure, Rank
 from lightswitch.launch.watch.stacks import all_stacks
 from lightswitch.runs import log as run_log
 
@@ -52,13 +52,18 @@ class CrashReport:
         return failure.exit_code
 
     @property
-    def is_of_earlier_run(self) -> bool:
+    def _is_of_earlier_run(self) -> bool:
         """The directory holds the record of a run, of an earlier start or this one."""
         return (self.folder.parent.parent / "config.yaml").exists()
 
     @property
     def is_told(self) -> bool:
         return self._first_failure.exists()
+
+    def log_mistake(self, traceback: str) -> None:
+        """A start that does not go on leaves the log of an earlier run as it was."""
+        if traceback and (run_log.has_begun() or not self._is_of_earlier_run):
+            self.log(traceback)
 
     def log(self, text: str) -> None:
         """To the run's log files alone, also before the run goes on."""
@@ -102,7 +107,8 @@ def to_torchrun(failure: Failure) -> None:
     """For the summary that torchrun prints of the workers that failed."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
-        said = {"py_callstack": f"{failure.line}\n{failure.details}".rstrip(), "timestamp": str(int(time.time()))}
+        details = failure.details if failure.exit_code == FAILED else ""
+        said = {"py_callstack": f"{failure.line}\n{details}".rstrip(), "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": said}}))
 
 

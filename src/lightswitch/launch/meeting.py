@@ -23,6 +23,7 @@ from lightswitch.launch.agreement import Evidence
 from lightswitch.launch.confidential import Values
 from lightswitch.launch.rendezvous import Place
 from lightswitch.launch.sealed import Sealed
+from lightswitch.launch.watch.callback import Watch
 from lightswitch.refused import Refused, ToldElsewhere
 
 _OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
@@ -31,17 +32,24 @@ _PARTING_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 
 
-def arrange(cfg: DictConfig, trainer: Trainer) -> None:
-    """Let the processes of a Trainer meet before its strategy makes a group of them.
+def arrange(cfg: DictConfig, trainer: Trainer, watch: Watch) -> None:
+    """Let the processes of a Trainer meet before its strategy makes a group of them, which then watches over itself.
 
     That group may hang at its first word where versions of NCCL differ, and at any other where something else does.
     """
     strategy = trainer.strategy
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
-        values = confidential.values(cfg, without=_OTHERWISE_BY_DESIGN)
-        evidence = _evidence(cfg, trainer)
-        meeting = Meeting(strategy, trainer.num_nodes, run_dir, evidence, values, cfg.meet_timeout_seconds)
+        meeting = Meeting(
+            trainer,
+            strategy,
+            trainer.num_nodes,
+            run_dir,
+            _evidence(cfg, trainer),
+            confidential.values(cfg, without=_OTHERWISE_BY_DESIGN),
+            cfg.meet_timeout_seconds,
+            watch,
+        )
         strategy.setup_environment = meeting  # type: ignore[method-assign]  # of this strategy alone
 
 
@@ -58,12 +66,14 @@ def _evidence(cfg: DictConfig, trainer: Trainer) -> Evidence:
 class Meeting:
     """Stands in for `setup_environment`, the first that a strategy does in each of its processes."""
 
+    trainer: Trainer
     strategy: ParallelStrategy
     nodes: int
     run_dir: Path
     evidence: Evidence
     values: Values
     timeout_seconds: float
+    watch: Watch
     is_over: bool = False
 
     def __call__(self) -> None:
@@ -75,6 +85,7 @@ class Meeting:
         self.is_over = True
         type(self.strategy).setup_environment(self.strategy)
         del served
+        self.watch.join(self.trainer)
 
     def _meet(self) -> Store:
         place = self._place()

@@ -72,6 +72,8 @@ def how_ended(pid: int) -> str | None:
 
 def end_ranks() -> None:
     """Of a run that has failed: first they may end by themselves."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise that the workers below were killed
     end = time.monotonic() + _PATIENCE_SECONDS
     for rank in ranks:
         try:
@@ -88,9 +90,10 @@ def leave_now(code: int) -> NoReturn:
 
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    for pid in children:  # at once: of loader workers that are gone, torch tells in the main thread
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for act in last_acts:
         act()
     os._exit(code)

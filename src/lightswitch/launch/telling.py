@@ -19,8 +19,8 @@ _PATIENCE_SECONDS = 3.0  # for the others, which have started together
 _POLL_SECONDS = 0.02
 
 
-def once(lines: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Print lines to standard error, unless another process of the same start has done so.
+def once(lines: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Print lines to standard error, unless another process of the same start has done so; whether they are printed.
 
     The first one makes a folder where all of them see it, and waits there for the others: once one has ended, its
     launcher ends the rest, whichever exit code they would have had.
@@ -28,19 +28,20 @@ def once(lines: str, environ: Mapping[str, str] = os.environ) -> None:
     processes = _started_together(environ)
     if processes is None:
         print(lines, file=sys.stderr, flush=True)
-        return
+        return True
     signals.ignore()
     together, count = processes
     folder = Path(f".lightswitch_{blake2b(together.encode(), digest_size=8).hexdigest()}")
     end = time.monotonic() + _PATIENCE_SECONDS
     with contextlib.suppress(OSError):  # nobody may write here: each tells it
         if not _is_first(folder) and _has_told(folder, end):
-            return
+            return False
     print(lines, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError, Refused):
         while len(list(folder.iterdir())) < count and time.monotonic() < end:  # the mark stands for this process
             time.sleep(_POLL_SECONDS)
         remove_tree(folder)
+    return True
 
 
 def _is_first(folder: Path) -> bool:

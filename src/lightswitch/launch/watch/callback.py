@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightswitch.launch.watch import sockets
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank, RanksFailed, node_name
 from lightswitch.launch.watch.member import Member
 from lightswitch.launch.watch.sockets import Way
+from lightswitch.launch.watch.stacks import oom_kills
 from lightswitch.launch.watch.verdict import Limits
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ _member: Member | None = None  # a process is one rank of one run
 
 
 class Watch(Callback):
-    """Joins the watch at the first stage, counts the batches begun, and tells of an error before anything is torn down.
+    """Joins the watch as soon as there is a group, counts the batches begun, and tells of an error before the teardown.
 
     A run of one process has no watch, but a crash report.
     """
@@ -40,12 +42,14 @@ class Watch(Callback):
         self.batch = batch
         self.limits = limits
         self._own: Failure | None = None
+        self._oom_kills = oom_kills()
         self._trainer: Trainer
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def join(self, trainer: Trainer) -> None:
+        """Once the ranks have formed a group, and before any of the user's code runs in it."""
         global _member
         self._trainer = trainer
-        if trainer.world_size == 1 or _member is not None:
+        if _member is not None:
             return
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         member = Member(rank, self.limits, self._answer)
@@ -62,21 +66,36 @@ class Watch(Callback):
         _member = member
         processes.are_watched.set()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._moved()  # preparing the data has taken its time
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, signals.Stopped):
             leave()
-        elif not isinstance(exception, processes.Ended | RanksFailed):
+        elif _member is not None and not isinstance(exception, processes.Ended):
             self.failure(exception, trainer)
+        elif trainer.world_size == 1 and not isinstance(exception, RanksFailed):
+            self._report(exception, trainer)  # the rest is done where Python prints the traceback
 
     def failure(self, error: BaseException, trainer: Trainer) -> Failure:
         """What failed first in the run, once this rank's own error is told."""
-        rank = _member.rank if _member else Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
-        self._own = own = blame.failure(error, self.cfg, rank)
-        blame.keep_mistake(error, own, self.cfg, self.report)
-        if _member is not None:
-            return _member.fail(own)
+        if _member is None:
+            return self._report(error, trainer)
+        self._own = self._failure(error, _member.rank)
+        return _member.fail(self._own)
+
+    def _report(self, error: BaseException, trainer: Trainer) -> Failure:
+        """Of a rank that is alone, or has not met the others."""
+        rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
+        own = self._failure(error, rank)
         if own.exit_code == FAILED:
             blame.add_report(error, own, rank, self.batch.place(trainer), self.report)
+        return own
+
+    def _failure(self, error: BaseException, rank: Rank) -> Failure:
+        own = blame.failure(error, self.cfg, rank)
+        if own.exit_code == FAILED and oom_kills() > self._oom_kills:
+            return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
         return own
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -117,6 +136,7 @@ class Watch(Callback):
             self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
         elif failure.rank == _member.rank.number:
             print(failure.line, file=sys.stderr, flush=True)
+            self.report.log_mistake(failure.details)
 
 
 def _ways(trainer: Trainer, address: str, port: int) -> list[Way | None]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from hydra.errors import InstantiationException
 
+from lightswitch.launch.watch import loader_workers
+
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
 FAILED = 1  # the exit code; 2 is for what a user can mend
 
@@ -32,7 +34,7 @@ class Failure:
     """
     Args:
         line: what the user reads first.
-        details: a traceback, or where the ranks stand.
+        details: a traceback, or where the ranks stand. Of what a user can mend it goes to the run's log alone.
         follows: it looks as if it came of another rank's failure.
         rank: of the rank that raised it.
     """
@@ -61,10 +63,15 @@ def of_error(rank: Rank, error: BaseException) -> Failure:
     cause = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra's, around it
         cause = cause.__cause__
-    lines = traceback.format_exception_only(cause)  # a SyntaxError's place comes first, and indented; notes come last
-    told = next(line for line in lines if not line.startswith(" ")).strip()
+    told = loader_workers.cause(cause) or in_words(cause)
     follows = _FOLLOWS.search(told) is not None
-    return Failure(f"{rank} failed: {told.splitlines()[0]}", shown(error), follows=follows, rank=rank.number)
+    return Failure(f"{rank} failed: {told}", shown(error), follows=follows, rank=rank.number)
+
+
+def in_words(error: BaseException) -> str:
+    """The first line of them: a SyntaxError's place comes before it, indented; notes come after."""
+    told = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+    return told.strip().splitlines()[0]
 
 
 def shown(error: BaseException) -> str:
