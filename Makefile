@@ -3,10 +3,13 @@
 
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
-EXTRAS := deepspeed,digits,mlflow,optuna,submitit,wandb,dev
 WORKERS ?= 3
 INSTALLED := .venv/installed
-PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
+HASHED := $(PIP_INSTALL) --require-hashes --no-deps --no-build-isolation --requirement .venv/hashed.txt
+# pins,NAMES and pins_but,NAMES: their entries in constraints.txt, with the lines of hashes that follow each
+pins = awk '/^[^ ]/ { is_named = /^($(1))==/ } is_named' constraints.txt > .venv/hashed.txt
+pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' constraints.txt > .venv/hashed.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -40,12 +43,14 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 	$(PYTHON) -m benchmarks.data
 	$(PYTHON) -m benchmarks.save
 
-# nvidia's and triton's packages are left out: torch names the exact ones itself where it needs them
-constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows, for every Python from 3.10
+# torch has no hash, as its build differs by platform and index, and what it alone needs has no line: it names that itself
+constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows, with their hashes, for every Python from 3.10
 	$(PYTHON) -m pip install -qq --disable-pip-version-check uv
-	@echo '# made by `make constraints`: the versions that make installs and the tests ran with' > .venv/constraints.txt
-	.venv/bin/uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads --all-extras \
-	  --no-header --no-annotate pyproject.toml | grep -vE '^(nvidia|cuda|triton)\b' >> .venv/constraints.txt
+	@echo '# made by `make constraints`: the versions that make installs and the tests ran with, by the hashes of PyPI'\''s files' > .venv/constraints.txt
+	printf '%s\n' pip setuptools wheel | .venv/bin/uv pip compile --quiet --universal --python-version 3.10 \
+	  --no-python-downloads --default-index https://pypi.org/simple --all-extras --generate-hashes --no-header \
+	  --no-annotate pyproject.toml - \
+	  | awk '/^[^ ]/ { is_torch = /^(torch==|nvidia|cuda|triton)/ } /^torch==/ { print $$1 } !is_torch' >> .venv/constraints.txt
 	mv .venv/constraints.txt constraints.txt
 
 tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for docs/ (an hour)
@@ -62,8 +67,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  "found $$($(PYTHON3) --version 2>&1), expected Python 3.10 or newer; type make PYTHON3=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON3) -c 'import ensurepip, venv' 2> /dev/null || { echo \
 	  "found $(PYTHON3) without venv; on Debian or Ubuntu type: apt-get install python3-venv" >&2; exit 2; }
-	@echo "setting up .venv: PyTorch, then the other packages of constraints.txt (about two minutes, once)" >&2
+	@echo "setting up .venv with the packages of constraints.txt (about two minutes, once)" >&2
 	@[ -x .venv/bin/pip ] || $(PYTHON3) -m venv .venv
-	@$(PIP_INSTALL) setuptools wheel torch
-	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@$(call pins,pip|setuptools|wheel) && $(HASHED)
+	@$(call pins_but,torch|deepspeed) && $(HASHED)
+	@$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	@$(call pins,deepspeed) && DS_BUILD_OPS=0 $(HASHED)
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@$(PYTHON) -m pip check --disable-pip-version-check > .venv/conflicts || { cat .venv/conflicts >&2; exit 2; }
 	@touch $(INSTALLED)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
+import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from tests.failing import FailingModel
@@ -47,6 +48,10 @@ class Stranger(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_rank == 1:
             self._keep("after", _store())
+        else:
+            listening = [one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
+            port = int(os.environ["MASTER_PORT"])
+            (self.folder / "served").write_text(" ".join(one.ip for one in listening if one.port == port))
 
     def _keep(self, name: str, store: TCPStore) -> None:
         (self.folder / name).write_text("\n".join(f"{key} {store.get(key)!r}" for key in store.list_keys()))

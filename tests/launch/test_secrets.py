@@ -68,6 +68,10 @@ def test_the_store_has_digests_while_ranks_meet_and_nothing_of_them_afterwards(f
     assert not list(failed.run_dir.glob(".meeting_*"))
 
 
+def test_ranks_of_one_machine_meet_where_no_other_machine_can(failed: Finished, seen: Path) -> None:
+    assert (seen / "served").read_text() == "127.0.0.1"
+
+
 def test_a_crash_report_is_its_owners_alone(failed: Finished) -> None:
     (report,) = (failed.run_dir / "crash").iterdir()
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (report, report.parent)} == {0o700}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from lightswitch.launch.watch import sockets
 
-MOST_STRANGERS = 256  # connections that have not shown the token; of more, the oldest is dropped
+_SPARE_STRANGERS = (
+    256  # connections that have not shown the token, beside a rank's each; of more, the oldest is dropped
+)
 PATIENCE_SECONDS = 10.0
 _BREATH_SECONDS = 0.001  # between strangers where there are too many: training shares this process
 
@@ -18,13 +22,15 @@ _BREATH_SECONDS = 0.001  # between strangers where there are too many: training 
 class Door:
     """
     Args:
+        world_size: of the run, whose ranks may all come at once.
         admit: called with the connection of each who has the token; the bytes after it are still to be read.
     """
 
-    def __init__(self, admit: Callable[[socket.socket], Awaitable[None]]) -> None:
+    def __init__(self, world_size: int, admit: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
         self.token = secrets.token_hex(16)
+        self._most_strangers = world_size + _SPARE_STRANGERS
         self._admit = admit
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._strangers: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}  # the oldest first
         self._admitted: set[asyncio.Task[None]] = set()
 
     def open(self, listener: socket.socket) -> None:
@@ -48,34 +54,29 @@ class Door:
             except OSError:  # it is gone again, or this process has too many files open
                 await asyncio.sleep(_BREATH_SECONDS)
                 continue
-            peer.setblocking(False)
-            sockets.keep_from_children(peer)
-            stranger = asyncio.create_task(self._receive(peer))
-            self._strangers[stranger] = None
+            self._hear(peer)
             await asyncio.sleep(_BREATH_SECONDS if self._is_crowded() else 0)  # a token that is there is read meanwhile
             if self._is_crowded():
                 next(iter(self._strangers)).cancel()
 
-    def _is_crowded(self) -> bool:
-        return len(self._strangers) > MOST_STRANGERS
+    def _hear(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        sockets.keep_from_children(peer)
+        stranger = asyncio.create_task(self._has_token(peer))
+        self._strangers[stranger] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, stranger.cancel)
+        stranger.add_done_callback(functools.partial(self._decide, peer))
 
-    async def _receive(self, peer: socket.socket) -> None:
-        stranger = asyncio.current_task()
-        assert stranger is not None
-        limit = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, stranger.cancel)
-        try:
-            has_token = await self._has_token(peer)
-        except (OSError, asyncio.CancelledError):
-            has_token = False
-        finally:
-            limit.cancel()
-            del self._strangers[stranger]
-        if has_token:
-            self._admitted.add(stranger)
-            stranger.add_done_callback(self._admitted.discard)
-            await self._admit(peer)
-        else:
+    def _is_crowded(self) -> bool:
+        return len(self._strangers) > self._most_strangers
+
+    def _decide(self, peer: socket.socket, stranger: asyncio.Task[bool]) -> None:
+        self._strangers.pop(stranger).cancel()
+        if stranger.cancelled() or stranger.exception() or not stranger.result():
             sockets.close(peer)
+            return
+        admitted = asyncio.create_task(self._admit(peer))
+        self._admitted.add(admitted)
+        admitted.add_done_callback(self._admitted.discard)
 
     async def _has_token(self, peer: socket.socket) -> bool:
         """Read no byte beyond it."""

@@ -25,7 +25,7 @@ class Hub:
     def __init__(self, limits: Limits, world_size: int) -> None:
         self.limits = limits
         self.world_size = world_size
-        self.door = Door(self._serve)
+        self.door = Door(world_size, self._serve)
         self._ranks: dict[int, Heard] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._asked: float | None = None
