@@ -43,6 +43,7 @@ class Sealed:
     @classmethod
     def make(cls, run_dir: Path, values: Values) -> Sealed:
         folder = make_tree(run_dir / f".meeting_{secrets.token_hex(8)}")
+        folder.chmod(0o700)
         key = secrets.token_bytes(_KEY_BYTES)
         _write(folder / "key", key)
         return cls(folder, key, values)
