@@ -7,6 +7,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
+from lightswitch.refused import Refused
 
 DATA = TensorDataset(torch.arange(50))
 PLAN = BatchPlan(global_batch=12, micro_batch=6, replicas=2, accumulation=1)
@@ -68,12 +69,12 @@ def test_what_cannot_be_remade_is_told_apart(loader: object, reason: str | None)
 
 
 def test_an_epoch_that_drops_all_it_has_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 50 samples .* use global_batch_size=50 or fewer"):
+    with pytest.raises(Refused, match=r"has 50 samples .* use global_batch_size=50 or fewer"):
         training_loader(DataLoader(DATA, 5, drop_last=True), BatchPlan(60, 30, 2, 1), 0, 1, Position())
 
 
 def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 samples can't be shared by 4 devices"):
+    with pytest.raises(Refused, match="3 samples can't be shared by 4 devices"):
         evaluation_loader(DataLoader(TensorDataset(torch.arange(3))), BatchPlan(4, 1, 4, 1), 0)
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
+from lightswitch.batches.combined import Combined
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
 from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
-from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
 from lightswitch.batches.randomness import mix, seed_generators
@@ -36,7 +36,8 @@ class GlobalBatch(Callback):
         self.plan = plan
         self.seed = seed
         self._resumed = Position(seed=seed, global_batch=plan.global_batch)
-        self._slices: TrainingSlices | None = None
+        self._loaders = Combined()
+        self._are_shared = True  # those of the loaders; the next to come begin anew
         self._epoch_start = self._resumed
         self._optimizer_steps = 0  # of the Trainer, at the epoch's start
         self._batches = 0  # micro batches finished in this epoch
@@ -71,26 +72,28 @@ class GlobalBatch(Callback):
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         training = trainer.state.stage == RunningStage.TRAINING
+        if training and self._are_shared:
+            self._loaders, self._are_shared = Combined(lambda: _mode(trainer)), False
         if (reason := obstacle(loader)) is not None:
+            if training:
+                self._loaders.add_other(loader)
             _say_what_does_not_hold(trainer, reason, training)
             return loader
         rank = _data_rank(trainer)
         if not training:
             return evaluation_loader(loader, self.plan, rank)
-        remade = training_loader(loader, self.plan, rank, self.seed, self._resumed)
-        assert isinstance(remade.batch_sampler, TrainingSlices)
-        if (lost := self._resumed.other_dataset(remade.batch_sampler.samples)) is not None:
-            raise Refused(
-                f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
-                f"type init_from={trainer.ckpt_path} and another run_id"
-            )
-        self._slices = remade.batch_sampler
-        return remade
+        return training_loader(loader, self.plan, rank, self.seed, self._resumed, self._loaders)
 
     # Training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         at, loop = self._resumed, trainer.fit_loop
+        self._loaders.check()
+        if self._loaders.slices and (lost := at.other_dataset(self._loaders.samples)) is not None:
+            raise Refused(
+                f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
+                f"type init_from={trainer.ckpt_path} and another run_id"
+            )
         self._epoch_start = replace(
             at,
             step=0,
@@ -106,6 +109,7 @@ class GlobalBatch(Callback):
             _validate(trainer, at.global_step - 1)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._are_shared = True
         self._epoch_start = replace(self._position(trainer), epoch=trainer.current_epoch, step=0)
         self._optimizer_steps = trainer.global_step
         self._batches = 0
@@ -139,10 +143,10 @@ class GlobalBatch(Callback):
 
     def _weight(self) -> float:
         """What this micro batch's mean counts in the mean of its global batch."""
-        if self._slices is None:
+        if not (self._loaders.slices and self._loaders.is_one):  # of several, each is cut evenly
             return 1.0
         step, micro = divmod(self._batches, self.plan.accumulation)
-        return self._slices.weight(step, micro)
+        return self._loaders.slices[0].weight(step, micro)
 
     def _add_loss(self, outputs: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
@@ -158,7 +162,7 @@ class GlobalBatch(Callback):
         self._log_samples(trainer)
 
     def _log_samples(self, trainer: Trainer) -> None:
-        if self._slices is None or trainer.global_rank != 0:
+        if not self._loaders.slices or trainer.global_rank != 0:
             return
         position = self._position(trainer)
         for logger in trainer.loggers:  # not through `log`, whose 32-bit floats lose count at 16 million
@@ -184,12 +188,11 @@ class GlobalBatch(Callback):
         told = (
             f"in {trainer.state.stage or trainer.state.fn}, epoch {trainer.current_epoch}, step {trainer.global_step}"
         )
-        if self._slices is None or trainer.state.stage != RunningStage.TRAINING:
+        if trainer.state.stage != RunningStage.TRAINING:
             return told
         step, micro = divmod(self._batches, self.plan.accumulation)
-        if step >= self._slices.steps:
-            return told
-        return f"{told}, micro batch {micro}: samples {self._slices.samples_of(step, micro)}"
+        samples = [str(slices.samples_of(step, micro)) for slices in self._loaders.slices if step < slices.steps]
+        return f"{told}, micro batch {micro}: samples {', '.join(samples)}" if samples else told
 
     def _position(self, trainer: Trainer) -> Position:
         start = self._epoch_start
@@ -200,8 +203,8 @@ class GlobalBatch(Callback):
         else:
             step = self._batches // self.plan.accumulation
         samples = step * self.plan.global_batch
-        if self._slices is not None:
-            samples = min(samples, self._slices.epoch_samples)
+        if self._loaders.slices:
+            samples = min(samples, self._loaders.epoch_samples)
         ended = step > 0 and self._at_epoch_end(trainer)
         return replace(
             start,
@@ -209,7 +212,7 @@ class GlobalBatch(Callback):
             step=0 if ended else step,
             global_step=start.global_step + step,
             samples=start.samples + samples,
-            dataset=None if self._slices is None else self._slices.samples,
+            dataset=self._loaders.samples or None,
             validation_due=False,
         )
 
@@ -234,7 +237,14 @@ def _data_rank(trainer: Trainer) -> int:
 
 def _is_logged(trainer: Trainer) -> bool:
     every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
+    if every_n_steps == 0:  # Lightning's word for never
+        return False
     return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
+
+
+def _mode(trainer: Trainer) -> str:
+    assert trainer.fit_loop._combined_loader is not None
+    return trainer.fit_loop._combined_loader._mode
 
 
 def _validate(trainer: Trainer, logged_step: int) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import EvaluationSlices, TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.randomness import SeededSamples
+from lightswitch.refused import Refused
 
 
 def obstacle(loader: object) -> str | None:
@@ -26,21 +28,25 @@ def obstacle(loader: object) -> str | None:
     return None
 
 
-def training_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position) -> DataLoader[Any]:
-    """``loader`` reading rank ``rank``'s slices of each global batch, from ``at`` on.
+def training_loader(
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None = None
+) -> DataLoader[Any]:
+    """``loader`` reading rank ``rank``'s slices of each global batch, from ``at`` on, beside those of ``combined``.
 
     Raises:
-        ValueError: `drop_last` drops everything.
+        Refused: `drop_last` drops everything, or there is nothing.
     """
     base = loader.sampler
     samples = _samples(loader)
     drop_last = bool(loader.drop_last)
+    if not samples:
+        raise Refused("the training set has no samples")
     if drop_last and samples < plan.global_batch:
-        raise ValueError(
+        raise Refused(
             f"the training set has {samples} samples and its loader drops the last batch, so no batch of "
             f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
         )
-    slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step)
+    slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined)
     return _remade(loader, slices, SeededSamples(loader.dataset, seed))
 
 
@@ -48,11 +54,11 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
     """``loader`` reading rank ``rank``'s share of the samples, in batches no larger than its own or a micro batch.
 
     Raises:
-        ValueError: there are fewer samples than ranks.
+        Refused: there are fewer samples than ranks.
     """
     samples = _samples(loader)
     if samples < plan.replicas:
-        raise ValueError(
+        raise Refused(
             f"an evaluation set of {samples} samples can't be shared by {plan.replicas} devices; use fewer devices"
         )
     batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)

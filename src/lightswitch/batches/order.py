@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.randomness import mix, seed_generators
 
@@ -42,7 +43,8 @@ class TrainingSlices(Sampler[Any]):
 
     Step k takes ``order[k*G:(k+1)*G]``; micro batch m of rank r is slice ``m * replicas + r`` of it. A last step that
     is smaller is cut as evenly as it goes. Its length is that of a whole epoch, also when a resumed one yields only the
-    rest, so that Lightning's notion of a last batch stays right.
+    rest, so that Lightning's notion of a last batch stays right. Beside a longer loader it may go through its samples
+    several times an epoch, in another order each time.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TrainingSlices(Sampler[Any]):
         seed: int,
         epoch: int,
         step: int,
+        combined: Combined | None = None,
     ) -> None:
         self.base = sampler
         self.samples = samples  # of an epoch, over all ranks
@@ -63,11 +66,18 @@ class TrainingSlices(Sampler[Any]):
         self.seed = seed
         self.epoch = epoch
         self._resumed = (epoch, step)
-        self.steps = samples // plan.global_batch if drop_last else -(-samples // plan.global_batch)
+        self.own_steps = samples // plan.global_batch if drop_last else -(-samples // plan.global_batch)
         self.batch_size = plan.micro_batch  # DeepSpeed reads it
+        self.combined = combined or Combined()
+        self.index = self.combined.add(self)
 
     def __len__(self) -> int:
         return self.steps * self.plan.accumulation
+
+    @property
+    def steps(self) -> int:
+        """Of a whole epoch."""
+        return self.combined.steps_of(self.own_steps)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -77,18 +87,28 @@ class TrainingSlices(Sampler[Any]):
         # DataLoader makes two iterators and uses one.
         epoch = self.epoch
         first = self._resumed[1] if epoch == self._resumed[0] else 0
-        order = epoch_order(self.base, self.samples, self.seed, epoch)
+        cycle = -1
         for step in range(first, self.steps):
+            if step // self.own_steps != cycle:
+                cycle = step // self.own_steps
+                place = self._place(epoch, cycle)
+                order = epoch_order(self.base, self.samples, self.seed, place)
             for micro in range(self.plan.accumulation):
-                yield epoch, self._chosen(order, step, micro)
+                yield place, self._chosen(order, step, micro)
 
     def samples_of(self, step: int, micro: int) -> list[Any]:
         """The samples of this rank in a micro batch of the epoch at hand."""
-        return self._chosen(epoch_order(self.base, self.samples, self.seed, self.epoch), step, micro)
+        place = self._place(self.epoch, step // self.own_steps)
+        return self._chosen(epoch_order(self.base, self.samples, self.seed, place), step, micro)
 
     @property
     def epoch_samples(self) -> int:
-        return min(self.samples, self.steps * self.plan.global_batch)
+        return min(self.samples, self.own_steps * self.plan.global_batch)
+
+    @property
+    def is_even(self) -> bool:
+        """Every slice of a step is as large as the others, also in the last one."""
+        return self.epoch_samples % self.plan.global_batch % (self.plan.replicas * self.plan.accumulation) == 0
 
     def weight(self, step: int, micro: int) -> float:
         """What a mean over this slice counts in the mean over its global batch, 1 for an even cut."""
@@ -97,7 +117,11 @@ class TrainingSlices(Sampler[Any]):
         return (end - begin) * slices / self.step_samples(step)
 
     def step_samples(self, step: int) -> int:
-        return min(self.plan.global_batch, self.samples - step * self.plan.global_batch)
+        return min(self.plan.global_batch, self.samples - step % self.own_steps * self.plan.global_batch)
+
+    def _place(self, epoch: int, cycle: int) -> int:
+        """By which order and randomness follow: the epoch, of a run's one loader."""
+        return epoch if self.index == cycle == 0 else mix(epoch, cycle, self.index)
 
     def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
         begin, end = self._bounds(step, micro)
@@ -107,7 +131,7 @@ class TrainingSlices(Sampler[Any]):
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
         slices = self.plan.replicas * self.plan.accumulation
         index = micro * self.plan.replicas + self.rank
-        samples, offset = self.step_samples(step), step * self.plan.global_batch
+        samples, offset = self.step_samples(step), step % self.own_steps * self.plan.global_batch
         begin, end = offset + samples * index // slices, offset + samples * (index + 1) // slices
         return min(begin, self.samples - 1), end  # an empty slice still names one sample, to be read at weight 0
 
