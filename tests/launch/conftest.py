@@ -25,8 +25,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        code = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src")])
-        environ = inherited | {"PYTHONPATH": code, "OMP_NUM_THREADS": "1"} | environment
+        environ = inherited | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"} | environment
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
