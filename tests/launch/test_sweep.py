@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightswitch.launch.sweeps import record
 from tests.conftest import CHECKOUT, PLAIN
 from tests.launch.witness import WITNESS, witnesses
 
@@ -113,6 +114,34 @@ def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Pat
     assert other.returncode == 2
     assert "error: runs/gpt/x/1 holds the job with seed=2; start this sweep under another run_id" in other.stderr
     assert json.loads((tmp_path / "runs/gpt/x/1/results.json").read_text()) == {"val/loss": 0.5}
+
+
+@pytest.mark.parametrize("content", [b'{"number": 1, "ov', b"[]", b'{"number": 1}'])
+def test_a_harmed_record_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_bytes(content)
+    assert record.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe"])
+def test_a_harmed_record_of_a_job_is_one_warning(content: bytes, sweep: Sweep, tmp_path: Path) -> None:
+    assert sweep("run_id=x", "seed=1,2").returncode == 0
+    harmed = tmp_path / "runs/gpt/x/1/job.json"
+    harmed.write_bytes(content)
+    again = sweep("run_id=x", "seed=1,2")
+    warning = "runs/gpt/x/1/job.json can't be read; the job is taken for one that did not end\n"
+    assert (again.returncode, again.stderr, again.stdout.count(warning)) == (0, "", 1)
+    assert [row[-2] for row in rows(again.stdout)] == ["finished", "finished"]
+    assert json.loads(harmed.read_text())["state"] == "finished"
+
+
+def test_a_directory_whose_record_is_harmed_is_no_other_jobs(sweep: Sweep, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/gpt/x/0"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra/overrides.yaml").write_text("- run_id=x\n- seed=2\n")
+    (folder / "job.json").write_text("")
+    other = sweep("run_id=x", "seed=3,4")
+    assert other.returncode == 2
+    assert "error: runs/gpt/x/0 holds the job with seed=2; start this sweep under another run_id" in other.stderr
 
 
 def test_a_sweep_that_optuna_goes_on_with_is_sampled_as_before(sweep: Sweep) -> None:

@@ -2,6 +2,7 @@ import csv
 import pickle
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -161,3 +162,31 @@ class SaveAt(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if trainer.global_step == self._step:
             trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "steps"),
+    [
+        ((b"9,", b"9\xff,"), ["19", "29"]),
+        ((b"19,", b"1\x009,"), ["9", "29"]),
+        ((b"\n19,64", b""), ["29"]),
+        ((b"step", b"\xfe\xff"), ["29"]),
+        ((b"step,samples", b"9,64"), ["29"]),
+    ],
+    ids=["no text", "a zero byte", "two rows in a line", "no header", "a header that is lost"],
+)
+def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
+    harm: tuple[bytes, bytes], steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (9, 19):
+        MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 2.0}, step)
+    path = tmp_path / "metrics.csv"
+    harmed = path.read_bytes().replace(*harm, 1)
+    path.write_bytes(harmed)
+    for _ in range(2):
+        MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 1.0}, 29)
+    assert column(tmp_path, "step") == steps
+    assert [other.read_bytes() for other in tmp_path.glob("metrics_harmed_*")] == [harmed]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has lines that can't be read; it is kept as metrics_harmed_1.csv, and goes on without them"
+    ]

@@ -21,7 +21,7 @@ _NO_HYPERPARAMETERS = (  # where a run goes on and what it tells, not what is tr
 def since(run_dir: Path, cfg: DictConfig) -> str:
     """`optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`; empty where nothing differs, or can't be told."""
     before = saved.yaml(run_dir / "config.yaml")
-    if not isinstance(before, dict):
+    if not isinstance(before, dict) or not before:
         return ""
     now: Any = OmegaConf.to_container(cfg)
     told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]

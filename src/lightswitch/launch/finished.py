@@ -28,7 +28,7 @@ def before(cfg: DictConfig) -> bool:
         return False
     if placement.detect().rank == 0:
         changed = changes.since(_file().parent, cfg)
-        otherwise = f" without {changed}, which it does not look at" if changed else ""
+        otherwise = f", and {changed} changes nothing" if changed else ""
         log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended["step"], otherwise)
         if ended["go_on"]:
             log.info("go on      %s", ended["go_on"])
