@@ -38,12 +38,12 @@ def check(cfg: DictConfig) -> BatchPlan:
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
     _raise(knobs.misspelt(plain, typed), knobs.wrong(plain), nodes.problems(plain, typed_nodes))
     _raise(devices.wrong_counts(plain["trainer"]))
+    _raise(launchers.other_counts(plain["trainer"]))
     _raise(
         nodes.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
         knobs.unscaled_rate(cfg, plain),
         _strategy(plain),
-        launchers.other_counts(plain["trainer"]),
         launchers.absent(plain),
         _checkpoints(plain),
         _loggers(plain),
