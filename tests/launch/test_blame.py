@@ -146,9 +146,7 @@ def test_what_a_loaders_worker_raises_is_told_first_and_last(launcher: str, trai
     sample = ("data.error=value", "data.where=sample", "data.workers=2")
     failed = train(*BAD_DATA, *sample, *arguments, ranks=ranks, check=False)
     told = "ValueError: this is no batch of mine"
-    first, last = [line for line in failed.err.splitlines() if line][
-        :: len([x for x in failed.err.splitlines() if x]) - 1
-    ]
+    first, *_, last = failed.err.splitlines()
     assert launcher == "one process" or first.endswith(f" failed: {told} (in DataLoader worker process 0)")
     assert last.startswith("crash report: ")
     assert f"\n{told}\n" in failed.err

@@ -122,7 +122,7 @@ def test_a_key_that_a_fork_has_removed_is_named(tmp_path: Path) -> None:
     text = (tmp_path / "conf/config.yaml").read_text()
     lines = [line for line in text.splitlines() if not line.startswith(("init_from", "ckpt_path", "micro_batch_size"))]
     (tmp_path / "conf/config.yaml").write_text("\n".join(lines))
-    answer = answers({"removed": ["--config-dir", str(tmp_path / "conf"), *PLAIN]}, tmp_path)["removed"]
+    answer = answers({"removed": ["-cp", str(tmp_path / "conf"), *PLAIN]}, tmp_path)["removed"]
     told = "the config has no such key, and the engine reads it; give it back to config.yaml"
     assert answer.err.splitlines() == [
         f"error: {key}: {told}" for key in ("init_from", "ckpt_path", "micro_batch_size")
