@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -24,7 +25,7 @@ class Answer:
 
 
 def answers(commands: dict[str, list[str]], folder: Path) -> dict[str, Answer]:
-    """One answer a command, by its name."""
+    """One answer a command, by its name. As in a shell, a command may begin with variables: `RANK=0`, in capitals."""
     (folder / "commands.json").write_text(json.dumps(commands))
     subprocess.run(
         [sys.executable, "-m", "tests.launch.mistaken", str(folder)], cwd=TRAIN.parent, check=True, timeout=300
@@ -43,6 +44,9 @@ def _answer(arguments: list[str], told: Path) -> None:
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(told / name, os.O_WRONLY | os.O_CREAT), stream)
     os.chdir(told / "cwd")
+    while arguments and re.match("[A-Z_]+=", arguments[0]):
+        name, _, value = arguments.pop(0).partition("=")
+        os.environ[name] = value
     sys.argv = [str(TRAIN), *arguments]
     code: object = 0
     try:

@@ -44,11 +44,12 @@ def test_of_ranks_that_python_forks_too(how: str, train: Train) -> None:
     assert failed.returncode == 1
 
 
-def test_what_a_user_can_mend_is_told_once(train: Train) -> None:
-    failed = _failed(train, "model.how=refuses")
-    assert failed.err.splitlines()[0] == "error: model: this is no batch of mine"
-    assert "Traceback" not in failed.err
+def test_what_a_user_can_mend_is_told_once_and_leaves_no_crash_report(train: Train) -> None:
+    failed = _failed(train, "model.how=refuses", "model.stage=setup", "model.rank=1")
+    assert failed.err == "error: model: this is no batch of mine\n"
     assert failed.returncode == 2
+    assert not (failed.run_dir / "crash").exists()
+    assert (failed.run_dir / "train.log").read_text().count("Traceback") == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,8 @@ from tests.launch.mistaken import TRAIN, Answer, answers
 
 PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
 STRATEGIES = ", ".join(sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml")))
+READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_batch_size", "lr_scaling", "watch")
+READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer", "trainer.devices", "trainer.num_nodes")
 MISTAKES = {
     "strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
     "strategy=dp": "strategy=dp: DataParallel is gone from Lightning; use strategy=ddp, which starts a process for "
@@ -68,6 +72,15 @@ MISTAKES = {
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
+    **{
+        f"~{key}": f"{key}: the config has no such key, and the engine reads it; give it back to config.yaml"
+        for key in READ
+    },
+    "~name": "hydra.run.dir: Interpolation key 'name' not found; give the config that key",
+    "~run_id": "hydra.run.dir: Interpolation key 'run_id' not found; give the config that key",
+    "~init_from": "~init_from: it is null already; leave that out",
+    "+watch.lost_after=3": "watch.lost_after: there is no such key. Did you mean lost_after_seconds?",
+    "+lr_scaling.reference=3": "lr_scaling.reference: there is no such key. Did you mean reference_batch_size?",
     "hydra.run.dir=/proc/run": "the run directory can't be made: [Errno 2] No such file or directory: '/proc/run'",
 }
 
@@ -100,6 +113,19 @@ def test_mistakes_are_told_all_at_once(answered: dict[str, Answer]) -> None:
         "error: mode=train: use one of fit, validate, test, predict",
         "error: trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
         "error: model.wdth: PlainModel takes no wdth. Did you mean width?",
+    ]
+
+
+def test_a_key_that_a_fork_has_removed_is_named(tmp_path: Path) -> None:
+    """Also those that are null, which no command line can remove."""
+    shutil.copytree(CHECKOUT / "conf", tmp_path / "conf")
+    text = (tmp_path / "conf/config.yaml").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("init_from", "ckpt_path", "micro_batch_size"))]
+    (tmp_path / "conf/config.yaml").write_text("\n".join(lines))
+    answer = answers({"removed": ["-cp", str(tmp_path / "conf"), *PLAIN]}, tmp_path)["removed"]
+    told = "the config has no such key, and the engine reads it; give it back to config.yaml"
+    assert answer.err.splitlines() == [
+        f"error: {key}: {told}" for key in ("init_from", "ckpt_path", "micro_batch_size")
     ]
 
 

@@ -19,12 +19,14 @@ def detect() -> ClusterEnvironment:
 
     Lightning's own detection takes any shell in a Slurm job for a task of srun, and waits for the others for ever.
     """
-    launcher = placement.detect().launcher
-    if launcher == "slurm":
+    place = placement.detect()
+    if place.launcher == "slurm":
+        # srun has told of its step, and the variables that Lightning asks for may be of the job, or missing
+        os.environ.update(SLURM_NNODES=str(place.nodes), SLURM_NTASKS_PER_NODE=str(place.devices_per_node))
         return SLURMEnvironment()
-    if launcher == "torchrun":
+    if place.launcher == "torchrun":
         return TorchElasticEnvironment()
-    if launcher == "env":
+    if place.launcher == "env":
         return by_environment()
     return LightningEnvironment()
 

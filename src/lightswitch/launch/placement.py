@@ -45,8 +45,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", world))
-    nodes = int(environ.get("GROUP_WORLD_SIZE", max(1, world // local)))
-    before = int(environ.get("GROUP_RANK", rank // local)) * local  # ranks on the nodes before, were all like this one
+    told = environ if launcher == "torchrun" else {}  # of nodes, as it calls them groups
+    nodes = int(told.get("GROUP_WORLD_SIZE", max(1, world // local)))
+    before = int(told.get("GROUP_RANK", rank // local)) * local  # ranks on the nodes before, were all like this one
     even = nodes * local == world and before <= rank < before + local
     return Placement(launcher, nodes, local, rank, None if even else f"{world} (here {local})")
 

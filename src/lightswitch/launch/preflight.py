@@ -43,12 +43,12 @@ def check(cfg: DictConfig) -> BatchPlan:
     given = {key: plain.get(key) for key in ("name", "run_id")}
     _raise(names.problems(given), knobs.misspelt(plain, typed), knobs.wrong(plain), nodes.problems(plain, typed_nodes))
     _raise(devices.wrong_counts(plain["trainer"]))
+    _raise(launchers.other_counts(plain["trainer"]))
     _raise(
         nodes.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
         knobs.unscaled_rate(cfg, plain),
         _strategy(plain),
-        launchers.other_counts(plain["trainer"]),
         launchers.absent(plain),
         _checkpoints(plain),
         _loggers(plain),

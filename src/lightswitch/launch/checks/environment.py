@@ -41,6 +41,16 @@ _BELOW = {  # by who starts them: which number counts up to which other
     "slurm": {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
     "local": {"LOCAL_RANK": "WORLD_SIZE"},
 }
+_ORDERED = {  # by who starts them: a process's rank, that of its node, and the one on its node
+    "torchrun": ("RANK", "GROUP_RANK", "LOCAL_RANK"),
+    "env": ("RANK", "NODE_RANK", "LOCAL_RANK"),
+    "slurm": ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
+}
+_MEND = {
+    "torchrun": "start it by torchrun, which exports all of them",
+    "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
+    "slurm": "start it by srun --distribution=block",
+}
 _OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it gives to its children
 
 
@@ -78,12 +88,12 @@ def _told(environ: Mapping[str, str], name: str, expected: str) -> str:
 def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
     """What can't be, of variables that are well-formed each."""
     launcher = placement.launcher(environ)
-    problems = list(_incomplete(launcher, environ)) or list(_beyond(launcher, environ))
-    yield from problems
-    if launcher == "slurm" and not problems:
-        yield from _of_another_step(environ)
-    if launcher == "local" and not problems:
-        yield from _of_others(environ)
+    yield from (
+        list(_incomplete(launcher, environ))
+        or list(_beyond(launcher, environ))
+        or list(_of_another_step(environ) if launcher == "slurm" else ())
+        or list(_of_others(environ) if launcher == "local" else _out_of_order(launcher, environ))
+    )
     if launcher != "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield _left_over(environ, "TORCHELASTIC_USE_AGENT_STORE", "torchrun did not start this process")
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" not in environ:
@@ -103,21 +113,9 @@ def _beyond(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
     for name, count in _BELOW[launcher].items():
         if name in counts and count in counts and int(counts[name]) >= int(counts[count]):
             yield f"{_set(counts, (name, count))}: export a {name} from 0 to {int(counts[count]) - 1}"
-    if launcher == "env" and "LOCAL_RANK" in environ:
-        yield from _on_another_node(counts)
     if launcher in ("torchrun", "env") and int(counts["LOCAL_WORLD_SIZE"]) > int(counts["WORLD_SIZE"]):
         told = _set(counts, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         yield f"{told}: a node can't have more processes than all nodes; export a smaller LOCAL_WORLD_SIZE"
-
-
-def _on_another_node(environ: Mapping[str, str]) -> Iterator[str]:
-    expected = int(environ["RANK"]) % int(environ["LOCAL_WORLD_SIZE"])
-    if int(environ["LOCAL_RANK"]) != expected:
-        told = _set(environ, ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        yield (
-            f"{told}: expected LOCAL_RANK={expected}; "
-            "export LOCAL_WORLD_SIZE, the number of processes on a node, or type unset LOCAL_RANK"
-        )
 
 
 def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
@@ -131,6 +129,20 @@ def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
         yield f"{_set(environ, ('SLURM_JOB_ID',))}: expected a number, from which the port follows; {mend}"
     if nodes > 1 and not environ.keys() & {"MASTER_ADDR", "SLURM_NODELIST"}:
         yield f"{_set(environ, ('SLURM_STEP_NUM_NODES',))}: there is no SLURM_NODELIST, which names the first; {mend}"
+
+
+def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
+    """Ranks are counted node by node: strategies that shard over a node's devices, and Lightning, rely on it."""
+    place = placement.detect(environ)
+    rank, node, local = _ORDERED[launcher]
+    per_node = place.devices_per_node or 1
+    if place.nodes * per_node != int(environ["SLURM_NTASKS" if launcher == "slurm" else "WORLD_SIZE"]):
+        return  # told once it is known how many the run asks for
+    within = int(environ.get(local, place.rank % per_node))
+    if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
+        told = _set(environ, [name for name in (rank, node, local) if name in environ])
+        whole = f"{per_node} processes on each of {place.nodes} nodes"
+        yield f"{told}: {whole} are to be counted node by node; {_MEND[launcher]}"
 
 
 def _of_others(environ: Mapping[str, str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ _EVENED = {
 def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
     nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
     place = placement.detect()
+    if not place.is_external:
+        yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
     if place.uneven:
         yield (
             f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, and each must have as many as "
@@ -29,6 +32,15 @@ def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
             f"{_counted(place.devices_per_node, 'process')}, and the trainer has "
             f"num_nodes={nodes}, devices={per_node}; leave both out, they follow the launcher"
         )
+
+
+def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
+    """A place that this run does not have: Lightning believes it, and trains without a word or a checkpoint."""
+    arguments = {"NODE_RANK": "trainer.num_nodes", "LOCAL_RANK": "trainer.devices"}
+    for name, count in counts.items():
+        if int(os.environ.get(name, 0)) >= count:
+            told = f"{name}={os.environ[name]} and {arguments[name]}={count}"
+            yield f"{told}: found a place that is not in this run; type unset {name}, or give {arguments[name]}"
 
 
 def _counted(count: int | None, noun: str) -> str:
