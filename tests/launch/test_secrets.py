@@ -42,19 +42,22 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def failed(seen: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     train = runs_in(tmp_path_factory.mktemp("failed"))
-    finished = train(*RUN, ranks=2, environment={**ENVIRONMENT, "SEEN": str(seen)}, check=False)
+    torchrun = {"TORCHELASTIC_ERROR_FILE": str(seen / "torchrun.json")}
+    finished = train(*RUN, ranks=2, environment={**ENVIRONMENT, **torchrun, "SEEN": str(seen)}, check=False)
     assert finished.returncode == 1, finished.err
     return finished
 
 
 def test_no_file_of_a_run_holds_a_secret_of_its_environment(failed: Finished) -> None:
-    files = [path for path in failed.run_dir.rglob("*") if path.is_file()]
+    files = [path for path in failed.folder.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "run.json", "train.log", "hparams.yaml", "trainer.pt", "failure.txt", "rank_1.txt"} <= names
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_no_line_on_the_terminal_does(failed: Finished) -> None:
+def test_neither_the_terminal_nor_torchrun_is_told_one(failed: Finished, seen: Path) -> None:
+    assert "token=${oc.env:API_TOKEN}" in (seen / "torchrun.json").read_text()
+    assert SECRET not in (seen / "torchrun.json").read_text()
     assert "RuntimeError: 401 for https://example.org/?token=${oc.env:API_TOKEN}" in failed.err
     assert SECRET not in failed.out + failed.err
 

@@ -30,10 +30,10 @@ class Listener:
     """
 
     def __init__(self, main_address: str) -> None:
-        self._socket = socket.create_server(("", 0))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
             there.connect((main_address, 1))  # sends nothing
-            self.address: tuple[str, int] = (there.getsockname()[0], self._socket.getsockname()[1])
+            self._socket = socket.create_server((there.getsockname()[0], 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
         threading.Thread(target=self._answer, daemon=True).start()
 
     def _answer(self) -> None:
