@@ -42,7 +42,7 @@ _OF_DEEPSPEED = {
     "Unused": _STEPPED.format("spare.bias, spare.weight", 0),
     "Complex": _ONE_DTYPE.format("turn", "torch.complex64"),
     "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
-    "HalfBlocks": _ONE_DTYPE.format("net.wte.weight", "torch.float32"),
+    "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
 }
 REFUSED = {
     "ddp": {

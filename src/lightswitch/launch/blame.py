@@ -63,6 +63,8 @@ def failure(error: Exception, cfg: DictConfig, rank: Rank) -> Failure:
     if type(error).__name__ == "ProcessExitedException":  # it has no words of its own
         how = str(error).partition(" terminated with ")[2]
         return Failure(f"{rank} failed: process {rank.pid} ended with {how}")
+    if type(error).__name__ == "LostRank":  # in a save, which torch is imported for; it names the rank itself
+        return Failure(str(error), _traceback(error))
     problem = told(error, cfg)
     problems = error.problems if isinstance(error, Refused) else [problem] if problem else []
     if not problems:

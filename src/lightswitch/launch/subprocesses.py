@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from pickle import PicklingError
 from typing import Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -15,8 +16,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightswitch.launch import processes
 from lightswitch.launch.mistakes import EXIT_CODE
+from lightswitch.launch.unpicklable import first_unpicklable
 from lightswitch.launch.watch.callback import Watch, verdict
 from lightswitch.launch.watch.failure import FAILED, node_name
+from lightswitch.refused import Refused
 
 
 class Scripts(_SubprocessScriptLauncher):
@@ -47,6 +50,24 @@ def _end_with(rank: int, pid: int, code: int) -> None:
 
 class Workers(_MultiProcessingLauncher):
     """Lightning's, with callbacks that hear of an exception in the rank that raises it."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """
+        Raises:
+            Refused: the model or its data can't be sent to the ranks.
+        """
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except (AttributeError, PicklingError, RuntimeError, TypeError) as error:
+            if self._start_method == "fork" or self.procs or trainer is None:  # the ranks have been started
+                raise
+            owners = {"model": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
+            if (found := first_unpicklable({name: owner for name, owner in owners.items() if owner})) is None:
+                raise
+            raise Refused(
+                f"{found}, which can't be sent to the processes that strategy=ddp_{self._start_method} starts; use "
+                "strategy=ddp, which builds the model in each"
+            ) from error
 
     def _wrapping_function(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -271,25 +270,23 @@ class _Precision(DeepSpeedPrecision):
     autocasts = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        _refuse_other_dtypes(module, self.precision)
-        return super().convert_module(module)
+        """In 32 bits, the module as it is: Lightning would cast its buffers as well, and make complex ones real."""
+        casts = self.precision in ("16-true", "bf16-true")
+        for name, parameter in names.parameters(module).items():
+            _refuse_other_dtype(name, parameter, casts)
+        return super().convert_module(module) if casts else module
 
     def convert_input(self, data: Any) -> Any:
         return data if self.autocasts else super().convert_input(data)
 
 
-def _refuse_other_dtypes(module: nn.Module, precision: str) -> None:
+def _refuse_other_dtype(name: str, parameter: nn.Parameter, casts: bool) -> None:
     """
     Raises:
-        Refused: the parameters would not be of one dtype, in which DeepSpeed flattens them.
+        Refused: the parameter can't be flattened with the others.
     """
-    makes_one = precision in ("16-true", "bf16-true")
-    named = names.parameters(module)
-    dtypes = Counter(parameter.dtype for parameter in named.values())
-    most = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
-    for name, parameter in named.items():
-        if parameter.is_complex() or (parameter.dtype != most and not makes_one):
-            raise Refused(
-                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
-                "use strategy=fsdp or ddp"
-            )
+    if parameter.is_complex() or (parameter.dtype != torch.float32 and not casts):
+        raise Refused(
+            f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
+            "use strategy=fsdp or ddp"
+        )
