@@ -15,3 +15,7 @@ class ToldElsewhere(Refused):
     @property
     def problems(self) -> list[str]:
         return []
+
+
+class LostRank(RuntimeError):
+    """A rank that failed, or did not do in time what the others did: it is named, and no user can mend it."""

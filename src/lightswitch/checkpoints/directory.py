@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightswitch.checkpoints import disk, index, manifest, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.checkpoints.ranks import LostRank, OfAll, Ranks, Unanswered
-from lightswitch.refused import Refused
+from lightswitch.checkpoints.ranks import OfAll, Ranks, Unanswered
+from lightswitch.refused import LostRank, Refused
 from lightswitch.trees import make_tree, remove_tree
 
 log = logging.getLogger(__name__)

@@ -20,14 +20,17 @@ from torch.optim import Optimizer
 
 from lightswitch.checkpoints import best, directory, find, names
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.checkpoints.ranks import LostRank, Ranks
+from lightswitch.checkpoints.ranks import Ranks
 from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
+from lightswitch.refused import LostRank
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_OF_TIMEOUT = 2 / 3  # of the process group's: how long a save waits for a rank
+# Parts of the process group's time-out, so that they are over before it, and before the watch over the ranks ends a run
+# that begins no batch: the wait for a rank in one step of a save, and that for all steps of a write
+_STEP, _WRITE = 1 / 3, 2 / 3
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
@@ -81,12 +84,14 @@ class PortableCheckpoints(Strategy):
 
     def _meet(self, path: Path) -> Path:
         """Rank 0's path, once every rank has come to save and has written what it saved before."""
-        ended, ranks = self._saver.wait(self._patience_seconds), self._ranks
-        if not ended:
-            slow = LostRank(f"the checkpoint before {path.name} was not written in {self._patience_seconds:g} s")
+        ranks = self._ranks
+        try:
+            self._wait_for_write()
+        except LostRank as error:
             if ranks is not None:
-                ranks.staging.fail(str(slow))
-            raise slow
+                ranks.staging.fail(str(error))
+            raise
+        self._tell_failure()
         if ranks is None:
             return path
         ranks.staging.take(f"come to save {path.name}", lambda: str(path))
@@ -94,6 +99,12 @@ class PortableCheckpoints(Strategy):
         if self._saver.has_lost_a_rank:
             self._checkpoint_ranks = None  # to talk to it again, all connect anew
         return Path(path_of_rank_0)
+
+    def _wait_for_write(self) -> None:
+        """Of the checkpoint before. One process alone keeps nobody waiting."""
+        patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
+        if not self._saver.wait(patience_seconds):
+            raise LostRank(f"the checkpoint before was not written in {patience_seconds:g} s")
 
     def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
         """Tensors that training does not change."""
@@ -122,6 +133,9 @@ class PortableCheckpoints(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._tell_failure()
+
+    def _tell_failure(self) -> None:
         failure = self._saver.failure()
         if failure is not None and self.is_global_zero:
             log.error("%s; training goes on, and the checkpoints before it are kept", failure)
@@ -135,8 +149,7 @@ class PortableCheckpoints(Strategy):
         Raises:
             UnwrittenCheckpoint, LostRank: the run's last checkpoint could not be written.
         """
-        if not self._saver.wait(self._patience_seconds):
-            raise LostRank(f"the last checkpoint was not written in {self._patience_seconds:g} s")
+        self._wait_for_write()
         if (failure := self._saver.failure()) is not None:
             raise failure
 
@@ -150,7 +163,7 @@ class PortableCheckpoints(Strategy):
             ranks.writing.fail(told)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._saver.wait(self._patience_seconds)
+        self._wait_for_write()
         assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -190,7 +203,7 @@ class PortableCheckpoints(Strategy):
     def _read_optimizer_state(
         self, prefix: str, values: dict[str, Any], parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Any]]:
-        state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values.items()}
+        state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values.items() if plain}
         targets: dict[str, Tensor | Piece] = {}
         for full_name in self._reader.names(prefix):
             name, _, key = full_name.rpartition(".")
@@ -241,13 +254,12 @@ class PortableCheckpoints(Strategy):
 
     def _connect(self) -> None:
         if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
-            self._checkpoint_ranks = Ranks(self._patience_seconds)
+            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP)
 
     @property
-    def _patience_seconds(self) -> float:
-        """Less than what training waits for a collective, and than the watch over the ranks for a batch."""
+    def _timeout_seconds(self) -> float:
         timeout: timedelta | None = getattr(self, "_timeout", None)  # of strategies with a process group
-        return (timeout or default_pg_timeout).total_seconds() * _PATIENCE_OF_TIMEOUT
+        return (timeout or default_pg_timeout).total_seconds()
 
 
 def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[str, Any]]:

@@ -14,13 +14,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.checkpoints import disk
+from lightswitch.refused import LostRank
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
-_SETTLE_SECONDS = 5.0  # between the first rank whose time is over and the last
-
-
-class LostRank(RuntimeError):
-    """A rank that failed, or did not do in time what the others did."""
+_SETTLE_SECONDS = 2.0  # between the first rank that a collective has failed on and the last
 
 
 class OfAll(OSError):
@@ -71,6 +68,7 @@ class Steps:
             self._arrive(action())
         except Unanswered as error:
             cause = error.__cause__ or error
+            self._store.set(self._key(str(self.rank)), "null")  # this one is not late
             self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
         except OSError as error:
             self._decide(self._failed(error, lost=False))

@@ -23,7 +23,7 @@ from lightswitch.launch.confidential import Cleaner
 from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.mistakes import EXIT_CODE
 from lightswitch.launch.watch.failure import Failure, Rank, RanksFailed, in_words, node_name, of_error, shown
-from lightswitch.refused import Refused, ToldElsewhere
+from lightswitch.refused import LostRank, Refused, ToldElsewhere
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
@@ -75,7 +75,7 @@ def is_known() -> bool:
 def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
     cleaned = Cleaner.of(cfg).cleaned
     if not (problems := mistakes(error, cfg)):
-        bug = of_error(rank, error)
+        bug = Failure(str(error), shown(error)) if isinstance(error, LostRank) else of_error(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
     lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
     details = "" if isinstance(error, Refused) else cleaned(shown(error))  # what the engine refuses says all

@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightswitch.checkpoints.directory import UnwrittenCheckpoint
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.ranks import LostRank
 from lightswitch.launch import signals
+from lightswitch.refused import LostRank
 
 log = logging.getLogger(__name__)
 

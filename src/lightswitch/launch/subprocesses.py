@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from pickle import PicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightswitch.launch import processes, signals
 from lightswitch.launch.mistakes import EXIT_CODE
+from lightswitch.launch.unpicklable import first_unpicklable
 from lightswitch.launch.watch.callback import Watch, verdict
 from lightswitch.launch.watch.failure import FAILED, Failure, RanksFailed, node_name
+from lightswitch.refused import Refused
 from lightswitch.runs import log as run_log
 
 
@@ -63,6 +66,7 @@ class Workers(_MultiProcessingLauncher):
         """
         Raises:
             RanksFailed: a rank did.
+            Refused: the model or its data can't be sent to the ranks.
         """
         with TemporaryDirectory(prefix="lightswitch_") as folder:
             self._records = Path(folder)
@@ -70,10 +74,29 @@ class Workers(_MultiProcessingLauncher):
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
             except ProcessException as error:
                 raise self._failed(error) from None
+            except (AttributeError, PicklingError, RuntimeError, TypeError) as error:
+                if refusal := self._unsendable(trainer):
+                    raise refusal from error
+                raise
             finally:
                 run_log.follow()
         processes.steps_have_begun.set()
         return results
+
+    def _unsendable(self, trainer: Trainer | None) -> Refused | None:
+        """None where the ranks have been started, or all can be pickled."""
+        if self._start_method == "fork" or self.procs or trainer is None:
+            return None
+        owners = {"model": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
+        found = first_unpicklable({name: owner for name, owner in owners.items() if owner})
+        return (
+            None
+            if found is None
+            else Refused(
+                f"{found}, which can't be sent to the processes that strategy=ddp_{self._start_method} starts; use "
+                "strategy=ddp, which builds the model in each"
+            )
+        )
 
     def _wrapping_function(
         self,

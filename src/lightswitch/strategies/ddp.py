@@ -9,13 +9,14 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.refused import Refused
+from lightswitch.strategies.unused import listed
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class DDP(PortableCheckpoints, DDPStrategy):
         self.comm_hook = comm_hook
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powersgd_iter = start_powerSGD_iter
-        self._all_are_used = find_unused_parameters or static_graph  # both cope with those that are not
+        self._copes_with_unused = find_unused_parameters or static_graph
+        self._named: list[tuple[str, nn.Parameter]] = []
 
     def _register_ddp_hooks(self) -> None:
         """On every device: Lightning registers hooks on CUDA, and elsewhere drops them without a word."""
@@ -83,27 +85,21 @@ class DDP(PortableCheckpoints, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """
         Raises:
-            Refused: a parameter took no part in the first step, so that the gradients of the others were not averaged.
+            Refused: a parameter took no part in the step, so that the gradients of the others were not averaged.
         """
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self._all_are_used or not self.lightning_module.automatic_optimization or not self._is_synchronised:
+        if self._copes_with_unused or not self.lightning_module.automatic_optimization or not self._is_synchronised:
             return
-        parameters = self.lightning_module.named_parameters()
-        unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+        self._named = self._named or list(self.lightning_module.named_parameters())
+        unused = [name for name, parameter in self._named if parameter.requires_grad and parameter.grad is None]
         if unused:
             raise Refused(
-                f"{_listed(unused)} took no part in the loss, and ddp waits for every gradient; freeze what is not "
+                f"{listed(unused)} took no part in the loss, and ddp waits for every gradient; freeze what is not "
                 "used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
             )
-        self._all_are_used = True
 
     @property
     def _is_synchronised(self) -> bool:
         """Not so in the micro batches before the last one of a step."""
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
-
-
-def _listed(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more parameters" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightswitch.batches.callback import GlobalBatch
@@ -30,6 +30,7 @@ from lightswitch.strategies.deepspeed_checkpoints import PortableDeepSpeed
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.quiet_deepspeed import deepspeed
 from lightswitch.strategies.rank_0 import share
+from lightswitch.strategies.unused import Unused, listed
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -143,6 +144,10 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         self.remember_groups(optimizers[0])
         _let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
+        self._unused = Unused((self._timeout or default_pg_timeout).total_seconds())
+        for parameter in self.lightning_module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
         # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
         deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
         return optimizers[0], schedulers[0] if schedulers else None
@@ -183,6 +188,30 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     def on_predict_start(self) -> None:
         self._share_buffers()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            Refused: a parameter took no part in the loss, and DeepSpeed, which steps groups, can leave none out.
+        """
+
+        def closure_of_all() -> Any:
+            output = closure()
+            assert self.lightning_module is not None
+            if self._is_boundary and (unused := self._unused.of_step(names.parameters(self.lightning_module))):
+                raise Refused(
+                    f"{listed(unused)} took no part in the loss of step {self.lightning_module.global_step}, and "
+                    "DeepSpeed steps also what has no gradient; freeze what is not used (requires_grad=False), or use "
+                    "strategy=fsdp"
+                )
+            return output
+
+        return super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
+
+    @property
+    def _is_boundary(self) -> bool:
+        """Not in the micro batches before the last one of a step."""
+        return isinstance(self.model, deepspeed.DeepSpeedEngine) and self.model.is_gradient_accumulation_boundary()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning has divided the loss by the accumulation; DeepSpeed would divide it once more."""
@@ -241,25 +270,23 @@ class _Precision(DeepSpeedPrecision):
     autocasts = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        _refuse_other_dtypes(module, self.precision)
-        return super().convert_module(module)
+        """In 32 bits, the module as it is: Lightning would cast its buffers as well, and make complex ones real."""
+        casts = self.precision in ("16-true", "bf16-true")
+        for name, parameter in names.parameters(module).items():
+            _refuse_other_dtype(name, parameter, casts)
+        return super().convert_module(module) if casts else module
 
     def convert_input(self, data: Any) -> Any:
         return data if self.autocasts else super().convert_input(data)
 
 
-def _refuse_other_dtypes(module: nn.Module, precision: str) -> None:
+def _refuse_other_dtype(name: str, parameter: nn.Parameter, casts: bool) -> None:
     """
     Raises:
-        Refused: the parameters would not be of one dtype, in which DeepSpeed flattens them.
+        Refused: the parameter can't be flattened with the others.
     """
-    makes_one = precision in ("16-true", "bf16-true")
-    named = names.parameters(module)
-    dtypes = Counter(parameter.dtype for parameter in named.values())
-    most = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
-    for name, parameter in named.items():
-        if parameter.is_complex() or (parameter.dtype != most and not makes_one):
-            raise Refused(
-                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
-                "use strategy=fsdp or ddp"
-            )
+    if parameter.is_complex() or (parameter.dtype != torch.float32 and not casts):
+        raise Refused(
+            f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
+            "use strategy=fsdp or ddp"
+        )

@@ -33,7 +33,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return super().lightning_module_state_dict()
         kept = list(pieces(engine, module))
-        self._states = {name: state for name, _, state in kept}
+        self._states = {name: state for name, _, state in kept if state}
         return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightswitch.checkpoints import names
 from lightswitch.refused import Refused
 from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
@@ -31,6 +33,7 @@ from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, compute_again
 from lightswitch.strategies.units import find_units
+from lightswitch.strategies.unused import Unused
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +125,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         root = self._wrapped(model, mesh)
         hand_out_metrics(model, self.root_device)
         self._check(root)
+        self._unused = self._watched(root)
         average_replicated(self._replicated)
         return root
 
@@ -184,6 +188,32 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     # Steps
 
+    def _watched(self, root: FullyShardedDataParallel) -> Unused:
+        """The gradients of the parameters, which are parts of the flat ones in a step."""
+        assert self._timeout is not None
+        unused = Unused(self._timeout.total_seconds())
+        for unit in FullyShardedDataParallel.fsdp_modules(root):
+            if unit._handle is not None:
+                hook = partial(_mark_used, unused, unit._handle.flat_param)
+                unit.module.register_forward_pre_hook(hook)
+        for parameter in self._replicated:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
+        return unused
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Leaves alone what has no gradient, as in one process; FSDP has zeros for it."""
+
+        def closure_without_zeros() -> Any:
+            output = closure()
+            assert self._root is not None
+            parameters = names.parameters(self._root.module)
+            for name in self._unused.of_step(parameters):
+                parameters[name].grad = None
+            return output
+
+        return super().optimizer_step(optimizer, closure_without_zeros, *args, **kwargs)
+
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Over all ranks' shards; torch's own sees those of one rank, and FSDP's own 32 bits of them."""
         assert self._root is not None
@@ -209,8 +239,15 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self.free_gathered()
 
 
-def _dtypes(names: dict[str, str] | None) -> Dtypes | None:
-    return Dtypes(**{key: getattr(torch, name) for key, name in names.items()}) if names else None
+def _mark_used(unused: Unused, flat: Any, *_: Any) -> None:
+    """A hook of a unit's forward pass, in which autograd knows parts of the flat parameter in place of parameters."""
+    for parameter, part in zip(flat._params, flat._tensors, strict=True):
+        if part is not None and part.requires_grad:
+            part.register_hook(lambda gradient, of=parameter: unused.mark_used(of) if gradient is not None else None)
+
+
+def _dtypes(by_use: dict[str, str] | None) -> Dtypes | None:
+    return Dtypes(**{key: getattr(torch, name) for key, name in by_use.items()}) if by_use else None
 
 
 def _plain(precision: Any, on_cpu: bool) -> Precision:

@@ -1,0 +1,64 @@
+"""Parameters that took no part in the loss of a step, for which flat gradients hold zeros.
+
+An optimizer leaves a parameter without a gradient as it is, and steps one whose gradient is zero: by the averages of
+the steps before, and by weight decay.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+class Unused:
+    """Those of each step, on all ranks. Collective: made by all of them at once.
+
+    Args:
+        timeout_seconds: to wait for a rank, whose backward pass may take longer.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        named = [secrets.token_hex(8)]  # what one fit leaves in the store, another one is not to read
+        dist.broadcast_object_list(named, src=0)
+        self._used: set[Tensor] = set()
+        self._step = 0
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._store = PrefixStore(f"unused/{named[0]}", _get_default_store())
+
+    def mark_used(self, parameter: Tensor) -> None:
+        """A hook of its gradient."""
+        self._used.add(parameter)
+
+    def of_step(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+        """The names of those that no rank has used since the last call; in which every rank tells what it has used.
+
+        By way of the store where ranks have met: a rank that has used all does not wait.
+        """
+        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        here = {name for name in trained if parameters[name] not in self._used}
+        self._used.clear()
+        if (world_size := dist.get_world_size()) == 1:
+            return sorted(here)
+        self._tell(here)
+        for rank in range(world_size) if here else ():
+            key = f"{self._step}/{rank}"
+            self._store.wait([key], self._timeout)
+            here &= set(json.loads(self._store.get(key)))
+        return sorted(here)
+
+    def _tell(self, here: set[str]) -> None:
+        self._step += 1
+        self._store.set(f"{self._step}/{dist.get_rank()}", json.dumps(sorted(here)))
+        self._store.delete_key(f"{self._step - 2}/{dist.get_rank()}")  # no rank is so far behind
+
+
+def listed(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more parameters" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
