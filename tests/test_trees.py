@@ -55,6 +55,17 @@ def test_a_link_to_what_was_made_stays_and_so_does_what_it_leads_to(tmp_path: Pa
     assert tree.exists()
 
 
+def test_what_was_removed_in_part_can_be_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = make_tree(tmp_path / "tree")
+    make_tree(tree / "below")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda path: os.rmdir(path))  # which fails, as a disk would
+        with pytest.raises(OSError, match="not empty"):
+            remove_tree(tree)
+    remove_tree(tree)
+    assert not tree.exists()
+
+
 def test_nothing_else_removes_directories() -> None:
     """Neither in the engine nor in the tests; Python removes the temporary directories that it has made."""
     sources = [path for folder in ("src", "tests", "slurm", "benchmarks") for path in (CHECKOUT / folder).rglob("*")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ MODELS = {
     "configured": ("model._target_=tests.checkpoints.models.Configured", "data._target_=tests.plain.PlainData"),
 }
 
+Disk = Callable[[str], Path]
 RunOf = Callable[[str, str], Path]
 
 
@@ -47,3 +49,22 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
         return runs[model, strategy]
 
     return run_dir
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """`disk("300k")`: a folder on a file system of its own, of that size."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        done = subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder), capture_output=True)
+        if done.returncode:
+            pytest.skip("only root may mount a file system")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(("umount", "--lazy", folder), check=True)

@@ -89,14 +89,22 @@ def sharded(path: Path, ran: Path) -> Path:
     return path
 
 
-def zero(path: Path, ran: Path) -> Path:
-    """As DeepSpeed writes it; a Payload where it has a loss scaler, and one that calls itself DeepSpeed's."""
+def good_zero(path: Path, scaler: Any = None) -> Path:
+    """As DeepSpeed writes it, of one parameter over two ranks."""
     (path / "checkpoint").mkdir(parents=True)
-    model = {"module": {}, "buffer_names": [], "param_shapes": [], "shared_params": {}, "frozen_param_fragments": {}}
+    model = {"module": {}, "buffer_names": [], "shared_params": {}, "frozen_param_fragments": {}}
+    model["param_shapes"] = [{"w": torch.Size([3, 5])}]
     torch.save(model, path / "checkpoint" / "mp_rank_00_model_states.pt")
-    states = {"partition_count": [1], "single_partition_of_fp32_groups": [], "loss_scaler": Payload(ran)}
-    torch.save({"optimizer_state_dict": states}, path / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    for rank in (0, 1):
+        groups = [torch.arange(8.0) + 8 * rank]
+        states = {"partition_count": [2], "single_partition_of_fp32_groups": groups, "loss_scaler": scaler}
+        file = path / "checkpoint" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": states}, file)
     return path
+
+
+def zero(path: Path, ran: Path) -> Path:
+    return good_zero(path, Payload(ran))
 
 
 def zero_model(path: Path, ran: Path) -> Path:
