@@ -32,6 +32,7 @@ from lightswitch.launch import (
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.mistakes import EXIT_CODE, Mistakes, exit_with, of_composition
 from lightswitch.launch.sweeps import job, walk
+from lightswitch.refused import Refused
 from lightswitch.runs import log as run_log
 
 log = logging.getLogger(__name__)
@@ -68,11 +69,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                     _stop(behind, cfg)
                 code = blame.answer(error, cfg)
                 processes.end_ranks()
-                if code == EXIT_CODE:
-                    claim.give_back()
-                    claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
-                elif claim.is_held():
-                    run_log.begin()  # a failure is told there, also one before the run goes on
+                _leave(Path(HydraConfig.get().runtime.output_dir), is_refused=isinstance(error, Refused), code=code)
                 if code is None:
                     raise
                 raise SystemExit(code) from None
@@ -112,6 +109,15 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
+
+
+def _leave(run_dir: Path, is_refused: bool, code: int | None) -> None:
+    """What failed before the run went on is told in train.log, unless that would change an earlier run's."""
+    had_earlier_run = (run_dir / "run.json").exists()
+    if claim.is_held() and not is_refused and not (code == EXIT_CODE and had_earlier_run):
+        run_log.begin()
+    claim.give_back()
+    claim.remove_if_empty(run_dir)  # Hydra makes it at once
 
 
 def _stop(stopped: signals.Stopped, cfg: DictConfig) -> NoReturn:
