@@ -31,7 +31,7 @@ from lightswitch.launch import (
 )
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.checks import environment
-from lightswitch.launch.mistakes import EXIT_CODE, Mistakes, exit_with, of_composition
+from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
 from lightswitch.launch.sweeps import job, walk
 
 log = logging.getLogger(__name__)
@@ -109,9 +109,8 @@ def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
         _stop(behind, cfg)
     code = blame.answer(error, cfg)
     processes.end_ranks()
-    if code == EXIT_CODE:
-        claim.give_back()
-        claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
+    claim.give_back()
+    claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
     if code is not None:
         raise SystemExit(code) from None
     if isinstance(error, Exception):
