@@ -25,7 +25,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ = inherited | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"} | environment
+        environ = inherited | {"PYTHONPATH": f"{CHECKOUT / 'src'}:{CHECKOUT}", "OMP_NUM_THREADS": "1"} | environment
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
