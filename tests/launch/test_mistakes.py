@@ -151,7 +151,10 @@ def test_a_mistake_costs_less_than_a_second_of_cpu(tmp_path) -> None:
     def seconds(mistake: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            [sys.executable, TRAIN, mistake], cwd=tmp_path, env={"PYTHONPATH": str(CHECKOUT)}, stderr=-3
+            [sys.executable, TRAIN, mistake],
+            cwd=tmp_path,
+            env={"PYTHONPATH": f"{CHECKOUT / 'src'}:{CHECKOUT}"},
+            stderr=-3,
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 2
