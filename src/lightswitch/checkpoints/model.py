@@ -10,6 +10,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -78,7 +79,12 @@ def built(config: source.ModelConfig, trust: bool) -> LightningModule:
             model = instantiate(config.node, _convert_="all")
             if isinstance(model, LightningModule):
                 return _configured(model)
-    except (ImportError, InstantiationException, RuntimeError) as error:  # as of a model that asks for its Trainer
+    except (
+        ImportError,
+        InstantiationException,
+        OmegaConfBaseException,
+        RuntimeError,
+    ) as error:  # as of a model that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
     raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, and no LightningModule")
