@@ -26,6 +26,7 @@ BELOW = {
     "checkpoints": {"batches"},
     "batches": set(),
     "monitoring": set(),
+    "trees": set(),
 }
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
 WITHOUT_TORCH = (

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightswitch.checkpoints import zero
+from lightswitch.checkpoints import directory, zero
 from tests.checkpoints import hostile
 from tests.checkpoints.test_foreign import AS_LIGHTNING
 from tests.conftest import Train
-from tests.tiny import NO_CHECKPOINTS
 
 LATE = ("model._target_=tests.foreign.Late", "data=digits", "trainer.accelerator=cpu", "~callbacks.progress")
-RUN = (*LATE, *NO_CHECKPOINTS, "trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+RUN = (*LATE, "trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
 
 
 @pytest.mark.filterwarnings("ignore")  # DeepSpeed's own, when it is imported
@@ -31,6 +30,8 @@ def test_weights_are_those_of_deepspeeds_own_converter(stage: int, train: Train)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert found["tied_again.weight"] is found["tied.weight"]
+    own = directory.read_state(written.run_dir / "checkpoints" / "last.ckpt")
+    assert own["names_of_tied"] == {"tied_again.weight": "tied.weight"}
 
 
 def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
