@@ -28,7 +28,7 @@ def ours(path: Path, **state: Any) -> Path:
     """A good one, of `PlainModel` at step 4 of a run of the defaults."""
     tensors = {f"model.{name}": value for name, value in PlainModel().state_dict().items()}
     position = asdict(Position(global_step=4, samples=256, step=4, seed=42, global_batch=64, dataset=200))
-    directory.write(path, tensors, {KEY: position, "pytorch-lightning_version": "2.6.6", **state}, group=None)
+    directory.write(path, tensors, {KEY: position, "pytorch-lightning_version": "2.6.6", **state}, ranks=None)
     return path
 
 

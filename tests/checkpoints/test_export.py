@@ -23,7 +23,8 @@ from lightswitch.checkpoints import directory, exported
 from lightswitch.export import main
 from tests.checkpoints.conftest import STRATEGIES, RunOf
 from tests.checkpoints.models import question
-from tests.conftest import CHECKOUT
+from tests.conftest import CHECKOUT, Train
+from tests.foreign import Late
 
 EXPORT = (sys.executable, "-m", "lightswitch.export")
 
@@ -82,6 +83,19 @@ def test_a_state_dict_has_all_names_and_loads_strictly_into_a_module_that_is_not
     model.net = model.net._orig_mod
     model.load_state_dict(state)
     assert torch.equal(model.net[2].back.weight, state["net.2.there.weight"])
+
+
+def test_a_sharded_model_lists_the_names_of_its_tied_tensors(train: Train, tmp_path: Path) -> None:
+    """Under DeepSpeed: test_zero.py."""
+    short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+    late = ("model._target_=tests.foreign.Late", "data=digits", "trainer.accelerator=cpu", "global_batch_size=16")
+    run = train(*late, *short, "strategy=fsdp", ranks=2)
+    export(run.run_dir, "-o", tmp_path / "late.pt")
+    state = torch.load(tmp_path / "late.pt")
+    assert state["tied_again.weight"].data_ptr() == state["tied.weight"].data_ptr()
+    model = Late()
+    model.configure_model()
+    model.load_state_dict(state)
 
 
 def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(

@@ -174,7 +174,7 @@ def test_checksums_of_files_elsewhere_are_damage(name: str, tmp_path: Path, capl
 
 @pytest.mark.parametrize("position", [{"global_step": "20"}, {"odd": 1}, [], None])
 def test_a_position_that_is_none_is_damage(position: Any, tmp_path: Path) -> None:
-    directory.write(tmp_path / "checkpoints" / "last.ckpt", {"model.w": torch.zeros(2)}, {KEY: position}, group=None)
+    directory.write(tmp_path / "checkpoints" / "last.ckpt", {"model.w": torch.zeros(2)}, {KEY: position}, ranks=None)
     with pytest.raises(UnfitCheckpoint, match=r"last\.ckpt can't be read as a checkpoint: "):
         newest(tmp_path)
 

@@ -22,7 +22,7 @@ FOREIGN = [
     *("os.system", "builtins.eval", "builtins.exec", "subprocess.run", "functools.partial", "pickle.loads"),
     *("importlib.import_module", "hydra.utils.get_method", "hydra.utils.instantiate", "hydra.utils.call"),
     *("torch.load", "torch.hub.load", "torch.nn.utils.clip_grad_norm_", "torch.nn.functional.torch.load"),
-    *("torch.nn.Module.load_state_dict", "torch.optim.optimizer.os.system", "numpy.load", "__main__.Model"),
+    *("torch.nn.Module.load_state_dict", "torch.optim.optimizer.functools.partial", "numpy.load", "__main__.Model"),
     *("lightswitch.load", "lightswitch.trees.remove_tree", "lightning.pytorch.LightningModule", "nowhere.Model"),
     *("tests.plain.os.system", "tests.plain.torch.load", "tests.plain.PlainModel.load_from_checkpoint"),
     *("tests.plain.PlainModel.__init__.__globals__", "tests.checkpoints.hostile.pickle.loads"),
@@ -89,7 +89,7 @@ def test_torchs_optimizers_schedules_and_layers_are_trusted(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("how", ["a model of one's own", "trust"])
 def test_there_are_two_ways_around(how: str, tmp_path: Path) -> None:
-    path = export_of(tmp_path, {"_target_": "hydra.utils.call", "config": OWN})
+    path = export_of(tmp_path, {**OWN, "lr": {"_target_": "builtins.float", "_args_": [0.1]}})
     model = lightswitch.load(path, trust=True) if how == "trust" else lightswitch.load(path, model=PlainModel())
     assert torch.equal(model.net[0].weight, lightswitch.load(path, model=PlainModel()).net[0].weight)
     assert not model.training

@@ -84,7 +84,7 @@ def built(config: source.ModelConfig, trust: bool) -> LightningModule:
         InstantiationException,
         OmegaConfBaseException,
         RuntimeError,
-    ) as error:  # it may want a Trainer
+    ) as error:  # as of a model that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
     raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, and no LightningModule")
