@@ -91,6 +91,7 @@ class Lock:
         with contextlib.suppress(OSError):
             if self.path.read_text() == self._text:
                 self.path.unlink()
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for what this process has forked
         os.close(self.descriptor)
 
     def _beat(self) -> None:
@@ -99,11 +100,11 @@ class Lock:
         while not self._released.wait(pause_seconds):
             pause_seconds = _BEAT_SECONDS
             with contextlib.suppress(OSError):  # a file system that is away for a while
-                os.utime(self.descriptor)
                 text = self.path.read_text()
                 if text != self._text and (other := _parsed(text)) is not None:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
+                os.utime(self.path)
 
 
 def take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Lock:
