@@ -18,7 +18,7 @@ from tests.launch.mistaken import TRAIN, Answer, answers
 PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
 STRATEGIES = ", ".join(sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml")))
 READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_batch_size", "lr_scaling", "watch")
-READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer", "trainer.devices", "trainer.num_nodes")
+READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes")
 MISTAKES = {
     "strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
     "strategy=dp": "strategy=dp: DataParallel is gone from Lightning; use strategy=ddp, which starts a process for "

@@ -11,6 +11,10 @@ from lightswitch.refused import Refused
 CYCLE = "max_size_cycle"  # Lightning's own choice for a list or a dict of loaders
 
 
+def _lightnings() -> str:
+    return CYCLE
+
+
 class Slices(Protocol):
     """What is asked of each loader: how an epoch of it is cut (lightswitch.batches.order)."""
 
@@ -38,7 +42,7 @@ class Combined:
         mode: of the CombinedLoader, once there is one.
     """
 
-    def __init__(self, mode: Callable[[], str] = lambda: CYCLE) -> None:
+    def __init__(self, mode: Callable[[], str] = _lightnings) -> None:
         self.mode = mode
         self.slices: list[Slices] = []
         self._others: list[int] = []  # batches of the loaders that run as they are

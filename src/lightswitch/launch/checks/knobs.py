@@ -30,7 +30,7 @@ _KNOBS: dict[str, tuple[type, ...]] = {
 _LIMITS = ("lost_after_seconds", "hung_after_seconds")
 _SCALING = ("rule", "reference_batch_size")
 _READ = (
-    *(*_KNOBS, "model", "trainer", "trainer.devices", "trainer.num_nodes"),
+    *(*_KNOBS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
     *(f"lr_scaling.{key}" for key in _SCALING),
     *(f"watch.{key}" for key in _LIMITS),
 )
@@ -38,15 +38,16 @@ _READ = (
 
 def missing(cfg: DictConfig) -> Iterator[str]:
     """Keys that the engine reads, of a config that may be another project's, before anything is resolved in it."""
-    told: set[str] = set()
     for key in _READ:
         parent, _, name = key.rpartition(".")
-        node = cfg._get_node(parent) if parent else cfg
-        if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118  # `in` would resolve the value
-            absent = parent if parent and parent not in cfg.keys() else key  # noqa: SIM118
-            if absent not in told:
-                yield f"{absent}: the config has no such key, and the engine reads it; give it back to config.yaml"
-            told.add(absent)
+        above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
+        if above is not None and name not in _raw_keys(above):
+            yield f"{key}: the config has no such key, and the engine reads it; give it back to config.yaml"
+
+
+def _raw_keys(node: Any) -> list[Any]:
+    """`in` would resolve their values."""
+    return list(node.keys()) if isinstance(node, DictConfig) and not node._is_none() else []
 
 
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from lightswitch.launch import claim, placement
 from lightswitch.launch.arguments import quoted
+from lightswitch.launch.checks import knobs
 from lightswitch.launch.composition import check_names
 from lightswitch.launch.mistakes import Mistakes
 from lightswitch.launch.sweeps import record, table
@@ -70,6 +71,7 @@ def oversee() -> None:
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
+    yield from knobs.missing(cfg)
     place = placement.detect()
     if place.is_external:
         yield (
