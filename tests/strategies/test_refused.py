@@ -96,9 +96,3 @@ def test_of_tensor_parallel_plans(plan: str, train: Train) -> None:
     run = train(*CPU, *TENSOR_PARALLEL, *overrides, ranks=2, check=False)
     assert run.returncode == 2
     assert {told.startswith(f"error: {line}") for told in run.err.splitlines()} == {True}
-
-
-def test_a_precision_that_fsdp1_has_not(train: Train) -> None:
-    run = train(*PLAIN, *CPU, "strategy=fsdp1", "precision=64-true", check=False)
-    line = "precision=64-true is not for strategy=fsdp1, which clips gradients in 32 bits; use strategy=fsdp or ddp"
-    assert (run.returncode, run.err) == (2, f"error: {line}\n")

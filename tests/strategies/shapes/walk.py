@@ -62,7 +62,7 @@ def walk(strategy: str, before: dict[str, Path | None], folder: Path) -> dict[st
         ended = _run(strategy, {shape: before[shape] for shape in left}, folder)
         for shape in left:
             done[shape] = _cell(folder, shape, ranks(strategy)) or {"error": ended}
-            if "error" in done[shape]:
+            if _is_failure(done[shape]):
                 break
     return done
 
@@ -106,6 +106,11 @@ def _cell(folder: Path, shape: str, count: int) -> Cell | None:
     return json.loads(found[0].read_text()) if len(found) == count else None
 
 
+def _is_failure(cell: Cell) -> bool:
+    """Not so what is refused, which all ranks are told alike."""
+    return "error" in cell and "refused" not in cell
+
+
 def _rank(strategy: str, before: dict[str, Path | None], folder: Path, rank: int, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
@@ -121,7 +126,7 @@ def _rank(strategy: str, before: dict[str, Path | None], folder: Path, rank: int
         partial_file = folder / f"{shape}.{rank}.partial"
         partial_file.write_text(json.dumps(cell))
         partial_file.rename(partial_file.with_suffix(".json"))
-        if "error" in cell:
+        if _is_failure(cell):
             os._exit(1)  # the other rank may wait for this one
 
 

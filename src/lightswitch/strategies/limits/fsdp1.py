@@ -10,8 +10,6 @@ from lightswitch.strategies.limits.request import Request
 
 def problems(request: Request) -> Iterator[str]:
     options = request.strategy
-    if request.precision in ("64", "64-true"):
-        yield "precision=64-true is not for strategy=fsdp1, which clips gradients in 32 bits; use strategy=fsdp or ddp"
     yield from _mesh(options.get("sharding_strategy", "FULL_SHARD"), options.get("device_mesh"), request)
     yield from _dtypes(options.get("mixed_precision") or {})
     yield from process_group.problems(request)
