@@ -23,7 +23,7 @@ if [[ -z ${lines[${SLURM_ARRAY_TASK_ID:-none}]+there} ]]; then
 fi
 if ! words=$(xargs printf '%s\n' <<< "${lines[SLURM_ARRAY_TASK_ID]}" 2> /dev/null); then # quotes hold a word together
   echo "found a quote that is not closed in line $SLURM_ARRAY_TASK_ID (from 0) of the overrides after --:" \
-    "${lines[SLURM_ARRAY_TASK_ID]}; write it as \\' or \\\"" >&2
+    "${lines[SLURM_ARRAY_TASK_ID]}; close it, or put a backslash before it" >&2
   exit 2
 fi
 mapfile -t own <<< "$words"
