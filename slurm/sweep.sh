@@ -22,8 +22,8 @@ if [[ -z ${lines[${SLURM_ARRAY_TASK_ID:-none}]+there} ]]; then
   exit 2
 fi
 if ! words=$(xargs printf '%s\n' <<< "${lines[SLURM_ARRAY_TASK_ID]}" 2> /dev/null); then # quotes hold a word together
-  printf "found a quote that is not closed in line %d (from 0) of the overrides after --: %s; write it as %s or %s\n" \
-    "$SLURM_ARRAY_TASK_ID" "${lines[SLURM_ARRAY_TASK_ID]}" "\\'" '\"' >&2
+  echo "found a quote that is not closed in line $SLURM_ARRAY_TASK_ID (from 0) of the overrides after --:" \
+    "${lines[SLURM_ARRAY_TASK_ID]}; close it, or put a backslash before it" >&2
   exit 2
 fi
 mapfile -t own <<< "$words"

@@ -47,6 +47,7 @@ WITHOUT_TORCH = (
     "lightswitch.launch.run_id",
     "lightswitch.launch.claim",
     "lightswitch.launch.changes",
+    "lightswitch.runs.holder",
     "lightswitch.runs.lock",
     "lightswitch.runs.log",
     "lightswitch.runs.names",

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lightswitch.refused import Refused
-from lightswitch.runs import lock
+from lightswitch.runs import holder, lock
 
 # takes the lock for each folder that it reads, and says how that went; what it has it keeps to its end
 TAKER = """
@@ -81,8 +81,8 @@ def test_of_two_at_once_exactly_one_has_it(takers: list[Taker], tmp_path: Path) 
         for taker in takers:
             taker.ask(folder)
         said = [taker.said() for taker in takers]
-        holder = takers[said.index("taken")].process.pid
-        assert sum(f"is being written by process {holder} on " in answer for answer in said) == 1, said
+        pid = takers[said.index("taken")].process.pid
+        assert sum(f"is being written by process {pid} on " in answer for answer in said) == 1, said
 
 
 def test_it_is_given_back(takers: list[Taker], tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_one_whose_heart_beats_is_not(tmp_path: Path) -> None:
 def test_a_job_that_is_started_again_elsewhere_takes_it_at_once(
     before: dict[str, str], now: dict[str, str], tmp_path: Path
 ) -> None:
-    _left_by(tmp_path, host="far", boot="another", starts=lock._starts(before))
+    _left_by(tmp_path, host="far", boot="another", starts=holder.starts_of(before))
     start = time.monotonic()
     lock.take(tmp_path, on_lost=_never, environ=now).release()
     assert time.monotonic() - start < 1
@@ -177,7 +177,7 @@ def test_a_job_that_is_started_again_elsewhere_takes_it_at_once(
 
 def test_two_torchruns_of_one_id_are_two(tmp_path: Path) -> None:
     mine = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "far"}
-    path = _left_by(tmp_path, host="far", boot="another", starts=lock._starts(mine))
+    path = _left_by(tmp_path, host="far", boot="another", starts=holder.starts_of(mine))
     threading.Timer(0.5, path.touch).start()
     with pytest.raises(Refused):
         lock.take(tmp_path, _never, environ=mine | {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "near"})
@@ -221,8 +221,8 @@ def _left_by(folder: Path, **other: object) -> Path:
     path = folder / lock.FILE
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
-    here = lock._here(folder, descriptor, {})
+    own = holder.here(folder, descriptor, {})
     os.close(descriptor)
-    holder = dataclasses.replace(here, **({"pid": 17, "started": "1", "since": "2026-11-21 10:00:00"} | other))
-    path.write_text(json.dumps(dataclasses.asdict(holder)))
+    left = dataclasses.replace(own, **({"pid": 17, "started": "1", "since": "2026-11-21 10:00:00"} | other))
+    path.write_text(json.dumps(dataclasses.asdict(left)))
     return path

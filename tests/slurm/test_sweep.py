@@ -60,7 +60,7 @@ def test_a_quote_that_is_not_closed_is_an_error(slurm_cluster: Cluster, checkout
     assert (job.wait(), job.details()["ExitCode"]) == ("FAILED", "2:0")
     assert job.output() == (
         "found a quote that is not closed in line 1 (from 0) of the overrides after --: "
-        "seed=2 x=it's optimizer.lr=1e-3; write it as \\' or \\\"\n"
+        "seed=2 x=it's optimizer.lr=1e-3; close it, or put a backslash before it\n"
     )
     assert not (checkout / "runs").exists()
 

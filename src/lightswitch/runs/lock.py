@@ -12,15 +12,16 @@ import fcntl
 import json
 import logging
 import os
-import platform
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 from lightswitch.refused import Refused
+from lightswitch.runs import holder
+from lightswitch.runs.holder import Holder
 
 log = logging.getLogger(__name__)
 
@@ -30,46 +31,6 @@ _SILENT_SECONDS = 60.0  # without a heartbeat, a holder on another machine is de
 _SETTLE_SECONDS = 2.0  # after which two that took it at once, where flock is not handed on, know which one has it
 _PATIENCE_SECONDS = 30.0  # for what a dead holder has forked: a rank that ends its step, a loader's worker
 _POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Holder:
-    """
-    Args:
-        started: by the kernel's clock, since a process id is used again.
-        boot: of the machine, another one after each start of it.
-        namespace: in which the process id counts; containers have one each.
-        since: for people.
-        starts: of a launcher's job that starts its processes again, how often it has.
-    """
-
-    host: str
-    pid: int
-    started: str
-    boot: str
-    namespace: str
-    since: str
-    directory: str
-    inode: int
-    starts: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
-
-    def lives(self, here: Holder) -> bool | None:
-        """None where that is not to be seen from here."""
-        if (self.boot, self.namespace) != (here.boot, here.namespace):
-            return None
-        started = _start_time(self.pid)
-        return None if started is None and _is_hidden(self.pid) else started == self.started
-
-    def is_over_by(self, here: Holder) -> bool:
-        """A job that was started again has ended the processes that it had before, on whichever node."""
-        return any(count > self.starts[job] for job, count in here.starts.items() if job in self.starts)
-
-    def holds(self, here: Holder) -> bool:
-        """Not where the directory was copied, lock and all."""
-        return self.directory == here.directory or self.inode == here.inode
 
 
 class Lock:
@@ -101,7 +62,7 @@ class Lock:
             pause_seconds = _BEAT_SECONDS
             with contextlib.suppress(OSError):  # a file system that is away for a while
                 text = self.path.read_text()
-                if text != self._text and (other := _parsed(text)) is not None:
+                if text != self._text and (other := holder.parsed(text)) is not None:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
                 os.utime(self.path)
@@ -128,8 +89,8 @@ def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, s
         with contextlib.ExitStack() as closing:
             descriptor = _opened(path)
             closing.callback(os.close, descriptor)
-            is_free, here = _flock(descriptor), _here(run_dir, descriptor, environ)
-            other = _parsed(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
+            is_free, here = _flock(descriptor), holder.here(run_dir, descriptor, environ)
+            other = holder.parsed(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
             if other is not None and not other.holds(here):
                 other = None
             verdict = _verdict(other, here, is_free, path)
@@ -228,8 +189,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _write(path: Path, descriptor: int, holder: Holder) -> str:
-    text = json.dumps(asdict(holder), indent=2) + "\n"
+def _write(path: Path, descriptor: int, here: Holder) -> str:
+    text = json.dumps(asdict(here), indent=2) + "\n"
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
@@ -238,84 +199,6 @@ def _write(path: Path, descriptor: int, holder: Holder) -> str:
         path.unlink(missing_ok=True)
         raise
     return text
-
-
-def _parsed(text: str) -> Holder | None:
-    """None of a file that was cut short: its holder can't be told, and its flock tells enough."""
-    try:
-        return Holder(**json.loads(text))
-    except (ValueError, TypeError):
-        return None
-
-
-def _here(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:
-    pid = os.getpid()
-    return Holder(
-        host=platform.node(),
-        pid=pid,
-        started=_start_time(pid) or "",
-        boot=_boot(),
-        namespace=_namespace(),
-        since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        directory=str(run_dir.resolve()),
-        inode=os.fstat(descriptor).st_ino,
-        starts=_starts(environ),
-    )
-
-
-def _starts(environ: Mapping[str, str]) -> dict[str, int]:
-    """Slurm numbers the starts of a job, and torchrun those of its processes, whose store stays where it is."""
-    found = {}
-    if "SLURM_JOB_ID" in environ:
-        found[f"Slurm job {environ['SLURM_JOB_ID']}"] = environ.get("SLURM_RESTART_COUNT", "0")
-    if "TORCHELASTIC_RESTART_COUNT" in environ:
-        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-        found[f"torchrun {' '.join(environ.get(name, '') for name in names)}"] = environ["TORCHELASTIC_RESTART_COUNT"]
-    return {job: int(count) for job, count in found.items() if count.isdecimal()}
-
-
-def _start_time(pid: int) -> str | None:
-    """None of a process that is not there, or has ended and waits for its parent to look."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return _start_time_elsewhere(pid)
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _is_hidden(pid: int) -> bool:
-    """It is another user's, where /proc shows each user their own processes alone."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return False
-
-
-def _start_time_elsewhere(pid: int) -> str | None:
-    """On systems without /proc."""
-    import psutil  # here alone: it takes its time to import
-
-    try:
-        return str(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        import psutil
-
-        return f"{platform.node()} {psutil.boot_time():.0f}"
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _shown(path: Path) -> str:
