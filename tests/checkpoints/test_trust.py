@@ -69,8 +69,8 @@ def test_of_a_run_from_elsewhere_too(tmp_path: Path) -> None:
     assert ran.exists()
 
 
-@pytest.mark.parametrize("value", ["${called:}", "\\${called:}", "a ${oc.env:HOME} b"])
-def test_no_interpolation_is_resolved(value: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["${called:}", "\\${called:}", "${oc.env:${called:}}", "${oc.env:A}${called:}"])
+def test_no_interpolation_but_of_a_variable_is_resolved(value: str, tmp_path: Path) -> None:
     called = []
     OmegaConf.register_new_resolver("called", lambda: called.append(1), replace=True)
     path = export_of(tmp_path, {**OWN, "width": {"a": value}})
