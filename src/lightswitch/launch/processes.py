@@ -19,6 +19,7 @@ _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they kno
 _GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
 are_watched = threading.Event()  # the ranks, by one another
 last_acts: list[Callable[[], None]] = []  # of a process that ends at once
+have_failed = threading.Event()  # the ranks, as all of them know: each ends with the exit code of that
 steps_have_begun = threading.Event()  # of this process's run: from then on, an error is no mistake in what was asked
 
 

@@ -106,6 +106,8 @@ def forwarded_by(launcher: object) -> Iterator[None]:
 
 def _note(number: int, frame: FrameType | None) -> None:
     global _received
+    if processes.have_failed.is_set():  # once a rank has ended, its launcher asks the others to
+        return
     again = number == _received == signal.SIGINT  # Ctrl+C twice
     _received = _received or signal.Signals(number)
     for rank in processes.ranks:
@@ -131,7 +133,7 @@ def _enforce(heard: socket.socket) -> None:
     while numbers := heard.recv(64):
         interrupts += numbers.count(signal.SIGINT)
         asked = [number for number in numbers if number in CAUGHT]
-        if asked and (interrupts > 1 or not (_deferred or _forwarding)):
+        if asked and not processes.have_failed.is_set() and (interrupts > 1 or not (_deferred or _forwarding)):
             time.sleep(_PATIENCE_SECONDS)
             if interrupts > 1 or not _deferred:
                 by = _received or signal.Signals(asked[0])

@@ -155,6 +155,7 @@ class Member:
         if self.verdict is not None:
             return
         self.verdict = failure
+        processes.have_failed.set()
         timer = Timer(
             _GRACE_SECONDS, processes.leave_now, [failure.exit_code]
         )  # whatever blocks, in here or in the main thread
