@@ -141,6 +141,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
                 f"{type(self.lightning_module).__name__} returns {len(optimizers)} and {len(schedulers)}; "
                 "use strategy=ddp"
             )
+        casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
+        _refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         self.remember_groups(optimizers[0])
         _let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
@@ -153,6 +155,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         return optimizers[0], schedulers[0] if schedulers else None
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        if self.zero_stage_3:
+            _refuse_other_dtypes(model, None)
         self._place(model)
         if self.zero_stage_3:
             model, _ = self._setup_model_and_optimizer(model, None)
@@ -231,6 +235,20 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             engine.destroy()
 
 
+def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
+    """
+    Raises:
+        Refused: a parameter can't be flattened with the others.
+    """
+    for name, parameter in names.parameters(model).items():
+        kept_in = kept_in or parameter.dtype
+        if parameter.dtype != kept_in or parameter.is_complex():
+            raise Refused(
+                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
+                "use strategy=fsdp or ddp"
+            )
+
+
 def _refuse_empty(model: nn.Module) -> None:
     """
     Raises:
@@ -271,22 +289,7 @@ class _Precision(DeepSpeedPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """In 32 bits, the module as it is: Lightning would cast its buffers as well, and make complex ones real."""
-        casts = self.precision in ("16-true", "bf16-true")
-        for name, parameter in names.parameters(module).items():
-            _refuse_other_dtype(name, parameter, casts)
-        return super().convert_module(module) if casts else module
+        return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
 
     def convert_input(self, data: Any) -> Any:
         return data if self.autocasts else super().convert_input(data)
-
-
-def _refuse_other_dtype(name: str, parameter: nn.Parameter, casts: bool) -> None:
-    """
-    Raises:
-        Refused: the parameter can't be flattened with the others.
-    """
-    if parameter.is_complex() or (parameter.dtype != torch.float32 and not casts):
-        raise Refused(
-            f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
-            "use strategy=fsdp or ddp"
-        )
