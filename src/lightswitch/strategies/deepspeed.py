@@ -146,8 +146,9 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         self.remember_groups(optimizers[0])
         _let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
-        self._unused = Unused((self._timeout or default_pg_timeout).total_seconds())
-        for parameter in self.lightning_module.parameters():
+        parameters = names.parameters(self.lightning_module)
+        self._unused = Unused(parameters, (self._timeout or default_pg_timeout).total_seconds())
+        for parameter in parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
         # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
@@ -202,7 +203,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         def closure_of_all() -> Any:
             output = closure()
             assert self.lightning_module is not None
-            if self._is_boundary and (unused := self._unused.of_step(names.parameters(self.lightning_module))):
+            if self._is_boundary and (unused := list(self._unused.of_step())):
                 raise Refused(
                     f"{listed(unused)} took no part in the loss of step {self.lightning_module.global_step}, and "
                     "DeepSpeed steps also what has no gradient; freeze what is not used (requires_grad=False), or use "

@@ -191,7 +191,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     def _watched(self, root: FullyShardedDataParallel) -> Unused:
         """The gradients of the parameters, which are parts of the flat ones in a step."""
         assert self._timeout is not None
-        unused = Unused(self._timeout.total_seconds())
+        unused = Unused(names.parameters(root.module), self._timeout.total_seconds())
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             if unit._handle is not None:
                 hook = partial(_mark_used, unused, unit._handle.flat_param)
@@ -206,10 +206,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
         def closure_without_zeros() -> Any:
             output = closure()
-            assert self._root is not None
-            parameters = names.parameters(self._root.module)
-            for name in self._unused.of_step(parameters):
-                parameters[name].grad = None
+            for parameter in self._unused.of_step().values():
+                parameter.grad = None
             return output
 
         return super().optimizer_step(optimizer, closure_without_zeros, *args, **kwargs)

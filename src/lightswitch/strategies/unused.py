@@ -21,12 +21,14 @@ class Unused:
     """Those of each step, on all ranks. Collective: made by all of them at once.
 
     Args:
+        parameters: by name. What is frozen now is let be, also if it is trained later.
         timeout_seconds: to wait for a rank, whose backward pass may take longer.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float) -> None:
         named = [secrets.token_hex(8)]  # what one fit leaves in the store, another one is not to read
         dist.broadcast_object_list(named, src=0)
+        self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._used: set[Tensor] = set()
         self._step = 0
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -36,22 +38,21 @@ class Unused:
         """A hook of its gradient."""
         self._used.add(parameter)
 
-    def of_step(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """The names of those that no rank has used since the last call; in which every rank tells what it has used.
+    def of_step(self) -> dict[str, nn.Parameter]:
+        """Those that no rank has used since the last call; in which every rank tells what it has used.
 
         By way of the store where ranks have met: a rank that has used all does not wait.
         """
-        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        here = {name for name in trained if parameters[name] not in self._used}
+        here = {name for name, p in self._parameters.items() if p.requires_grad and p not in self._used}
         self._used.clear()
-        if (world_size := dist.get_world_size()) == 1:
-            return sorted(here)
-        self._tell(here)
-        for rank in range(world_size) if here else ():
+        world_size = dist.get_world_size()
+        if world_size > 1:
+            self._tell(here)
+        for rank in range(world_size) if here and world_size > 1 else ():
             key = f"{self._step}/{rank}"
             self._store.wait([key], self._timeout)
             here &= set(json.loads(self._store.get(key)))
-        return sorted(here)
+        return {name: self._parameters[name] for name in sorted(here)}
 
     def _tell(self, here: set[str]) -> None:
         self._step += 1
