@@ -41,7 +41,6 @@ WITHOUT_TORCH = (
     "lightswitch.launch.checks.devices",
     "lightswitch.launch.checks.launchers",
     "lightswitch.launch.checks.signatures",
-    "lightswitch.launch.log_file",
     "lightswitch.launch.mistakes",
     "lightswitch.launch.placement",
     "lightswitch.launch.run_id",

@@ -37,7 +37,14 @@ def test_what_is_no_name_is_refused_before_anything_is_written(override: str, tr
     "launcher",
     [
         {"SLURM_JOB_ID": "../../x", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {"TORCHELASTIC_RUN_ID": "../../x", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
+        {
+            "TORCHELASTIC_RUN_ID": "../../x",
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+        },
     ],
     ids=["Slurm", "torchrun"],
 )

@@ -173,8 +173,8 @@ def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypa
 
 
 def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path) -> None:
-    rank = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    refused = sweep("run_id=x", "seed=1,2", **rank)
+    rank = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    refused = sweep("run_id=x", "seed=1,2", **rank, MASTER_ADDR="localhost", MASTER_PORT="29500")
     assert refused.returncode == 2
     assert refused.stderr == (
         "error: a sweep starts the processes of its jobs itself, and torchrun has started this one; "

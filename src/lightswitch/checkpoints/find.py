@@ -86,8 +86,8 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
                 standing.append((path, position))
         except UnfitCheckpoint as error:
             harmed.append(error)
-    # of two at the same place, the one whose validation has run
-    standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due), reverse=True)
+    # of two at the same place, the one whose validation has run; then the one that is named by its step
+    standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due, found[0].name), reverse=True)
     return standing, harmed
 
 

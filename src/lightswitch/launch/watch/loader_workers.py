@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+_SETTLE_SECONDS = 2.0
 
 
 def cause(error: BaseException) -> str | None:
@@ -20,14 +23,16 @@ def cause(error: BaseException) -> str | None:
     if type(wrapper).__name__ == "ExceptionWrapper":
         *_, last = str(wrapper.exc_msg).strip().splitlines()
         return f"{last} ({wrapper.where})"
-    dead = [told for owner in owners for told in _dead(getattr(owner, "_workers", None))]
-    return ", ".join(dict.fromkeys(dead)) or None
+    workers = list(dict.fromkeys(worker for owner in owners for worker in _workers(owner)))
+    if isinstance(error, EOFError | ConnectionError):  # a process that ends closes its pipes before it has ended
+        wait([worker.sentinel for worker in workers], _SETTLE_SECONDS)
+    dead = [f"DataLoader worker process {one.pid} {_ended(one.exitcode)}" for one in workers if one.exitcode]
+    return ", ".join(dead) or None
 
 
-def _dead(workers: object) -> Iterator[str]:
-    for worker in workers if isinstance(workers, list) else []:
-        if isinstance(worker, BaseProcess) and worker.exitcode:
-            yield f"DataLoader worker process {worker.pid} {_ended(worker.exitcode)}"
+def _workers(owner: Any) -> Iterator[BaseProcess]:
+    found = getattr(owner, "_workers", None)
+    return (worker for worker in found if isinstance(worker, BaseProcess)) if isinstance(found, list) else iter(())
 
 
 def _ended(exit_code: int) -> str:
