@@ -26,6 +26,7 @@ FOREIGN = [
     *("lightswitch.load", "lightswitch.trees.remove_tree", "lightning.pytorch.LightningModule", "nowhere.Model"),
     *("tests.plain.os.system", "tests.plain.torch.load", "tests.plain.PlainModel.load_from_checkpoint"),
     *("tests.plain.PlainModel.__init__.__globals__", "tests.checkpoints.hostile.pickle.loads"),
+    "tests.test_doctor._asked",
 ]
 OWN: dict[str, Any] = {"_target_": "tests.plain.PlainModel"}
 NESTED = {
@@ -152,3 +153,11 @@ def test_an_export_of_an_earlier_version_says_that_tied_names_are_not_known(
     (tmp_path / "config.yaml").write_text("model:\n  _target_: tests.plain.PlainModel\n")
     main([str(tmp_path), "-o", str(tmp_path / "out.pt")])
     assert "does not list tied tensors" in capsys.readouterr().err
+
+
+def test_a_config_with_aliases_is_refused_before_it_is_expanded(tmp_path: Path) -> None:
+    path = export_of(tmp_path, OWN)
+    lists = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (tmp_path / "x.safetensors.yaml").write_text("\n".join(["_target_: tests.plain.PlainModel", "l0: &l0 [1]", *lists]))
+    with pytest.raises(UnfitCheckpoint, match="it has YAML aliases, and no run writes any"):
+        lightswitch.load(path)

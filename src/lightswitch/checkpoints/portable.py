@@ -42,6 +42,8 @@ class PortableCheckpoints(Strategy):
     in a save would leave the others waiting.
     """
 
+    ranks_hear_of_failures = False  # by other means than a save's: where rank 0 is gone, torch says so at length
+
     _checkpoint_ranks: Ranks | None = None
     _reader: Reader
 
@@ -157,10 +159,11 @@ class PortableCheckpoints(Strategy):
         super().on_exception(exception)
         told = f"{type(exception).__name__}: {exception}".partition("\n")[0]
         ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
-        if ranks is not None:
-            ranks.staging.fail(told)
-        if self._saver.wait(_PATIENCE_SECONDS) and ranks is not None:
-            ranks.writing.fail(told)
+        others = None if self.ranks_hear_of_failures else ranks
+        if others is not None:
+            others.staging.fail(told)
+        if self._saver.wait(_PATIENCE_SECONDS) and others is not None:
+            others.writing.fail(told)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._wait_for_write()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
 from lightswitch.checkpoints.reader import UnfitCheckpoint
 
@@ -65,8 +65,11 @@ def read_config(path: Path, key: str | None = None, trust: bool = False) -> Mode
         trust: resolve interpolations, of which one may call whatever is registered as a resolver.
     """
     try:
-        node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=trust)
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few stand for billions
+            raise UnfitCheckpoint(f"{path} can't be read as a config: it has YAML aliases, and no run writes any")
+        node: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=trust)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
         raise UnfitCheckpoint(f"{path} can't be read as a config: {' '.join(str(error).split())}") from error
     if key is not None:
         node = node.get(key) if isinstance(node, dict) else None

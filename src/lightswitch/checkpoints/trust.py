@@ -1,7 +1,7 @@
 """Which code a model's config may name, where it lies beside weights that may come from anywhere.
 
-Hydra's `instantiate` calls whatever a config names, at any depth. What passes is code of the user's own, and the
-optimizers, schedules and layers of torch.
+Hydra's `instantiate` calls whatever a config names, at any depth. What passes is what models are made of: a
+LightningModule of the user's own, and in it classes of the user's own, and optimizers, schedules and layers of torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.utils import get_object
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # as a run writes what it has taken from there
 _ENGINE = __name__.partition(".")[0]
+_PARTS = (Optimizer, LRScheduler, nn.Module)
 _OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
 
 
@@ -34,7 +36,10 @@ def untrusted(node: Any, folder: Path) -> str | None:
     Raises:
         ImportError: it names code of the user's own that is not there.
     """
-    return next((called for called in _called(node) if not _is_trusted(called, folder.resolve())), None)
+    outermost = str(node.get("_target_"))
+    if not _is_trusted(outermost, folder.resolve(), (LightningModule,)):
+        return outermost
+    return next((called for called in _called(node) if not _is_trusted(called, folder.resolve(), _PARTS)), None)
 
 
 def _called(node: Any) -> Iterator[str]:
@@ -50,8 +55,12 @@ def _called(node: Any) -> Iterator[str]:
             yield from _called(value)
 
 
-def _is_trusted(target: str, folder: Path) -> bool:
-    """What a dotted path leads to is judged by where it is defined, not by the path: modules import others."""
+def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
+    """What a dotted path leads to is judged by where it is defined, not by the path: modules import others.
+
+    Args:
+        kinds: of which it is a class, or makes an object.
+    """
     first = target.partition(".")[0]
     if first != "torch" and not _is_own(first, folder):
         return False
@@ -61,10 +70,22 @@ def _is_trusted(target: str, folder: Path) -> bool:
         found = get_object(target)
     except Exception as error:  # what a module raises when it is imported
         raise ImportError(str(error).partition("\n")[0]) from error
-    if not (inspect.isclass(found) or inspect.isfunction(found)):
+    made = found if inspect.isclass(found) else _made_by(found)
+    if made is None or not (issubclass(made, kinds) or (kinds == _PARTS and made is found)):
         return False
     home = str(found.__module__)
     return _is_own(home.partition(".")[0], folder) or _is_of_torch(found, home)
+
+
+def _made_by(function: Any) -> type | None:
+    """The class that a function says it returns; another function may do anything with its arguments."""
+    if not inspect.isfunction(function):
+        return None
+    try:
+        made = get_type_hints(function).get("return")
+    except Exception:  # a name that is not there, of which Python has not asked so far
+        return None
+    return made if inspect.isclass(made) else None
 
 
 def _is_of_torch(found: Any, home: str) -> bool:

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.launch import blame, crash, processes, signals
 from lightswitch.launch.crash import CrashReport
 from lightswitch.launch.watch import sockets
@@ -65,6 +66,8 @@ class Watch(Callback):
             return
         _member = member
         processes.are_watched.set()
+        if isinstance(strategy, PortableCheckpoints):
+            strategy.ranks_hear_of_failures = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._moved()  # preparing the data has taken its time
