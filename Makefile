@@ -13,10 +13,10 @@ pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' constraints.txt > 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test lint types format bench constraints tables clean
+.PHONY: help train test test-quick lint types format bench constraints tables clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo '  ARGS="..."        is handed to train.py by train, and to pytest by test'
 
 train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devices=2"
@@ -24,6 +24,9 @@ train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devic
 
 test: lint types ## run all that CI runs: make test ARGS="tests/slurm -k hostname" selects tests
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-quick: lint types ## run what takes few minutes, while working on something
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 lint: $(INSTALLED) ## check format, lint and shell scripts
 	$(PYTHON) -m ruff format --check .

@@ -23,6 +23,13 @@ import pytest
 import torch
 
 CHECKOUT = Path(__file__).parents[1]
+SLOW = (  # what takes most of the time, and `make test-quick` leaves out
+    *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
+    *(f"checkpoints/test_{name}.py" for name in ("export", "foreign", "fuzzed", "killed", "last", "modes", "portable")),
+    *(f"launch/test_{name}.py" for name in ("blame", "choices", "failures", "preemption", "run_directory", "sweep")),
+    *("batches/test_combined.py", "launch/test_torchrun.py", "strategies/test_module_shapes.py"),
+    *(f"strategies/test_{name}.py" for name in ("deepspeed", "foreign_modules", "fsdp", "fsdp1", "refused")),
+)
 PLAIN = ("model._target_=tests.plain.PlainModel", "data._target_=tests.plain.PlainData")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, whose jobs hand that on
@@ -165,6 +172,9 @@ def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(tuple(f"tests/{name}" for name in SLOW)):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)  # they wait a lot, while others may compute
     if not torch.cuda.is_available():
         for item in items:
