@@ -36,8 +36,9 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
 class Mistakes(Refused):
     """Problems of the user's, a line each."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
+    def __init__(self, problems: Iterable[str], details: str = "") -> None:
         self._problems = list(problems)
+        self.details = details
         super().__init__("\n".join(self._problems))
 
     @property
