@@ -15,18 +15,18 @@ from tests.plain import PlainData
 
 
 class SecretModel(FailingModel):
-    """Is given a token, keeps it among its hyperparameters, and tells it in its error."""
+    """Is given a token and a key of several lines, has them among its hyperparameters, and tells them in its error."""
 
-    def __init__(self, token: str, **rest: object) -> None:
+    def __init__(self, token: str, pem: str = "", **rest: object) -> None:
         super().__init__(**rest)  # type: ignore[arg-type]
-        self.token = token
+        self.token, self.pem = token, pem
         self.save_hyperparameters()
 
     def _perhaps_fail(self, stage: str, batch_idx: int) -> None:
         try:
             super()._perhaps_fail(stage, batch_idx)
-        except RuntimeError as error:
-            raise RuntimeError(f"401 for https://example.org/?token={self.token}") from error
+        except RuntimeError:
+            raise RuntimeError(f"401 for https://example.org/?token={self.token}") from KeyError(self.pem)
 
 
 class SecretData(PlainData):

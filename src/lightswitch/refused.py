@@ -4,6 +4,8 @@
 class Refused(Exception):
     """In a line: what was found, what was expected, what to type instead."""
 
+    details = ""  # the tracebacks of the user's own code behind it: they go to the run's log alone
+
     @property
     def problems(self) -> list[str]:
         return [str(self)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningDataModule
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import Logger
 
 from tests.plain import PlainData, PlainModel
@@ -18,6 +20,11 @@ class BadData(PlainModel):
 
     def setup(self, stage: str) -> None:
         raise ValueError("the data has 5 classes; expected 4")
+
+
+class Lost(Callback):
+    def __init__(self) -> None:
+        self.text = Path("lost.txt").read_text()
 
 
 class NoServer(Logger):

@@ -122,8 +122,23 @@ def test_what_is_raised_on_purpose_before_the_first_step_is_told_once(launcher: 
     arguments = (*(word for word in arguments if word != "model.rank=0"), "model.rank=null")
     refused = train(*BUG, "model.error=value", f"model.where='{where}'", *arguments, ranks=ranks, check=False)
     assert (refused.err, refused.returncode) == ("error: model: this is no batch of mine\n", 2)
+    assert (refused.run_dir / "train.log").read_text().count("\nValueError: this is no batch of mine\n") == 1
     assert not list(refused.folder.glob("runs/*/*/crash"))
     assert not list(refused.folder.glob(".*"))
+
+
+def test_constructors_that_refuse_are_told_together_and_lightnings_own_without_a_traceback(train: Train) -> None:
+    own = ("model._target_=tests.launch.raising.RaisingModel", "model.error=value", "model.where=__init__")
+    lost = ("callbacks.lost._target_=tests.launch.refusing.Lost", "run_id=mine")
+    refused = train(*own, "data._target_=tests.plain.PlainData", *lost, "trainer.accelerator=cpu", check=False)
+    told = "error: callbacks: [Errno 2] No such file or directory: 'lost.txt'"
+    assert refused.err.splitlines() == ["error: model: this is no batch of mine", told]
+    log = (refused.run_dir / "train.log").read_text()
+    assert (log.count("Traceback"), log.count("in fail"), log.count("in __init__")) == (2, 1, 2)
+    fast = "trainer.fast_dev_run=-1"
+    refused = train(*PLAIN, fast, "trainer.accelerator=cpu", check=False)
+    assert refused.err.startswith("error: trainer: ")
+    assert not (refused.folder / "runs").exists()
 
 
 @pytest.mark.parametrize("where", ["prepare_data", "setup"])

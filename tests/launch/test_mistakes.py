@@ -89,6 +89,7 @@ MISTAKES = {
 def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     commands = {mistake: [*_plain(mistake), *mistake.split()] for mistake in MISTAKES}
     commands["several"] = [*PLAIN, "trainer.max_stps=1", "seed=x", "mode=train", "model.wdth=3"]
+    commands["from the environment"] = ["API_KEY=marker123456", *PLAIN, "strategy=${oc.env:API_KEY}"]
     commands["--help"] = ["--help"]
     commands["--cfg"] = ["strategy=ddp", "--cfg", "job"]
     return answers(commands, tmp_path_factory.mktemp("mistaken"))
@@ -105,6 +106,13 @@ def test_a_mistake_is_told_in_a_line_before_torch_is_imported(mistake: str, answ
     assert (answer.returncode, answer.out) == (2, "")
     assert answer.imported == []
     assert answer.left == []
+
+
+def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict[str, Answer]) -> None:
+    assert answered["from the environment"].err.startswith(
+        "error: strategy=${oc.env:API_KEY}: there is no such strategy."
+    )
+    assert "marker123456" not in answered["from the environment"].err
 
 
 def test_mistakes_are_told_all_at_once(answered: dict[str, Answer]) -> None:

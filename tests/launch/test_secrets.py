@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
+from typing import Any
+from urllib.parse import quote_plus
 
 import pytest
 import torch
@@ -12,18 +17,27 @@ from omegaconf import OmegaConf
 
 import lightswitch
 from lightswitch.launch import confidential, variables
+from lightswitch.launch.confidential import Cleaner
 from lightswitch.refused import Refused
 from tests.conftest import PLAIN, Finished, Train, runs_in
 
 SECRET = "hunter2-correct-horse"
+KEY = "MIIEvQIBADANBgkqhkiG9w0"
+PEM = f"-----BEGIN KEY-----\n{KEY}+/A\n'{KEY}'\n-----END KEY-----\n"
 HIDDEN = ("SLURM_JWT", "DB_PASSWD", "HF_AUTH", "token", "CUDA_TOKEN", "NCCL_AUTH", "TORCH_PASSWORD", "WANDB_API_KEY")
 ENVIRONMENT = {
     "API_TOKEN": SECRET,
+    "PEM": PEM,
     **{name: f"{SECRET}-{name}" for name in HIDDEN},
     "NCCL_NET": f"http://me:{SECRET}@x",
 }
 RUN = (
-    *("model._target_=tests.secretive.SecretModel", "+model.token=${oc.env:API_TOKEN}", "+model.how=raises"),
+    *(
+        "model._target_=tests.secretive.SecretModel",
+        "+model.token=${oc.env:API_TOKEN}",
+        "+model.how=raises",
+        "+model.pem=${oc.env:PEM}",
+    ),
     *("data._target_=tests.secretive.SecretData", "+data.password='Basic ${oc.env:API_TOKEN}'", "model.rank=1"),
     *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4", "callbacks.last_checkpoint.every_n_steps=1"),
     *(
@@ -52,14 +66,15 @@ def test_no_file_of_a_run_holds_a_secret_of_its_environment(failed: Finished) ->
     files = [path for path in failed.folder.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "run.json", "train.log", "hparams.yaml", "trainer.pt", "failure.txt", "rank_1.txt"} <= names
-    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert [path for path in files if re.search(f"{SECRET}|{KEY}".encode(), path.read_bytes())] == []
 
 
 def test_neither_the_terminal_nor_torchrun_is_told_one(failed: Finished, seen: Path) -> None:
     assert "token=${oc.env:API_TOKEN}" in (seen / "torchrun.json").read_text()
     assert SECRET not in (seen / "torchrun.json").read_text()
     assert "RuntimeError: 401 for https://example.org/?token=${oc.env:API_TOKEN}" in failed.err
-    assert SECRET not in failed.out + failed.err
+    assert 'KeyError: "${oc.env:PEM}"' in failed.err
+    assert not re.search(f"{SECRET}|{KEY}", failed.out + failed.err)
 
 
 def test_the_store_has_digests_while_ranks_meet_and_nothing_of_them_afterwards(failed: Finished, seen: Path) -> None:
@@ -94,6 +109,7 @@ def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pyte
     saved = torch.load(failed.run_dir / "checkpoints" / "last.ckpt" / "trainer.pt", weights_only=True)
     assert saved["hyper_parameters"]["token"] == "${oc.env:API_TOKEN}"
     monkeypatch.setenv("API_TOKEN", "another")
+    monkeypatch.setenv("PEM", PEM)
     assert lightswitch.load(failed.run_dir / "checkpoints" / "last.ckpt").token == "another"
     monkeypatch.delenv("API_TOKEN")
     with pytest.raises(Refused, match="Environment variable 'API_TOKEN' not found"):
@@ -121,6 +137,40 @@ def test_a_reference_to_what_comes_from_the_environment_is_written_as_that(monke
         "six": {"four": ["${oc.env:TOKEN}", 5]},
     }
     assert confidential.values(cfg).hidden == {"one", "two", "three.four", "six.four"}
+
+
+FORMS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "repr": repr,
+    "repr of more": lambda pem: repr(f'"{pem}"'),
+    "JSON": json.dumps,
+    "a part of a URL": quote_plus,
+    "one line": lambda pem: " ".join(pem.split()),
+    "lines": str.splitlines,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_value_is_known_in_the_forms_in_which_errors_show_it(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEM", PEM)
+    cleaned = Cleaner.of(OmegaConf.create({"pem": "${oc.env:PEM}"})).cleaned
+    told = f"KeyError: {FORMS[form](PEM)}"
+    assert KEY in told
+    assert KEY not in cleaned(told)
+    assert cleaned(told).startswith("KeyError: ")
+
+
+@pytest.mark.parametrize("value", ["https://u:${oc.env:API_KEY}@host/", "${oc.decode:'[${oc.env:API_KEY}]'}"])
+def test_a_variable_is_known_where_the_value_is_more_than_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "marker123456")
+    cleaner = Cleaner.of(OmegaConf.create({"token": value}))
+    assert cleaner.cleaned("login failed for marker123456") == "login failed for ${oc.env:API_KEY}"
+
+
+def test_a_short_value_stays_in_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHORT", "1234567")
+    cleaner = Cleaner.of(OmegaConf.create({"pin": "${oc.env:SHORT}", "empty": "${oc.env:NONE,''}"}))
+    assert [cleaner.cleaned(text) for text in ("1234567", "12345678", "")] == ["${oc.env:SHORT}", "12345678", ""]
 
 
 def test_variables_are_shown_by_name_alone() -> None:

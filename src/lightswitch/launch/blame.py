@@ -78,8 +78,8 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
         bug = Failure(str(error), shown(error)) if isinstance(error, LostRank) else of_error(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
     lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
-    details = "" if isinstance(error, Refused) else cleaned(shown(error))  # what the engine refuses says all
-    return Failure(lines, details, EXIT_CODE, rank=rank.number)
+    details = error.details if isinstance(error, Refused) else shown(error)  # what the engine refuses says all
+    return Failure(lines, cleaned(details), EXIT_CODE, rank=rank.number)
 
 
 def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:

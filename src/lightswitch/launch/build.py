@@ -27,6 +27,7 @@ from lightswitch.launch.process_logging import ProcessLogging
 from lightswitch.launch.run_directory import RunRecord
 from lightswitch.launch.subprocesses import with_word
 from lightswitch.launch.watch.callback import Watch
+from lightswitch.launch.watch.failure import shown
 from lightswitch.launch.watch.verdict import Limits
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.refused import Refused
@@ -40,22 +41,24 @@ Built = tuple[LightningModule, LightningDataModule | None, Trainer]
 _ABOUT_FILES = (OSError, ModuleNotFoundError)
 _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
+_NOT_THE_USERS = ("lightning", "lightswitch", "torch")  # what these say of their arguments needs no traceback
+
 
 def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     """
     Raises:
-        Mistakes: with what each constructor says of its arguments, all at once.
+        Mistakes: with what each constructor says of its arguments, all at once, and where the user's own say it.
     """
     gc.freeze()  # what was imported stays: it is not to be looked through again and again
     gc.enable()
     processes.leave_group_at_exit()
     record = RunRecord(cfg)  # of what was asked for
     cfg = _with_scaled_learning_rate(cfg, plan)
-    problems: list[str] = []
+    refusals: list[Refused] = []
     model, data, callbacks, loggers, cluster = (
-        _instantiated(cfg, name, problems) for name in ("model", "data", "callbacks", "logger", "cluster")
+        _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
-    _raise(problems)
+    _raise(refusals)
     batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
     watch = Watch(cfg, report, batch, Limits(**cfg.watch))
     engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ModelSize()]
@@ -65,39 +68,47 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     trainer = _instantiated(
         cfg,
         "trainer",
-        problems,
+        refusals,
         callbacks=[*engine, *_switched_on(callbacks)],
         logger=_switched_on(loggers),
         **_plugins(cfg, cluster),
         **plan.trainer_arguments(cfg.trainer),
         accumulate_grad_batches=plan.accumulation,
     )
-    _raise(problems)
+    _raise(refusals)
     record.hold_loggers(trainer)
     meeting.arrange(cfg, trainer, watch)
     return model, data, with_word(trainer)
 
 
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise Mistakes(problems)
+def _raise(refusals: list[Refused]) -> None:
+    if refusals:
+        problems = [problem for refusal in refusals for problem in refusal.problems]
+        raise Mistakes(problems, "\n".join(refusal.details for refusal in refusals if refusal.details))
 
 
-def _instantiated(cfg: DictConfig, name: str, problems: list[str], **arguments: Any) -> Any:
+def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
     """Lists and dicts reach the constructor as Python's own; a checkpoint with OmegaConf's can't be read safely."""
     try:
         return instantiate(cfg.get(name), **arguments, _convert_="all") if cfg.get(name) is not None else None
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, Refused):
-            problems += cause.problems
+            refusals.append(cause)
             return None
         if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and blame.raised_in(cause))):
             raise
         key = getattr(error, "full_key", None) or name
         told = str(cause)
-        problems.append(told if told.startswith(name) else f"{key}: {told}")
+        details = shown(cause) if _is_of_user(cause) else ""
+        refusals.append(Mistakes([told if told.startswith(name) else f"{key}: {told}"], details))
         return None
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Whether a constructor of the user's own has raised it, or has called what did: Hydra has called that."""
+    called = error.__traceback__ and error.__traceback__.tb_next
+    return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _NOT_THE_USERS
 
 
 def _plugins(cfg: DictConfig, cluster: Any) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote, quote_plus
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -27,20 +29,29 @@ class FromEnvironment:
 
     Args:
         written: the interpolation, as `${oc.env:NAME}`.
+        parts: what the variables hold that it is made of, by their names.
     """
 
     value: Any
     written: str
+    parts: Mapping[str, str]
+
+
+class _Asked(NamedTuple):
+    """A question to ``oc.env``."""
+
+    written: str  # the whole node that asks
+    name: str
 
 
 def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
     """The values for which ``oc.env`` is asked when they are resolved, be it by way of other values."""
     if "oc.env" not in str(OmegaConf.to_container(cfg, resolve=False)):
         return {}
-    asked: list[str] = []
+    asked: list[_Asked] = []
 
     def env(*arguments: Any, _node_: Any) -> str | None:
-        asked.append(str(_node_._value()))
+        asked.append(_Asked(str(_node_._value()), str(arguments[0])))
         return oc.env(*arguments)
 
     OmegaConf.register_new_resolver("oc.env", env, replace=True)
@@ -50,7 +61,9 @@ def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _looked_up(node: DictConfig | ListConfig, path: Path, asked: list[str]) -> Iterator[tuple[Path, FromEnvironment]]:
+def _looked_up(
+    node: DictConfig | ListConfig, path: Path, asked: list[_Asked]
+) -> Iterator[tuple[Path, FromEnvironment]]:
     keys: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
     raw: Any = OmegaConf.to_container(node, resolve=False)
     for key in keys:
@@ -59,8 +72,9 @@ def _looked_up(node: DictConfig | ListConfig, path: Path, asked: list[str]) -> I
         with contextlib.suppress(OmegaConfBaseException):  # of what is missing, others tell
             value = node[key]
         if asked:
-            written = asked[0] if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
-            yield (*path, key), FromEnvironment(value, written)
+            written = asked[0].written if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
+            parts = {one.name: os.environ[one.name] for one in asked if one.name in os.environ}
+            yield (*path, key), FromEnvironment(value, written, parts)
         elif isinstance(value, DictConfig | ListConfig):
             yield from _looked_up(value, (*path, key), asked)
 
@@ -119,10 +133,11 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Puts interpolations in the place of the values that they give.
+    """Puts interpolations in the place of the values that they give, and of the variables that these are made of.
 
     Args:
-        texts: those values, with the interpolations; the longest first, as one may be a part of another.
+        texts: those values, in the forms in which errors show them, with the interpolations; the longest first, as one
+            may be a part of another.
     """
 
     texts: tuple[tuple[str, str], ...]
@@ -130,8 +145,19 @@ class Cleaner:
     @classmethod
     def of(cls, cfg: DictConfig) -> Cleaner:
         outside = from_environment(cfg).values()
-        found = {one.value: one.written for one in outside if isinstance(one.value, str) and not _is_path(one.value)}
-        return cls(tuple(sorted(found.items(), key=lambda pair: -len(pair[0]))))
+        whole = {one.value: one.written for one in outside if isinstance(one.value, str)}
+        parts = {value: f"${{oc.env:{name}}}" for one in outside for name, value in one.parts.items()}
+        whole, parts = (
+            {value: written for value, written in found.items() if value and not _is_path(value)}
+            for found in (whole, parts)
+        )
+        shown = {
+            form: written
+            for value, written in [*parts.items(), *whole.items()]
+            for form in _forms(value, written)
+            if len(form) >= _LEAST_LENGTH
+        }
+        return cls(tuple(sorted((shown | whole).items(), key=lambda pair: -len(pair[0]))))
 
     def cleaned(self, value: Any) -> Any:
         """Text, or what holds any."""
@@ -150,6 +176,20 @@ class Cleaner:
             if len(value) >= _LEAST_LENGTH:
                 text = text.replace(value, written)
         return text
+
+
+def _forms(value: str, written: str) -> Iterator[str]:
+    """A value as it is, and as an error may show it: by its repr, as JSON, in a URL, in one line, or line by line.
+
+    A line that is in the interpolation, too, was typed.
+    """
+    lines = (line.strip() for line in value.splitlines())
+    for text in (value, *(line for line in lines if line not in written)):
+        yield from (text, json.dumps(text)[1:-1], " ".join(text.split()))
+        in_repr = repr(text)[1:-1]
+        yield from (in_repr, in_repr.replace("'", r"\'"))  # the second beside a double quote
+        with contextlib.suppress(UnicodeEncodeError):  # bytes that are no text
+            yield from (quote(text), quote(text, safe=""), quote_plus(text))
 
 
 def _is_path(text: str) -> bool:

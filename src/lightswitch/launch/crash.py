@@ -67,6 +67,9 @@ class CrashReport:
 
     def log(self, text: str) -> None:
         """To the run's log files alone, also before the run goes on."""
+        for path in self.logs:
+            with contextlib.suppress(OSError):  # another rank, which leaves, has removed an empty run directory
+                path.parent.mkdir(parents=True, exist_ok=True)
         run_log.begin()
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text.rstrip(), (), None)
         for path in self.logs:

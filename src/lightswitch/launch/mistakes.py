@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -35,8 +36,9 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
 class Mistakes(Refused):
     """Problems of the user's, a line each."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
+    def __init__(self, problems: Iterable[str], details: str = "") -> None:
         self._problems = list(problems)
+        self.details = details
         super().__init__("\n".join(self._problems))
 
     @property
@@ -88,7 +90,8 @@ def _missing_choice(error: MissingConfigException) -> str:
     if group == "strategy" and choice in _STRATEGIES:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     choices = sorted(error.options or _files_of(group, str(error)))
-    return f"{group}={choice}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
+    found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
+    return f"{found}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
 
 
 def _files_of(group: str, message: str) -> set[str]:
