@@ -108,7 +108,21 @@ def _export(arguments: argparse.Namespace) -> None:
     for path in written:
         print(f"written    {path}")
     print(f"compared   {progress.total_bytes / 1e6:.2f} MB, as in the checkpoint")
-    print(f'load       model = lightswitch.load("{file}")')
+    print(f"load       {_call(file)}")
+
+
+def _call(file: Path) -> str:
+    """What gives the model back; where that would be refused, with the argument that it asks for."""
+    from lightswitch.checkpoints import exported, source, trust
+
+    config = source.read_config(exported.config_of(file))
+    try:
+        called = trust.untrusted(config.node, config.file.resolve().parent)
+    except ImportError:  # the code may be elsewhere
+        called = None
+    if called is None:
+        return f'model = lightswitch.load("{file}")'
+    return f'model = lightswitch.load("{file}", model=MyModel(...)), or trust=True, which runs {called}'
 
 
 def _names_of_tied(weights: Weights) -> dict[str, str]:

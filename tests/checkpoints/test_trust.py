@@ -142,8 +142,10 @@ def test_an_export_builds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "config.yaml").write_text(f"model:\n  _target_: os.mkdir\n  path: {ran}\n")
     for name in ("out.pt", "out.safetensors"):
         main([str(tmp_path), "-o", str(tmp_path / name)])
+        told = capsys.readouterr()
+        load = f'model = lightswitch.load("{tmp_path / name}", model=MyModel(...)), or trust=True, which runs os.mkdir'
+        assert (told.out.splitlines()[-1], told.err) == (f"load       {load}", "")
     assert not ran.exists()
-    assert capsys.readouterr().err == ""
 
 
 def test_an_export_of_an_earlier_version_says_that_tied_names_are_not_known(

@@ -35,5 +35,14 @@ class NoServer(Logger):
     log_metrics = log_hyperparams = lambda *_, **__: None
 
 
+class NoKey(Logger):
+    name = version = ""
+    log_metrics = log_hyperparams = lambda *_, **__: None
+
+    @property
+    def experiment(self) -> None:
+        raise RuntimeError("no API key configured")
+
+
 class NoTestData(PlainData):
     test_dataloader = LightningDataModule.test_dataloader

@@ -68,7 +68,14 @@ MISTAKES = {
     "cluster=manual cluster.node_rank=0": "cluster.main_address: there is no default; type cluster.main_address=VALUE",
     "model=vit data=text": "model.image_size: Interpolation key 'data.image_size' not found; "
     "type model.image_size=VALUE, or make another choice",
-    "trainer.max_steps": "trainer.max_steps: Error parsing override 'trainer.max_steps'",
+    "stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
+    "+stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
+    "~stratgy": "~stratgy: there is no such key. Did you mean strategy?",
+    "trainer.max_steps": "trainer.max_steps: it has no value; type trainer.max_steps=VALUE",
+    "strategy": "strategy: it has no value; type strategy=VALUE",
+    "--nosuch": "unrecognized arguments: --nosuch; a setting is KEY=VALUE, and --help lists what there is",
+    "--resolve=yes": "argument --resolve: ignored explicit argument 'yes'; "
+    "a setting is KEY=VALUE, and --help lists what there is",
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",

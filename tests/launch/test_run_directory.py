@@ -83,6 +83,51 @@ def test_so_does_one_of_two_ranks(strategy: str, request_: str, earlier: Finishe
 
 
 @pytest.fixture
+def copied(earlier: Finished, tmp_path: Path) -> Finished:
+    shutil.copytree(earlier.folder, tmp_path / "copied", symlinks=True)
+    return Finished(0, "", "", tmp_path / "copied")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json", "results.json", ".hydra/hydra.yaml"])
+def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
+    name: str, copied: Finished, train: Train
+) -> None:
+    (copied.run_dir / name).unlink()
+    (copied.run_dir / name).mkdir()
+    before = _state(copied.run_dir)
+    refused = train(*RUN, MORE, folder=copied.folder, check=False)
+    told = f"error: runs/plain/mine/{name} is no file, and the run writes one there; remove it\n"
+    assert (refused.returncode, refused.err) == (2, told)
+    assert _state(copied.run_dir) == before
+
+
+@pytest.mark.parametrize("in_the_way", ["config.yaml.partial", ".hydra"])
+def test_so_is_what_is_in_the_way_of_writing_them(in_the_way: str, copied: Finished, train: Train) -> None:
+    place = copied.run_dir / in_the_way
+    if in_the_way == ".hydra":
+        shutil.rmtree(place)
+        place.touch()
+    else:
+        place.mkdir()
+    before = _state(copied.run_dir)
+    refused = train(*RUN, MORE, folder=copied.folder, check=False)
+    assert (refused.returncode, refused.err.count("\n")) == (2, 1), refused.err
+    assert refused.err.startswith("error: the run directory can't be written: ")
+    assert _state(copied.run_dir) == before
+
+
+def test_a_logger_that_can_not_connect_leaves_an_earlier_runs_files(copied: Finished, train: Train) -> None:
+    """It finds out when it is opened, as W&B does without a key."""
+    before = _state(copied.run_dir)
+    lost = "+logger.lost._target_=tests.launch.refusing.NoKey"
+    failed = train(*RUN, MORE, lost, "resume=never", folder=copied.folder, check=False)
+    assert (failed.returncode, "RuntimeError: no API key configured" in failed.err) == (1, True), failed.err
+    after = _state(copied.run_dir)
+    told = {path for path in after.keys() | before.keys() if after.get(path) != before.get(path)}
+    assert {path.partition("/")[0] for path in told} <= {"crash", "train.log"}, told
+
+
+@pytest.fixture
 def harmed(earlier: Finished, tmp_path: Path) -> Finished:
     """The same, with tensors that are not what was written."""
     shutil.copytree(earlier.folder, tmp_path / "harmed", symlinks=True)

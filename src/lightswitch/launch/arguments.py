@@ -8,7 +8,7 @@ from lightswitch.launch import placement
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
-_GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
+GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
 _NAMES = ("run_id", "name")
 _VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra reads as something else than text
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
@@ -76,7 +76,7 @@ def _named(override: str, is_sweep: bool) -> str:
 def _choosing(override: str) -> str:
     """`precision=16` is a name, though it reads as a number, and `debug=null` means none; Hydra crashes on both."""
     group, _, choice = override.partition("=")
-    if group not in _GROUPS:
+    if group not in GROUPS:
         return override
     if choice == "null":
         return f"~{group}"

@@ -31,7 +31,7 @@ from lightswitch.launch import (
 )
 from lightswitch.launch.arguments import normalised
 from lightswitch.launch.checks import environment
-from lightswitch.launch.mistakes import Mistakes, exit_with, of_composition
+from lightswitch.launch.mistakes import Mistakes, check_flags, exit_with, of_composition
 from lightswitch.launch.sweeps import job, walk
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
                     processes.follow_parent()
                 sys.argv[1:] = normalised(sys.argv[1:])
+                check_flags(sys.argv[1:])
                 typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
                 hydra_main()
                 signals.ignore()

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.launch import changes, placement
+from lightswitch.runs.saved import set_aside
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
 
 
 def forget(run_dir: Path) -> None:
+    if (run_dir / _FILE).is_dir():  # it told nothing, and stays, as it may hold something
+        set_aside(run_dir / _FILE)
     (run_dir / _FILE).unlink(missing_ok=True)
 
 
@@ -51,13 +54,20 @@ def _read() -> dict[str, Any] | None:
         ended = json.loads(_file().read_text())
     except FileNotFoundError:
         return None
-    except ValueError:  # it is empty, or cut short, or no text
+    except (OSError, ValueError, RecursionError):  # it is empty, or cut short, or no text, or no file
         ended = None
-    if not isinstance(ended, dict) or not {"step", "limits", "go_on"} <= ended.keys():
+    if not _is_whole(ended):
         if placement.detect().rank == 0:
             log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(_file()))
         return None
-    return ended
+    return dict(ended)
+
+
+def _is_whole(ended: Any) -> bool:
+    match ended:
+        case {"step": int(), "limits": {"max_time": _, **counts}, "go_on": str() | None}:
+            return all(isinstance(counts.get(name, ""), int | None) for name in ("max_steps", "max_epochs"))
+    return False
 
 
 def _limits(cfg: DictConfig) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def _count(limit: int | None) -> float:
-    return math.inf if limit in (None, -1) else float(limit)
+    return math.inf if limit is None or limit == -1 else limit
 
 
 def _file() -> Path:

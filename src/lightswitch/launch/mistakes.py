@@ -10,11 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError
 
 from lightswitch.launch import telling
+from lightswitch.launch.arguments import GROUPS
 from lightswitch.refused import Refused
 
 EXIT_CODE = 2
@@ -51,6 +53,21 @@ def exit_with(problems: list[str]) -> NoReturn:
     raise SystemExit(EXIT_CODE)
 
 
+def check_flags(arguments: list[str]) -> None:
+    """In Hydra's words, without its usage of several lines.
+
+    Raises:
+        Mistakes: there is no such flag, or it lacks its value.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise Mistakes([f"{message}; a setting is KEY=VALUE, and --help lists what there is"])
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # or it ends the process
+    parser.parse_args(arguments)
+
+
 def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
     """' Did you mean X?' for the most similar choice, or nothing."""
     lowered = {choice.lower(): choice for choice in choices}
@@ -67,15 +84,27 @@ def of_composition(error: BaseException) -> list[str]:
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
-        return [f"{str(error.override).removeprefix('++')}: {str(error).splitlines()[0]}"]
+        return [_unparsed(str(error.override).removeprefix("++"), error)]
     if isinstance(error, InterpolationKeyError):
         return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), map(str, cause.parent_node))}"]
+        at_top = cause.full_key == str(cause.key)
+        return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), _keys(cause.parent_node, at_top))}"]
     if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]
+
+
+def _unparsed(override: str, error: OverrideParseException) -> str:
+    if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
+        return f"{override}: it has no value; type {override}=VALUE"
+    return f"{override}: {str(error).splitlines()[0]}"
+
+
+def _keys(node: DictConfig, at_top: bool) -> set[str]:
+    """At the top also the groups: what a choice of strategy holds lies elsewhere in the config."""
+    return {*map(str, node), *(GROUPS if at_top else ())}
 
 
 def _mistakes_behind(error: BaseException | None) -> Mistakes | None:
@@ -108,7 +137,8 @@ def _nothing_to_delete(path: str, error: BaseException) -> str:
     there = OmegaConf.select(cfg, parent) if parent and cfg is not None else cfg
     if isinstance(there, DictConfig) and key in there:  # Hydra takes a null for nothing
         return f"~{path}: it is null already; leave that out"
-    return f"~{path}: there is no such key.{nearest(key, map(str, there) if isinstance(there, DictConfig) else ())}"
+    choices = _keys(there, at_top=not parent) if isinstance(there, DictConfig) else ()
+    return f"~{path}: there is no such key.{nearest(key, choices)}"
 
 
 def _in_one_line(text: str) -> str:

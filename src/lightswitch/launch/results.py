@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-_FILE = "results.json"
+FILE = "results.json"
 
 
 def write(run_dir: Path, metrics: dict[str, float]) -> None:
-    (run_dir / _FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+    (run_dir / FILE).write_text(json.dumps(metrics, indent=2) + "\n")
 
 
 def read(run_dir: Path) -> dict[str, float]:
     """None of them where the run has not ended, or the file is harmed."""
     try:
-        return dict(json.loads((run_dir / _FILE).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return dict(json.loads((run_dir / FILE).read_text()))
+    except (OSError, ValueError, TypeError):
         return {}

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
+import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import claim, confidential, finished, placement, versions
+from lightswitch.launch import claim, confidential, finished, placement, results, versions
 from lightswitch.refused import Refused
 from lightswitch.runs import log as run_log
+from lightswitch.runs.saved import set_aside
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
+_LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in the run directory as they are opened
 
 
 class RunRecord(Callback):
@@ -60,7 +64,8 @@ class RunRecord(Callback):
         trainer.loggers = self._loggers
         if stage != self.mode:  # a test after fit is the same run
             self._goes_on = True
-            self._open(trainer)
+            _open(trainer.loggers)
+            self._begin_log(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._go_on(trainer)
@@ -82,26 +87,44 @@ class RunRecord(Callback):
         if self._goes_on:
             return
         self._goes_on = True
+        _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
         if trainer.is_global_zero:
             self._write()
-        self._open(trainer)
+        _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
+        self._begin_log(trainer)
 
     def _write(self) -> None:
-        _write_all({self.run_dir / name: text for name, text in self.files.items()})
+        files = {self.run_dir / name: text for name, text in self.files.items()}
+        _refuse_to_replace([*files, self.run_dir / results.FILE])
+        _write_all(files)
         if self.mode == "fit":
             finished.forget(self.run_dir)
         if self.resume == "never":
             _set_checkpoints_aside(self.run_dir)
 
-    def _open(self, trainer: Trainer) -> None:
-        """As Lightning does it, and in its order."""
+    def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             run_log.begin()
         trainer.enable_autolog_hparams = self._logs_hyperparameters
-        for logger in sorted(trainer.loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
-            getattr(logger, "experiment", None)
         if trainer.enable_autolog_hparams:
             _log_hyperparams(trainer)
+
+
+def _open(loggers: Iterable[Logger]) -> None:
+    """As Lightning does it, and in its order."""
+    for logger in sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
+        getattr(logger, "experiment", None)
+
+
+def _refuse_to_replace(paths: list[Path]) -> None:
+    """What is no file can't be replaced by one, and is found before any other is.
+
+    Raises:
+        Refused: one of them is a directory, say.
+    """
+    for path in paths:
+        if path.exists() and not path.is_file():
+            raise Refused(f"{os.path.relpath(path)} is no file, and the run writes one there; remove it")
 
 
 def _write_all(files: dict[Path, str]) -> None:
@@ -115,12 +138,13 @@ def _write_all(files: dict[Path, str]) -> None:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             beside[path].write_text(text)
+        for path, partial in beside.items():
+            partial.replace(path)
     except OSError as error:
         for partial in beside.values():
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it, or the folder, may be what is in the way
+                partial.unlink()
         raise Refused(f"the run directory can't be written: {error}") from error
-    for path, partial in beside.items():
-        partial.replace(path)
 
 
 def _files(cfg: DictConfig) -> dict[str, str]:
@@ -147,8 +171,7 @@ def _files(cfg: DictConfig) -> dict[str, str]:
 def _set_checkpoints_aside(run_dir: Path) -> None:
     """A run that starts anew where another stood: the other's are ahead of it, and would be taken for its newest."""
     if (checkpoints := run_dir / "checkpoints").exists():
-        aside = (run_dir / f"checkpoints_{number}" for number in itertools.count(1))
-        checkpoints.rename(next(path for path in aside if not path.exists()))
+        set_aside(checkpoints)
 
 
 def _git(*arguments: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +17,9 @@ def yaml(path: Path) -> Any:
         return OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException):
         return None
+
+
+def set_aside(path: Path) -> None:
+    """Rename it to the first that is free of `checkpoints_1`, `checkpoints_2`, …"""
+    others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(other for other in others if not other.exists()))

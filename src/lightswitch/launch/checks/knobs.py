@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import scaled_learning_rate
+from lightswitch.launch.arguments import GROUPS
 from lightswitch.launch.checks import nodes
 from lightswitch.launch.mistakes import nearest
 
@@ -51,12 +52,12 @@ def _raw_keys(node: Any) -> list[Any]:
 
 
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
-    """A `+key=` that resembles a key there is; any other is a variable of the user's own."""
+    """A `+key=` that resembles a key there is, or nearly is a group's; any other is a variable of the user's own."""
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
         if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
             hint = nearest(key, [known for known in cfg if known != key])
-            if hint:
+            if hint := hint or ("" if key in GROUPS else nearest(key, GROUPS, alike=0.85)):
                 yield f"{key}: there is no such key.{hint}"
 
 
