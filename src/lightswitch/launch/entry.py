@@ -64,6 +64,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except signals.Stopped as stopped:
                 _stop(stopped, cfg)
             except processes.Ended:
+                signals.ignore()
                 processes.end_ranks()
                 raise
             except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
@@ -108,6 +109,7 @@ def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
         blame.log(error)
         _stop(behind, cfg)
     code = blame.answer(error, cfg)
+    signals.ignore()  # of the ranks' launcher, which ends those that are left when one has ended
     if isinstance(error, Refused):
         _remove_empty_run_directory()
     processes.end_ranks()
