@@ -62,6 +62,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             except signals.Stopped as stopped:
                 _stop(stopped, cfg)
             except processes.Ended:
+                signals.ignore()
                 processes.end_ranks()
                 raise
             except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
@@ -109,6 +110,7 @@ def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
         blame.log(error, cfg)
         _stop(behind, cfg)
     code = blame.answer(error, cfg)
+    signals.ignore()  # of the ranks' launcher, which ends those that are left when one has ended
     processes.end_ranks()
     claim.give_back()
     claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once

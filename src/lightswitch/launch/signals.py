@@ -135,7 +135,7 @@ def _enforce(heard: socket.socket) -> None:
         asked = [number for number in numbers if number in CAUGHT]
         if asked and not processes.have_failed.is_set() and (interrupts > 1 or not (_deferred or _forwarding)):
             time.sleep(_PATIENCE_SECONDS)
-            if interrupts > 1 or not _deferred:
+            if (interrupts > 1 or not _deferred) and not processes.have_failed.is_set():
                 by = _received or signal.Signals(asked[0])
                 if placement.detect().rank == 0:
                     os.write(sys.stderr.fileno(), f"stopped    by {by.name}, at once\n".encode())
