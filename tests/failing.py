@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from tests.plain import PlainData, PlainModel
 
-How = Literal["raises", "refuses", "is killed", "runs out of memory", "may write no more", "hangs", "nothing"]
+How = Literal[
+    "raises",
+    "refuses",
+    "is killed",
+    "runs out of memory",
+    "sees another run out of memory",
+    "may write no more",
+    "hangs",
+    "nothing",
+]
 
 
 class FailingModel(PlainModel):
@@ -66,6 +76,11 @@ def fail(how: How) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "runs out of memory":
         run_out_of_memory()
+    if how == "sees another run out of memory":
+        other = multiprocessing.get_context("fork").Process(target=run_out_of_memory)
+        other.start()
+        other.join()
+        raise RuntimeError("this is the bug")
     if how == "may write no more":  # as on a disk that is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if how == "hangs":

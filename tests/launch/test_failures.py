@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 
 import pytest
 
@@ -11,6 +13,10 @@ from tests.conftest import Finished, Train, runs_in
 RUN = (
     *("model._target_=tests.failing.FailingModel", "data._target_=tests.plain.PlainData", "run_id=mine"),
     *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4"),
+)
+# Beside the tests of ranks that are killed, as the kernel's count of processes killed for memory is the machine's.
+with_cgroups = pytest.mark.skipif(
+    not os.access("/sys/fs/cgroup/memory/cgroup.procs", os.W_OK), reason="needs root, and control groups' first version"
 )
 
 
@@ -33,6 +39,22 @@ def test_of_an_error_one_rank_alone_speaks_and_it_is_the_right_one(raised: Finis
     assert said == "RuntimeError: this is the bug"
     assert where.startswith("crash report: runs/failingmodel/mine/crash/")
     assert raised.returncode == 1
+
+
+@with_cgroups
+def test_a_loaders_worker_that_was_killed_for_memory_is_named_and_so_is_its_node(train: Train) -> None:
+    data = ("data._target_=tests.launch.raising.RaisingData", "data.where=sample", "data.workers=1")
+    of_model = ("model._target_=tests.plain.PlainModel", "strategy=single", "data.error='out of memory'")
+    failed = train(*RUN, *of_model, *data, check=False)
+    assert failed.returncode == 1
+    assert re.search(r"DataLoader worker .* SIGKILL|by signal: Killed", failed.err)
+    assert f"; {socket.gethostname()} ran out of memory\n" in failed.err
+
+
+@with_cgroups
+def test_another_process_that_the_kernel_killed_for_memory_is_not_blamed_for_a_bug(train: Train) -> None:
+    failed = _failed(train, "model.how='sees another run out of memory'")
+    assert failed.err.splitlines()[0].endswith(" failed: RuntimeError: this is the bug")
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])

@@ -17,7 +17,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.launch import blame, crash, processes, signals
 from lightswitch.launch.crash import CrashReport
-from lightswitch.launch.watch import sockets
+from lightswitch.launch.watch import loader_workers, sockets
 from lightswitch.launch.watch.failure import FAILED, Failure, Rank, RanksFailed, node_name
 from lightswitch.launch.watch.member import Member
 from lightswitch.launch.watch.sockets import Way
@@ -97,7 +97,7 @@ class Watch(Callback):
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
         own = blame.failure(error, self.cfg, rank)
-        if own.exit_code == FAILED and oom_kills() > self._oom_kills:
+        if own.exit_code == FAILED and loader_workers.was_killed(error) and oom_kills() > self._oom_kills:
             return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
         return own
 

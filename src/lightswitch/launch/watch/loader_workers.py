@@ -18,19 +18,33 @@ def cause(error: BaseException) -> str | None:
     torch raises what was raised in a worker again, as one that begins with where it was caught; of a worker that was
     killed it knows the process alone.
     """
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = _owners(error)
     wrapper: Any = owners[-1] if owners else None
     if type(wrapper).__name__ == "ExceptionWrapper":
         *_, last = str(wrapper.exc_msg).strip().splitlines()
         return f"{last} ({wrapper.where})"
-    workers = list(dict.fromkeys(worker for owner in owners for worker in _workers(owner)))
+    workers = _workers(owners)
     if isinstance(error, EOFError | ConnectionError):  # a process that ends closes its pipes before it has ended
         wait([worker.sentinel for worker in workers], _SETTLE_SECONDS)
     dead = [f"DataLoader worker process {one.pid} {_ended(one.exitcode)}" for one in workers if one.exitcode]
     return ", ".join(dead) or None
 
 
-def _workers(owner: Any) -> Iterator[BaseProcess]:
+def was_killed(error: BaseException) -> bool:
+    """Whether the error came of a worker that was killed by SIGKILL, as the kernel does where memory ran out."""
+    return any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
+
+
+def _owners(error: BaseException) -> list[Any]:
+    """The objects whose methods the error passed through, the outermost first; None for a function."""
+    return [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _workers(owners: list[Any]) -> list[BaseProcess]:
+    return list(dict.fromkeys(worker for owner in owners for worker in _workers_of(owner)))
+
+
+def _workers_of(owner: Any) -> Iterator[BaseProcess]:
     found = getattr(owner, "_workers", None)
     return (worker for worker in found if isinstance(worker, BaseProcess)) if isinstance(found, list) else iter(())
 
