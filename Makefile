@@ -22,7 +22,7 @@ help: ## list the targets
 train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devices=2"
 	$(PYTHON) train.py $(ARGS)
 
-test: lint types ## run all that CI runs: make test ARGS="tests/slurm -k hostname" selects tests
+test: lint types ## run all that CI runs: make test ARGS="tests/engine/slurm -k hostname" selects tests
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-quick: lint types ## run what takes few minutes, while working on something
@@ -57,9 +57,9 @@ constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows,
 	mv .venv/constraints.txt constraints.txt
 
 tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for docs/ (an hour)
-	$(PYTHON) -m tests.tables.matrix
-	$(PYTHON) -m tests.tables.resume
-	$(PYTHON) -m tests.tables.failures
+	$(PYTHON) -m tests.engine.tables.matrix
+	$(PYTHON) -m tests.engine.tables.resume
+	$(PYTHON) -m tests.engine.tables.failures
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -10,20 +10,22 @@ sbatch slurm/multinode.sh strategy=ddp
 
 from omegaconf import DictConfig
 
-from lightswitch.launch import claim, finished, preflight
 from lightswitch.launch.entry import entry
+from lightswitch.preflight.check import check
+from lightswitch.runs import claim, finished
 
 
 @entry(config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> None:
-    plan = preflight.check(cfg)  # what is wrong with the config is told before torch is imported
+    plan = check(cfg)  # what is wrong with the config is told before torch is imported
     if finished.before(cfg):
         return
     claim.take(cfg)  # no other start writes the run directory meanwhile
 
     from lightning.pytorch import seed_everything
 
-    from lightswitch.launch import build, report, resume, stages
+    from lightswitch.launch import build, report, stages
+    from lightswitch.runs import resume
 
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     model, data, trainer = build.build(cfg, plan)

@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from lightswitch.launch import build, preflight, resolvers
-from lightswitch.launch.arguments import normalised
+from lightswitch.config.overrides import normalised
+from lightswitch.launch import build, resolvers
+from lightswitch.preflight.check import check
 
 CONF = Path(__file__).parents[1] / "conf"
 WARMUP_STEPS = 20
@@ -47,7 +48,7 @@ def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[
 def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
     """`python train.py`, with all that is on by default."""
     with composed(overrides, folder, turns.steps) as cfg:
-        model, data, trainer = build.build(cfg, preflight.check(cfg))
+        model, data, trainer = build.build(cfg, check(cfg))
         _fit(trainer, model, data, turns)
 
 

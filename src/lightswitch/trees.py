@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 MARK = ".lightswitch"  # an empty file in each of them
 

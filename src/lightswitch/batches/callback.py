@@ -19,7 +19,7 @@ from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
 from lightswitch.batches.randomness import mix, seed_generators
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 CYCLE = "max_size_cycle"  # Lightning's own choice for a list or a dict of loaders
 

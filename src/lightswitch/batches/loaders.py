@@ -12,7 +12,7 @@ from lightswitch.batches.order import EvaluationSlices, TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.randomness import SeededSamples
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 
 def obstacle(loader: object) -> str | None:

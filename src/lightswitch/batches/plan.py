@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
+from lightswitch.errors import BatchError
+
 # Trainer arguments that Lightning counts in micro batches. Users count in steps, whatever the accumulation.
 _COUNTED_IN_MICRO_BATCHES = ("limit_train_batches", "val_check_interval", "overfit_batches", "fast_dev_run")
-
-
-class BatchError(ValueError):
-    """A batch that cannot be cut evenly; the message holds the equation and what to type instead."""
 
 
 @dataclass(frozen=True)

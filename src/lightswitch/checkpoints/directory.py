@@ -27,16 +27,12 @@ from lightswitch.checkpoints import disk, index, manifest, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
 from lightswitch.checkpoints.ranks import OfAll, Ranks, Unanswered
-from lightswitch.refused import LostRank, Refused
+from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
 from lightswitch.trees import make_tree, remove_tree
 
 log = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
-
-
-class UnwrittenCheckpoint(Refused, OSError):
-    """A disk that is full, or gone."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:

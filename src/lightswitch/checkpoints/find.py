@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.batches.position import Position, saved_position
 from lightswitch.checkpoints import directory, foreign
-from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint, shown, unreadable, why
+from lightswitch.checkpoints.reader import Reader, shown, unreadable, why
+from lightswitch.errors import UnfitCheckpoint
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 
 class InitialWeights(Callback):

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightswitch.checkpoints import directory, disk
+from lightswitch.errors import UnwrittenCheckpoint
 
 _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # as `save` gives it, and nobody else
 
@@ -71,9 +72,7 @@ class LastCheckpoints(Checkpoint):
             directory.put(beside, self.folder / "last.ckpt")
         except OSError as error:
             told = disk.told(error, rank=0)
-            raise directory.UnwrittenCheckpoint(
-                f"last.ckpt could not be made to point to {path.name}: {told}"
-            ) from error
+            raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):
             self._removed.add(old)  # or what is not removed would be told of at each save
             directory.remove(old)

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from lightswitch.checkpoints import best, directory, find, names
 from lightswitch.checkpoints.piece import Piece
 from lightswitch.checkpoints.ranks import Ranks
-from lightswitch.checkpoints.reader import Reader, UnfitCheckpoint
+from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
-from lightswitch.refused import LostRank
+from lightswitch.errors import LostRank, UnfitCheckpoint
 
 log = logging.getLogger(__name__)
 

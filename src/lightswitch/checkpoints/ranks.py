@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.checkpoints import disk
-from lightswitch.refused import LostRank
+from lightswitch.errors import LostRank
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
 _SETTLE_SECONDS = 2.0  # between the first rank that a collective has failed on and the last

@@ -19,13 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightswitch.checkpoints import directory, disk, foreign
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.refused import Refused
+from lightswitch.errors import UnfitCheckpoint
 
 Told = Callable[[int], None]  # takes the number of bytes that were just read
-
-
-class UnfitCheckpoint(Refused):
-    """A checkpoint that can't be read, or that isn't one of this model and optimizer."""
 
 
 class Reader:

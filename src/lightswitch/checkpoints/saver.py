@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.refused import LostRank
+from lightswitch.errors import LostRank
 
 Action = Callable[[], None]
 

@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from lightswitch.cluster import consistency, environments, handshake, rendezvous
+from lightswitch.cluster.consistency import Evidence
+from lightswitch.cluster.rendezvous import Place
+from lightswitch.cluster.sealed import Values
 from lightswitch.doctor import machine, network
 from lightswitch.doctor.report import Report
-from lightswitch.launch import agreement, cluster, meeting, rendezvous
-from lightswitch.launch.agreement import Evidence
-from lightswitch.launch.confidential import Values
-from lightswitch.launch.rendezvous import Place
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 RUNS = Path("runs")
 CODE = ("train.py", "conf", "src")
@@ -48,10 +48,10 @@ def main() -> None:
 
 
 def _examine(report: Report, timeout_seconds: float) -> None:
-    environment = cluster.detect()
+    environment = environments.detect()
     rank, local_rank, world_size = environment.global_rank(), environment.local_rank(), environment.world_size()
     found = machine.look(local_rank, RUNS)
-    versions = agreement.software(on_gpu=torch.cuda.is_available())
+    versions = consistency.software(on_gpu=torch.cuda.is_available())
     if world_size == 1:
         report.machines([asdict(found)])
         report.software(versions, asdict(found))
@@ -66,10 +66,10 @@ def _examine(report: Report, timeout_seconds: float) -> None:
     others = _unreached(store, place, everyone, found.node, report)
     if others or len(everyone) < world_size:
         return
-    code = agreement.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
+    code = consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
     shared = RUNS if RUNS.exists() else Path()
     agreed = PrefixStore("agreement", store)
-    verdict = meeting.agree(agreed, place, Evidence(versions, code), Values({}), shared, tell=False)
+    verdict = handshake.agree(agreed, place, Evidence(versions, code), Values({}), shared, tell=False)
     report.problems += [verdict] if verdict and rank == 0 else []
     _measure(store, place, local_rank, report)
 

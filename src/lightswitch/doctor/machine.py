@@ -14,8 +14,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightswitch.launch import variables
-from lightswitch.strategies import deepspeed_ops
+from lightswitch.cluster import variables
+from lightswitch.deepspeed import ops
 
 _OPS = ("cpu_adam", "fused_adam", "async_io")
 _LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB where nobody asked for more
@@ -123,7 +123,7 @@ def _ops() -> Iterator[str]:
         yield "DeepSpeed is not installed"
         return
     for op in _OPS:
-        yield f"{op} {'not built' if list(deepspeed_ops.problems(op, op)) else 'built'}"
+        yield f"{op} {'not built' if list(ops.problems(op, op)) else 'built'}"
 
 
 def _gib(count: int) -> str:

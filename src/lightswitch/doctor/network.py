@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lightswitch.launch.rendezvous import Place
+from lightswitch.cluster.rendezvous import Place
 
 _REACH_SECONDS = 5.0
 _TIMES = {8: 50, 2**20: 10, 2**24: 3}  # bytes: how often they are reduced

@@ -18,19 +18,20 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
-from lightswitch.launch import blame, crash, meeting, processes
-from lightswitch.launch.hyperparameters import CleanHyperparameters
-from lightswitch.launch.mistakes import Mistakes
-from lightswitch.launch.predictions import PredictionWriter
-from lightswitch.launch.preemption import Preemption
-from lightswitch.launch.process_logging import ProcessLogging
-from lightswitch.launch.run_directory import RunRecord
-from lightswitch.launch.subprocesses import with_word
-from lightswitch.launch.watch.callback import Watch
-from lightswitch.launch.watch.failure import shown
-from lightswitch.launch.watch.verdict import Limits
+from lightswitch.cluster import processes
+from lightswitch.errors import Refused, RefusedRequest
+from lightswitch.fault_tolerance import classify, crash_report
+from lightswitch.fault_tolerance.failure import shown
+from lightswitch.fault_tolerance.launchers import with_word
+from lightswitch.fault_tolerance.preemption import Preemption
+from lightswitch.fault_tolerance.watchdog.callback import Watch
+from lightswitch.fault_tolerance.watchdog.verdict import Limits
+from lightswitch.launch import meeting
 from lightswitch.monitoring.model_size import ModelSize
-from lightswitch.refused import Refused
+from lightswitch.runs.hyperparameters import CleanHyperparameters
+from lightswitch.runs.predictions import PredictionWriter
+from lightswitch.runs.process_logging import ProcessLogging
+from lightswitch.runs.record import RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ _NOT_THE_USERS = ("lightning", "lightswitch", "torch")  # what these say of thei
 def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     """
     Raises:
-        Mistakes: with what each constructor says of its arguments, all at once, and where the user's own say it.
+        RefusedRequest: with what each constructor says of its arguments, all at once, and where the user's own say it.
     """
     gc.freeze()  # what was imported stays: it is not to be looked through again and again
     gc.enable()
@@ -59,7 +60,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(refusals)
-    batch, report = GlobalBatch(plan, cfg.seed), crash.of(Path(HydraConfig.get().runtime.output_dir))
+    batch, report = GlobalBatch(plan, cfg.seed), crash_report.of(Path(HydraConfig.get().runtime.output_dir))
     watch = Watch(cfg, report, batch, Limits(**cfg.watch))
     engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(_job_logging()), CleanHyperparameters(cfg)]
@@ -84,7 +85,7 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
 def _raise(refusals: list[Refused]) -> None:
     if refusals:
         problems = [problem for refusal in refusals for problem in refusal.problems]
-        raise Mistakes(problems, "\n".join(refusal.details for refusal in refusals if refusal.details))
+        raise RefusedRequest(problems, "\n".join(refusal.details for refusal in refusals if refusal.details))
 
 
 def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
@@ -96,12 +97,12 @@ def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argumen
         if isinstance(cause, Refused):
             refusals.append(cause)
             return None
-        if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and blame.raised_in(cause))):
+        if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and classify.raised_in(cause))):
             raise
         key = getattr(error, "full_key", None) or name
         told = str(cause)
         details = shown(cause) if _is_of_user(cause) else ""
-        refusals.append(Mistakes([told if told.startswith(name) else f"{key}: {told}"], details))
+        refusals.append(RefusedRequest([told if told.startswith(name) else f"{key}: {told}"], details))
         return None
 
 

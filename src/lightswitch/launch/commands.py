@@ -9,8 +9,8 @@ import sys
 from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
-from lightswitch.launch import placement
-from lightswitch.launch.arguments import quoted, shortened
+from lightswitch.cluster import placement
+from lightswitch.config.overrides import quoted, shortened
 
 _PLACE = ("run_id", "resume", "init_from", "hydra.mode")  # where a run starts: it goes on in its own directory
 _READ_BY_FIT_ALONE = (

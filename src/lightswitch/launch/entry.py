@@ -18,21 +18,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.launch import (
-    blame,
-    claim,
-    commands,
-    composition,
-    placement,
-    processes,
-    requeue,
-    resolvers,
-    signals,
-)
-from lightswitch.launch.arguments import normalised
-from lightswitch.launch.checks import environment
-from lightswitch.launch.mistakes import Mistakes, check_flags, exit_with, of_composition
-from lightswitch.launch.sweeps import job, walk
+from lightswitch.cluster import placement, processes
+from lightswitch.config import composition
+from lightswitch.config.hydra_errors import check_flags, of_composition
+from lightswitch.config.overrides import normalised
+from lightswitch.errors import Ended, RefusedRequest, Stopped
+from lightswitch.fault_tolerance import requeue, signals
+from lightswitch.launch import commands, ending, resolvers
+from lightswitch.preflight import environment
+from lightswitch.runs import claim
+from lightswitch.sweeps import job, multirun
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +53,10 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             composed = True
             try:
                 main(cfg)
-                processes.part()
-            except signals.Stopped as stopped:
+                ending.leave_watchdog()
+            except Stopped as stopped:
                 _stop(stopped, cfg)
-            except processes.Ended:
+            except Ended:
                 signals.ignore()
                 processes.end_ranks()
                 raise
@@ -78,7 +73,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             signals.catch()
             gc.disable()  # until all is imported (lightswitch.launch.build): many objects, and little garbage
             composition.shorten()
-            walk.oversee()
+            multirun.oversee()
             resolvers.register()
             try:
                 environment.check()
@@ -89,13 +84,13 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
                 hydra_main()
                 signals.ignore()
-            except signals.Stopped as stopped:
+            except Stopped as stopped:
                 signals.ignore()
                 raise requeue.after(stopped) from None
-            except (HydraException, OmegaConfBaseException, OSError, Mistakes) as error:
+            except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
                 if composed:
                     raise
-                exit_with(of_composition(error))
+                ending.exit_with(of_composition(error))
             finally:
                 claim.give_back()
 
@@ -105,11 +100,11 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 
 
 def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
-    behind = None if blame.is_known() else signals.behind(error)  # launchers end the ranks left over
+    behind = None if ending.is_known() else signals.behind(error)  # launchers end the ranks left over
     if behind is not None:
-        blame.log(error, cfg)
+        ending.log(error, cfg)
         _stop(behind, cfg)
-    code = blame.answer(error, cfg)
+    code = ending.answer(error, cfg)
     signals.ignore()  # of the ranks' launcher, which ends those that are left when one has ended
     processes.end_ranks()
     claim.give_back()
@@ -121,8 +116,8 @@ def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
     raise RuntimeError(f"the run was ended before it was finished, by {error!r}") from error
 
 
-def _stop(stopped: signals.Stopped, cfg: DictConfig) -> NoReturn:
-    processes.part_early()
+def _stop(stopped: Stopped, cfg: DictConfig) -> NoReturn:
+    ending.withdraw_from_watchdog()
     processes.end_ranks()
     if placement.detect().rank == 0:
         log.info("stopped    by %s", stopped.by.name)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -18,18 +14,17 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
-from lightswitch.launch import agreement, claim, confidential, rendezvous
-from lightswitch.launch.agreement import Evidence
-from lightswitch.launch.confidential import Values
-from lightswitch.launch.rendezvous import Place
-from lightswitch.launch.sealed import Sealed
-from lightswitch.launch.watch.callback import Watch
-from lightswitch.refused import Refused, ToldElsewhere
+from lightswitch.cluster import consistency, rendezvous
+from lightswitch.cluster.consistency import Evidence
+from lightswitch.cluster.handshake import agree
+from lightswitch.cluster.rendezvous import Place
+from lightswitch.cluster.sealed import Values
+from lightswitch.config import confidential
+from lightswitch.errors import Refused, ToldElsewhere
+from lightswitch.fault_tolerance.watchdog.callback import Watch
+from lightswitch.runs import claim
 
 _OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
-_LAG_SECONDS = 10.0  # until a file that another node wrote is seen on a shared file system
-_PARTING_SECONDS = 5.0
-_POLL_SECONDS = 0.01
 
 
 def arrange(cfg: DictConfig, trainer: Trainer, watch: Watch) -> None:
@@ -55,11 +50,11 @@ def arrange(cfg: DictConfig, trainer: Trainer, watch: Watch) -> None:
 
 def _evidence(cfg: DictConfig, trainer: Trainer) -> Evidence:
     conf = [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
-    code = [Path(sys.argv[0]).resolve(), *conf, *agreement.package(__name__)]
+    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.package(__name__)]
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
-        code += agreement.package(node._target_)
-    versions = agreement.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
-    return Evidence(versions, agreement.digests(code))
+        code += consistency.package(node._target_)
+    versions = consistency.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
+    return Evidence(versions, consistency.digests(code))
 
 
 @dataclass
@@ -91,7 +86,9 @@ class Meeting:
         place = self._place()
         store = rendezvous.come(place, "meeting")
         is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
-        verdict = agree(store, place, self.evidence, self.values, self.run_dir, tell=not is_spawned)
+        verdict = agree(
+            store, place, self.evidence, self.values, self.run_dir, tell=not is_spawned, refusal=claim.refusal()
+        )
         if verdict and is_spawned:
             raise Refused(verdict)  # the process that started this one tells it
         if verdict:
@@ -105,82 +102,3 @@ class Meeting:
         rank = cluster.node_rank() * len(devices) + cluster.local_rank()
         world_size = self.nodes * len(devices)
         return Place(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
-
-
-def agree(store: Store, place: Place, evidence: Evidence, values: Values, run_dir: Path, tell: bool) -> str:
-    """What is wrong with the processes, in a line that each of them gets; nothing, if they agree.
-
-    The store has versions, digests of code, and one keyed digest of all values, until everyone has been heard.
-
-    Args:
-        tell: rank 0 prints the line, before the others know it: the first one to exit may take all with it.
-    """
-    own = replace(evidence, rank=place.rank, node=socket.gethostname(), run_dir=str(run_dir.absolute()))
-    verdict = (
-        _judge(store, place, own, values, run_dir, tell) if place.rank == 0 else _attend(store, own, values, run_dir)
-    )
-    if store.add("heard", 1) == place.world_size and not verdict:  # the last one clears up
-        store.delete_key("verdict")
-        store.delete_key("heard")
-    return verdict
-
-
-def _judge(store: Store, place: Place, own: Evidence, values: Values, run_dir: Path, tell: bool) -> str:
-    refusal = claim.refusal()
-    sealed = Sealed.make(run_dir, values)
-    try:
-        own = replace(own, config=sealed.digest)
-        store.set("config", own.config)
-        store.set("folder", sealed.folder.name)
-        store.set("0", _sent(own))
-        missing = rendezvous.missing(store, place)
-        verdict = refusal or (_waited(missing, place) if missing else _difference(store, place, sealed))
-    finally:
-        sealed.remove()
-    if verdict and tell:
-        print(f"error: {verdict}", file=sys.stderr, flush=True)
-    if not verdict:
-        for key in ("config", "folder", *map(str, range(place.world_size))):
-            store.delete_key(key)
-    store.set("verdict", verdict)
-    if verdict:  # this process may be the one that serves the store
-        _wait_until(lambda: store.add("heard", 0) + len(missing) + 1 >= place.world_size, _PARTING_SECONDS)
-    return verdict
-
-
-def _difference(store: Store, place: Place, sealed: Sealed) -> str:
-    sent = store.multi_get([str(rank) for rank in range(place.world_size)])
-    return agreement.difference([Evidence(**json.loads(one)) for one in sent], sealed.read) or ""
-
-
-def _attend(store: Store, own: Evidence, values: Values, run_dir: Path) -> str:
-    # a file system that lags keeps what it has once seen, so nobody looks before the file is written
-    sealed = Sealed.find(run_dir, store.get("folder").decode(), values, _LAG_SECONDS)
-    if sealed is not None:
-        own = replace(own, config=sealed.digest)
-        if own.config != store.get("config").decode():
-            sealed.leave()
-    store.set(str(own.rank), _sent(replace(own, sees_run_directory=sealed is not None)))
-    return store.get("verdict").decode()
-
-
-def _sent(evidence: Evidence) -> str:
-    return json.dumps(asdict(evidence))
-
-
-def _waited(missing: list[int], place: Place) -> str:
-    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks, from rank {missing[0]} on,"
-    return (
-        f"{ranks} of {place.world_size} did not come to {place.address}:{place.port} in {place.timeout_seconds:g} s; "
-        f"look whether all were started, and what they say, or wait longer: "
-        f"meet_timeout_seconds={2 * place.timeout_seconds:g}"
-    )
-
-
-def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    end = time.monotonic() + timeout_seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True

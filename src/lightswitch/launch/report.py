@@ -16,10 +16,11 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
-from lightswitch.launch import changes, commands, finished, results
-from lightswitch.launch.resume import Start, shown
+from lightswitch.launch import commands
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
+from lightswitch.runs import changes, finished, results
+from lightswitch.runs.resume import Start, shown
 
 log = logging.getLogger(__name__)
 

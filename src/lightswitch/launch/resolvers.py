@@ -5,9 +5,9 @@ from __future__ import annotations
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.launch import placement
-from lightswitch.launch.mistakes import Mistakes
-from lightswitch.launch.run_id import new_run_id
+from lightswitch.cluster import placement
+from lightswitch.errors import RefusedRequest
+from lightswitch.runs.run_id import new_run_id
 
 
 def register() -> None:
@@ -22,6 +22,8 @@ def _run_name(*, _root_: DictConfig) -> str:
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # a sweep names its directory before it has jobs
     choice = hydra.runtime.choices.get("model")
     if choice is None and "model" not in _root_:
-        raise Mistakes(["model: the config has no such key, and the engine reads it; give it back to config.yaml"])
+        raise RefusedRequest(
+            ["model: the config has no such key, and the engine reads it; give it back to config.yaml"]
+        )
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # of a choice in a folder of its own

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.launch import signals
-from lightswitch.launch.resume import shown
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
+from lightswitch.fault_tolerance import signals
+from lightswitch.runs.resume import shown
 
 log = logging.getLogger(__name__)
 

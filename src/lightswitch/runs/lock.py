@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 from lightswitch.runs import holder
 from lightswitch.runs.holder import Holder
 

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 from lightswitch.strategies.unused import listed
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
 from lightswitch.strategies.replicated import replicated_parameters

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics

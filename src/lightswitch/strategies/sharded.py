@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import share
 from lightswitch.strategies.replicated import average_gradient

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
 
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 from lightswitch.strategies.fsdp import FSDP
 
 

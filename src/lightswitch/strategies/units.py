@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightswitch.refused import Refused
+from lightswitch.errors import Refused
 
 
 def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str, nn.Module]:

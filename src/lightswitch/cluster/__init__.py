@@ -1,0 +1,1 @@
+"""Who started this process, and how the processes of a run meet and agree."""

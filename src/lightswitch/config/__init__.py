@@ -1,0 +1,1 @@
+"""From the command line to a config: overrides as people type them, Hydra, and what its errors mean."""

@@ -1,0 +1,187 @@
+"""What of a config is written and told nowhere: the values that it takes from the environment, passwords among them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import quote, quote_plus
+
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from lightswitch.cluster.sealed import Values
+
+Path = tuple[str | int, ...]  # of a value, from the config's root
+
+_LIKE_A_SECRET = re.compile(r"key|token|secret|passw|pwd|credential|auth|jwt|cookie|private|bearer", re.IGNORECASE)
+_REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another value of the config
+_LEAST_LENGTH = 8  # of a value that is looked for inside of other text: a shorter one may be there by chance
+
+
+@dataclass(frozen=True)
+class FromEnvironment:
+    """A value of a config that an interpolation has taken from the environment.
+
+    Args:
+        written: the interpolation, as `${oc.env:NAME}`.
+        parts: what the variables hold that it is made of, by their names.
+    """
+
+    value: Any
+    written: str
+    parts: Mapping[str, str]
+
+
+class _Asked(NamedTuple):
+    """A question to ``oc.env``."""
+
+    written: str  # the whole node that asks
+    name: str
+
+
+def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
+    """The values for which ``oc.env`` is asked when they are resolved, be it by way of other values."""
+    if "oc.env" not in str(OmegaConf.to_container(cfg, resolve=False)):
+        return {}
+    asked: list[_Asked] = []
+
+    def env(*arguments: Any, _node_: Any) -> str | None:
+        asked.append(_Asked(str(_node_._value()), str(arguments[0])))
+        return oc.env(*arguments)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        return dict(_looked_up(cfg, (), asked))
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _looked_up(
+    node: DictConfig | ListConfig, path: Path, asked: list[_Asked]
+) -> Iterator[tuple[Path, FromEnvironment]]:
+    keys: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    raw: Any = OmegaConf.to_container(node, resolve=False)
+    for key in keys:
+        asked.clear()
+        value = None
+        with contextlib.suppress(OmegaConfBaseException):  # of what is missing, others tell
+            value = node[key]
+        if asked:
+            written = asked[0].written if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
+            parts = {one.name: os.environ[one.name] for one in asked if one.name in os.environ}
+            yield (*path, key), FromEnvironment(value, written, parts)
+        elif isinstance(value, DictConfig | ListConfig):
+            yield from _looked_up(value, (*path, key), asked)
+
+
+def written(cfg: DictConfig) -> DictConfig:
+    """``cfg`` resolved, but for what comes from the environment: that stays an interpolation."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    for (*path, last), found in from_environment(cfg).items():
+        node = plain
+        for key in path:
+            node = node[key]
+        node[last] = found.written
+    unresolved: DictConfig = OmegaConf.create(plain)
+    return unresolved
+
+
+def overrides(hydra: HydraConf) -> list[str]:
+    """Those of the command line, as they were typed: read one by one, their interpolations would be resolved."""
+    typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return list(typed)
+
+
+def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
+    """
+    Args:
+        without: prefixes of keys.
+    """
+    flat = {key: text for key, text in _flat(OmegaConf.to_container(cfg, resolve=True)) if not key.startswith(without)}
+    outside = [".".join(map(str, path)) for path in from_environment(cfg)]
+    hidden = {key for key in flat if _LIKE_A_SECRET.search(key.rpartition(".")[2])}
+    hidden |= {
+        key for key in flat for other in outside if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
+    }
+    return Values(flat, frozenset(hidden))
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict) and node:
+        for name, child in node.items():
+            yield from _flat(child, f"{path}.{name}")
+    else:
+        yield path.removeprefix("."), str(node)
+
+
+@dataclass(frozen=True)
+class Cleaner:
+    """Puts interpolations in the place of the values that they give, and of the variables that these are made of.
+
+    Args:
+        texts: those values, in the forms in which errors show them, with the interpolations; the longest first, as one
+            may be a part of another.
+    """
+
+    texts: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> Cleaner:
+        outside = from_environment(cfg).values()
+        whole = {one.value: one.written for one in outside if isinstance(one.value, str)}
+        parts = {value: f"${{oc.env:{name}}}" for one in outside for name, value in one.parts.items()}
+        whole, parts = (
+            {value: written for value, written in found.items() if value and not _is_path(value)}
+            for found in (whole, parts)
+        )
+        shown = {
+            form: written
+            for value, written in [*parts.items(), *whole.items()]
+            for form in _forms(value, written)
+            if len(form) >= _LEAST_LENGTH
+        }
+        return cls(tuple(sorted((shown | whole).items(), key=lambda pair: -len(pair[0]))))
+
+    def cleaned(self, value: Any) -> Any:
+        """Text, or what holds any."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, dict):
+            return type(value)({key: self.cleaned(item) for key, item in value.items()})
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self.cleaned(item) for item in value)
+        return value
+
+    def _text(self, text: str) -> str:
+        for value, written in self.texts:
+            if text == value:
+                return written
+            if len(value) >= _LEAST_LENGTH:
+                text = text.replace(value, written)
+        return text
+
+
+def _forms(value: str, written: str) -> Iterator[str]:
+    """A value as it is, and as an error may show it: by its repr, as JSON, in a URL, in one line, or line by line.
+
+    A line that is in the interpolation, too, was typed.
+    """
+    lines = (line.strip() for line in value.splitlines())
+    for text in (value, *(line for line in lines if line not in written)):
+        yield from (text, json.dumps(text)[1:-1], " ".join(text.split()))
+        in_repr = repr(text)[1:-1]
+        yield from (in_repr, in_repr.replace("'", r"\'"))  # the second beside a double quote
+        with contextlib.suppress(UnicodeEncodeError):  # bytes that are no text
+            yield from (quote(text), quote(text, safe=""), quote_plus(text))
+
+
+def _is_path(text: str) -> bool:
+    """A folder that the environment names is no secret, and tracebacks are read with it."""
+    return os.path.isabs(text) and os.path.exists(text)

@@ -1,0 +1,117 @@
+"""What a user can mend, told in a line each: what was found, what was expected, what to type instead."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError
+
+from lightswitch.config.overrides import GROUPS
+from lightswitch.errors import RefusedRequest, nearest
+
+_STRATEGIES = {  # that Lightning knows by these names: what to type here
+    "dp": "DataParallel is gone from Lightning; use strategy=ddp, which starts a process for each device",
+    "ddp_notebook": "use strategy=ddp_fork",
+    "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
+    "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
+    "fsdp2": "use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
+    "fsdp_cpu_offload": "use strategy=fsdp_offload",
+    "fsdp_native": "use strategy=fsdp, or strategy=fsdp1 for the older one",
+    "model_parallel": "use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
+    "single_device": "use strategy=single",
+    "xla": "there is no strategy for TPUs here",
+}
+
+
+def check_flags(arguments: list[str]) -> None:
+    """In Hydra's words, without its usage of several lines.
+
+    Raises:
+        RefusedRequest: there is no such flag, or it lacks its value.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise RefusedRequest([f"{message}; a setting is KEY=VALUE, and --help lists what there is"])
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # or it ends the process
+    parser.parse_args(arguments)
+
+
+def of_composition(error: BaseException) -> list[str]:
+    """What Hydra found wrong while it composed the config and made the run directory."""
+    if (mistakes := _mistakes_behind(error)) is not None:
+        return mistakes.problems
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's are OSErrors, too
+        return [f"the run directory can't be made: {error}"]
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        return [_missing_choice(error)]
+    if isinstance(error, OverrideParseException):
+        return [_unparsed(str(error.override).removeprefix("++"), error)]
+    if isinstance(error, InterpolationKeyError):
+        return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        at_top = cause.full_key == str(cause.key)
+        return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), _keys(cause.parent_node, at_top))}"]
+    if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
+        return [_nothing_to_delete(deleted[1], error)]
+    return [_in_one_line(f"{error}\n{cause or ''}")]
+
+
+def _unparsed(override: str, error: OverrideParseException) -> str:
+    if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
+        return f"{override}: it has no value; type {override}=VALUE"
+    return f"{override}: {str(error).splitlines()[0]}"
+
+
+def _keys(node: DictConfig, at_top: bool) -> set[str]:
+    """At the top also the groups: what a choice of strategy holds lies elsewhere in the config."""
+    return {*map(str, node), *(GROUPS if at_top else ())}
+
+
+def _mistakes_behind(error: BaseException | None) -> RefusedRequest | None:
+    """Of a value that is made while the config is composed, OmegaConf hands on the text in a sentence of its own."""
+    while error is not None and not isinstance(error, RefusedRequest):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _missing_choice(error: MissingConfigException) -> str:
+    group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    if group == "strategy" and choice in _STRATEGIES:
+        return f"strategy={choice}: {_STRATEGIES[choice]}"
+    choices = sorted(error.options or _files_of(group, str(error)))
+    found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
+    return f"{found}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
+
+
+def _files_of(group: str, message: str) -> set[str]:
+    """For one choice of a list, `callbacks=[default,…]`, Hydra names its search path and not the choices."""
+    folders = re.findall(r"path=file://(.+)", message)
+    return {file.stem for folder in folders for file in Path(folder, group).glob("*.yaml")}
+
+
+def _nothing_to_delete(path: str, error: BaseException) -> str:
+    """Hydra does not say what there is; the config it looked in is a variable of the function that raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    parent, _, key = path.rpartition(".")
+    cfg = frame.f_locals.get("cfg")
+    there = OmegaConf.select(cfg, parent) if parent and cfg is not None else cfg
+    if isinstance(there, DictConfig) and key in there:  # Hydra takes a null for nothing
+        return f"~{path}: it is null already; leave that out"
+    choices = _keys(there, at_top=not parent) if isinstance(there, DictConfig) else ()
+    return f"~{path}: there is no such key.{nearest(key, choices)}"
+
+
+def _in_one_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines()]
+    told = [line for line in lines if line and not line.startswith(("See https", "object_type", "full_key"))]
+    return "; ".join(dict.fromkeys(told))

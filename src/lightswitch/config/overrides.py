@@ -1,0 +1,103 @@
+"""The command line as people type it, put into the form that Hydra takes."""
+
+from __future__ import annotations
+
+import re
+
+from lightswitch.cluster import placement
+
+# Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
+_CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
+GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
+_NAMES = ("run_id", "name")
+_VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra reads as something else than text
+_REPLACEABLE = ("model", "data", "optimizer", "scheduler")
+_PARTIAL = ("optimizer", "scheduler")
+_VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
+_VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
+
+
+_SWEEPS = {"-m", "--multirun"}
+
+
+def normalised(arguments: list[str]) -> list[str]:
+    """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied.
+
+    `torch.distributed.launch` adds a flag that says what LOCAL_RANK says as well.
+    """
+    flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
+    is_sweep = asks_for_a_sweep(arguments)
+    overrides = [_addable(_choosing(_named(override, is_sweep))) for override in overrides]
+    return flags + _emptied(overrides) + overrides + _quiet_ranks()
+
+
+def shortened(override: str) -> str:
+    """As a person types it, of what `normalised` made."""
+    short = override.removeprefix("++")
+    override = short if _addable(short) == override else override
+    return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override, flags=re.ASCII)  # a path that needs no quotes
+
+
+def asks_for_a_sweep(arguments: list[str]) -> bool:
+    return not _SWEEPS.isdisjoint(arguments)
+
+
+def flags_of_a_job(arguments: list[str]) -> list[str]:
+    """Those of a sweep's command line that each of its jobs has, too."""
+    return [flag for flag in _split(arguments)[0] if flag not in _SWEEPS]
+
+
+def quoted(text: str) -> str:
+    """As the value of an override, whatever it contains: what Hydra makes the same text of."""
+    if re.fullmatch(r"[\w.-]*/[\w./-]+|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE) and text.lower() not in _VALUES:
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Lightning appends overrides to the command line of the processes it starts: they may not follow a flag."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        belongs = bool(flags) and flags[-1] in _VALUED_FLAGS
+        (flags if argument.startswith("-") or belongs else overrides).append(argument)
+    return flags, overrides
+
+
+def _named(override: str, is_sweep: bool) -> str:
+    """A name is text as it was typed: Hydra reads 1234_5 as a number, and stumbles over a,b and it's."""
+    key, equals, name = override.partition("=")
+    if not equals or key.lstrip("+") not in _NAMES or "${" in name or (is_sweep and re.search("[,(]", name)):
+        return override
+    return override if re.fullmatch(r"'.*'|\".*\"", name) else f"{key}={quoted(name)}"
+
+
+def _choosing(override: str) -> str:
+    """`precision=16` is a name, though it reads as a number, and `debug=null` means none; Hydra crashes on both."""
+    group, _, choice = override.partition("=")
+    if group not in GROUPS:
+        return override
+    if choice == "null":
+        return f"~{group}"
+    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else override
+
+
+def _addable(override: str) -> str:
+    """`trainer.limit_val_batches=3` needs no `+`; preflight tells what the constructor does not take."""
+    return f"++{override}" if re.match(rf"({'|'.join(_CONSTRUCTED)})\.[^=@]+=", override) else override
+
+
+def _emptied(overrides: list[str]) -> list[str]:
+    """A group whose `_target_` is replaced loses its file: those arguments belong to another class."""
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and not {group, f"~{group}"} & keys]
+    partial = [f"++{group}._partial_=true" for group in replaced if group in _PARTIAL]
+    return [f"~{group}" for group in replaced] + partial
+
+
+def _quiet_ranks() -> list[str]:
+    """Of the processes that a launcher started, one writes the run's log and configuration."""
+    if placement.detect().rank == 0:
+        return []
+    return ["hydra.job_logging.root.handlers=[console]"]

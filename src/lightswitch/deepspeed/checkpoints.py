@@ -1,0 +1,107 @@
+"""Portable checkpoints of a DeepSpeed engine, whose optimizer steps over flat groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightswitch.checkpoints import names
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.deepspeed import loss_scale
+from lightswitch.deepspeed.quiet_import import deepspeed
+from lightswitch.deepspeed.state import Stored, pieces, scatter_states, scatter_weights
+
+
+class PortableDeepSpeed(PortableCheckpoints):
+    """Each rank writes what it keeps of the flat groups; it reads whole parameters, one after the other."""
+
+    _group_names: list[list[str]]
+    _states: dict[str, dict[str, Stored]]
+
+    def remember_groups(self, optimizer: Optimizer) -> None:
+        """By name, of an optimizer that DeepSpeed has not taken over yet."""
+        assert self.lightning_module is not None
+        self._group_names = [group["params"] for group in names.groups_of(optimizer, self.lightning_module)]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module, engine = self.lightning_module, self.model
+        assert module is not None
+        if not isinstance(engine, deepspeed.DeepSpeedEngine):
+            return super().lightning_module_state_dict()
+        kept = list(pieces(engine, module))
+        self._states = {name: state for name, _, state in kept if state}
+        return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Found with the weights, which Lightning asks for before."""
+        states, self._states = self._states, {}
+        return {"class": _class(optimizer), "state": states, "param_groups": self._groups(optimizer)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if scale := loss_scale.state_of(self._loss_scaler):
+            checkpoint[loss_scale.KEY] = scale
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        return getattr(getattr(self.model, "optimizer", None), "loss_scaler", None)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, engine = self.lightning_module, self.model
+        assert module is not None
+        if not isinstance(engine, deepspeed.DeepSpeedEngine):
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        live = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
+        self._reader.check_model({**live, **_buffers(module)}, module.hparams, strict)
+        saved = self._reader.names("model.")
+        self._reader.fill({f"model.{name}": buffer for name, buffer in _buffers(module).items() if name in saved})
+        scatter_weights(engine, module, lambda name: self._reader.read(f"model.{name}") if name in saved else None)
+        names.set_extra_state(module, checkpoint.get("extra_state", {}))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        self.check_optimizers(checkpoint["optimizer_states"])
+        keys: dict[str, list[str]] = {}
+        for full_name in sorted(self._reader.names("optimizer.0.")):
+            name, _, key = full_name.rpartition(".")
+            keys.setdefault(name, []).append(key)
+        scatter_states(
+            self.model,
+            self.lightning_module,
+            lambda name: {key: self._reader.read(f"optimizer.0.{name}.{key}") for key in keys.get(name, ())},
+        )
+        loss_scale.load(self._loss_scaler, checkpoint.get(loss_scale.KEY, {}))
+        for group, saved in zip(
+            self.optimizers[0].param_groups, checkpoint["optimizer_states"][0]["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        return [(_class(optimizer), self._groups(optimizer)) for optimizer in self.optimizers]
+
+    def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        return [
+            {**group, "params": params}
+            for group, params in zip(optimizer.param_groups, self._group_names, strict=True)
+        ]  # fmt: skip
+
+
+def _class(optimizer: Any) -> str:
+    """Of the one within DeepSpeed's."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Those that are saved."""
+    parameters = names.parameters(module)
+    state = names.state_of(module)
+    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
+
+
+def _in_full_shape(parameter: nn.Parameter) -> Tensor:
+    return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")

@@ -1,0 +1,182 @@
+"""A DeepSpeed config: what is wrong with a user's file, and what the run makes of it. Imports no torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lightswitch.deepspeed import config_keys
+
+_AUTO = "auto"
+_DECIDED_ELSEWHERE = {  # what DeepSpeed would take, and the run has no place for, or does another way
+    "optimizer": "the model's configure_optimizers makes the optimizer",
+    "scheduler": "the model's configure_optimizers makes the scheduler",
+    "autotuning": "it starts runs of its own",
+    "checkpoint": "checkpoints are written in another format",
+    "data_efficiency": "the engine orders the samples",
+    "data_parallel_size": "every device is a replica",
+    "dataloader_drop_last": "the data module decides it",
+    "elasticity": "the batch follows global_batch_size",
+    "expert_parallel": "every device is a replica",
+    "gradient_allreduce_op": "gradients are averaged",
+    "hybrid_engine": "the run trains alone",
+    "managed_gradient_accumulation": "the run accumulates by gradient_accumulation_steps",
+    "pipeline": "the model is no pipeline",
+    "sequence_parallel_size": "every device is a replica",
+    "tensor_parallel": "every device is a replica; use strategy=fsdp_tp",
+}
+_SWITCHES = ("fp16", "bf16", "torch_autocast")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What of a run its DeepSpeed config follows."""
+
+    precision: str
+    micro_batch: int
+    accumulation: int
+    replicas: int
+    clip_norm: float  # 0: no clipping
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The keys that the run decides."""
+        return {
+            "train_batch_size": self.micro_batch * self.accumulation * self.replicas,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip_norm,
+        }
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: the file is no JSON object.
+        OSError: the file can't be read.
+    """
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"found a {type(found).__name__}, expected an object, {{…}}")
+    return found
+
+
+# What is wrong
+
+
+def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
+    """Keys that are unknown, conflict with the run or would be ignored. Without a run, one whose batch can't be cut."""
+    unknown = list(_unknown(config, ""))
+    yield from unknown
+    yield from (
+        f"{key} is not for here: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
+    )
+    if not unknown:  # behind a misspelt key there may be the stage
+        yield from _stage(config.get("zero_optimization"))
+    if run is not None:
+        yield from _against_run(config, run)
+
+
+def _unknown(node: dict[str, Any], path: str) -> Iterator[str]:
+    known = config_keys.of_block(path)
+    for key, value in node.items():
+        place = f"{path}.{key}".lstrip(".")
+        if known is not None and key not in known and place not in _DECIDED_ELSEWHERE:
+            close = get_close_matches(key, known, n=1, cutoff=0.5)
+            yield f"{place}: DeepSpeed reads no such key.{f' Did you mean {close[0]}?' if close else ''}"
+        elif isinstance(value, dict):
+            yield from _unknown(value, place)
+
+
+def _stage(zero: Any) -> Iterator[str]:
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if stage not in (1, 2, 3):
+        yield f"zero_optimization.stage is {stage}, which shards nothing; use 1, 2 or 3, or strategy=ddp"
+    elif stage < 3 and zero.get("offload_param"):
+        yield f"zero_optimization.offload_param is ignored at stage {stage}; use stage 3, or leave it out"
+
+
+def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
+    sources = {"gradient_clipping": "trainer.gradient_clip_val"}
+    for key, expected in run.values.items():
+        if config.get(key, _AUTO) not in (_AUTO, expected):
+            source = sources.get(key, "global_batch_size and micro_batch_size")
+            yield f'{key} is {config[key]}, and the run has {expected:g} by {source}; use "auto"'
+    allowed = {"16": {"fp16"}, "bf16-mixed": {"bf16", "torch_autocast"}, "bf16-true": {"bf16"}}
+    for key in _SWITCHES:
+        enabled = (config.get(key) or {}).get("enabled", _AUTO)
+        fits = key in next((blocks for name, blocks in allowed.items() if run.precision.startswith(name)), set())
+        if enabled is True and not fits:
+            yield f'{key}.enabled is true, and the run has precision={run.precision}; use "auto", or another precision'
+        if enabled is False and key in precision_blocks(config, run.precision) and run.precision != "bf16-mixed":
+            yield f'{key}.enabled is false, and the run has precision={run.precision}; use "auto", or another precision'
+
+
+# What the run makes of it
+
+
+def resolved(config: dict[str, Any], run: Run) -> dict[str, Any]:
+    """The config that DeepSpeed gets: what the run decides is filled in, any other "auto" is left to its default."""
+    full = _without_auto(copy.deepcopy(config))
+    full.update(run.values)
+    full.setdefault("zero_allow_untested_optimizer", True)  # at stage 3, a test after a fit needs it, too
+    full.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers need nothing compiled
+    blocks = precision_blocks(full, run.precision)
+    for name in _SWITCHES:
+        if name in full or name in blocks:
+            full[name] = {"enabled": False, **blocks.get(name, {}), **full.get(name, {})}
+    return full
+
+
+def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[str, Any]]:
+    """The blocks that make a precision mean what it means elsewhere, as far as DeepSpeed can.
+
+    bf16-mixed is autocast over 32-bit weights: DeepSpeed's own "mixed" keeps the weights themselves in 16 bits. Its
+    autocast in float16 clips gradients before they are unscaled (0.19), so float16 is left to its own.
+    """
+    if precision == "bf16-mixed" and (config.get("bf16") or {}).get("enabled") is not True:
+        # with no module called safe, gradients are reduced, and weights gathered, in 32 bits
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
+    if precision == "bf16-true" and not (config.get("zero_optimization") or {}).get("offload_optimizer"):
+        # no 32-bit copies, and no step skipped
+        all_in_16_bits = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        return {"bf16": {"enabled": True, "check_grad_overflow": False, **all_in_16_bits}}
+    if precision.startswith("bf16"):
+        return {"bf16": {"enabled": True}}
+    if precision.startswith("16"):
+        return {"fp16": {"enabled": True}}
+    return {}
+
+
+def differences(config: dict[str, Any], full: dict[str, Any], precision: str) -> Iterator[str]:
+    """What the run should say: where a precision is not what it is elsewhere, and what "auto" was left to DeepSpeed.
+
+    Args:
+        full: `resolved` of ``config``.
+    """
+    kind = next((name for name in ("fp16", "bf16") if full.get(name, {}).get("enabled")), None)
+    if kind and precision.endswith("mixed"):
+        yield f"DeepSpeed's {kind} keeps the weights themselves in 16 bits, beside 32-bit copies for the optimizer"
+    elif kind and not full[kind].get("bf16_master_weights_and_grads"):
+        yield f"DeepSpeed's {kind} keeps 32-bit copies of the weights for the optimizer: more exact than {precision}"
+    left = [key for key in _autos(config) if key not in full and key.partition(".")[0] not in _SWITCHES]
+    if left:
+        yield f'"auto" of {", ".join(left)} is DeepSpeed\'s default: nothing in the run tells a better value'
+
+
+def _autos(node: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if value == _AUTO:
+            yield f"{path}{key}"
+        elif isinstance(value, dict):
+            yield from _autos(value, f"{path}{key}.")
+
+
+def _without_auto(node: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in node.items() if value != _AUTO}
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}

@@ -1,0 +1,296 @@
+"""DeepSpeed's ZeRO, on GPUs and, without compiling anything, on CPUs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightswitch.batches.callback import GlobalBatch
+from lightswitch.checkpoints import names
+from lightswitch.deepspeed import config as zero_config
+from lightswitch.deepspeed.checkpoints import PortableDeepSpeed
+from lightswitch.deepspeed.quiet_import import deepspeed
+from lightswitch.errors import Refused
+from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
+from lightswitch.strategies.rank_0 import share
+from lightswitch.strategies.unused import Unused, listed
+
+# DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
+warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
+    """Lightning's DeepSpeedStrategy, whose arguments it takes, for unmodified models.
+
+    The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
+    partitioned parameter by parameter, so that no device holds it whole; what `configure_model` builds is held whole by
+    one process alone. ``config`` is a file of DeepSpeed's own; "auto" in it is taken from the run.
+    """
+
+    # Configuration
+
+    def _load_config(self, config: Any) -> dict[str, Any] | None:
+        """A copy, as Lightning writes into it; and not from an environment variable, which no config shows."""
+        return zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
+
+    def _format_config(self) -> None:
+        assert self.config is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+        plan = next((callback.plan for callback in callbacks if isinstance(callback, GlobalBatch)), None)
+        run = zero_config.Run(
+            precision=str(trainer.precision),
+            micro_batch=plan.micro_batch if plan else 1,
+            accumulation=trainer.accumulate_grad_batches,
+            replicas=self.world_size,
+            clip_norm=float(trainer.gradient_clip_val or 0),
+        )
+        given, self.config = self.config, zero_config.resolved(self.config, run)
+        if self.config.get("fp16", {}).get("enabled"):
+            self.config["fp16"] = {**self._loss_scaling, **self.config["fp16"]}
+        if self.global_rank == 0:
+            for line in zero_config.differences(given, self.config, run.precision):
+                log.warning("%s", line)
+        if isinstance(self.precision_plugin, _Precision):
+            self.precision_plugin.autocasts = "torch_autocast" in self.config
+
+    @property
+    def _loss_scaling(self) -> dict[str, float]:
+        names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, DeepSpeedPrecision):
+            plugin = _Precision(plugin.precision)  # type: ignore[arg-type]  # declared wider than what it takes
+        self._precision_plugin = plugin
+
+    # Processes
+
+    @property
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed asks for an index
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        accelerator = deepspeed.accelerator
+        if isinstance(self.accelerator, CPUAccelerator) and accelerator.get_accelerator().device_name() != "cpu":
+            accelerator.set_accelerator(accelerator.cpu_accelerator.CPU_Accelerator())
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        # DeepSpeed compiles programs to see what it can compile, for a collective of inference that takes a minute more
+        deepspeed.ops.__compatible_ops__ = {}
+        self._init_deepspeed_distributed()
+
+    # Model
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with self.precision_plugin.tensor_init_context():  # not on the device, whose random numbers are others
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Not `deepspeed.zero.Init`: under it, what a module does to its children's parameters is lost, or fails."""
+        self._init_config_if_needed()
+        assert self.lightning_module is not None
+        with placeholders() if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
+            yield
+        fill_with_nothing(self.lightning_module)
+
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        """Before the parameters are partitioned: `configure_optimizers` may look at their shapes.
+
+        Raises:
+            Refused: there is not one optimizer.
+        """
+        assert self.lightning_module is not None
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if len(optimizers) != 1 or len(schedulers) > 1:
+            raise Refused(
+                f"DeepSpeed steps one optimizer with at most one scheduler, and configure_optimizers of "
+                f"{type(self.lightning_module).__name__} returns {len(optimizers)} and {len(schedulers)}; "
+                "use strategy=ddp"
+            )
+        casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
+        _refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
+        self.remember_groups(optimizers[0])
+        _let_compiled_modules_hold_parameters()
+        self._place(self.lightning_module)
+        parameters = names.parameters(self.lightning_module)
+        self._unused = Unused(parameters, (self._timeout or default_pg_timeout).total_seconds())
+        for parameter in parameters.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
+        # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
+        deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
+        return optimizers[0], schedulers[0] if schedulers else None
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        if self.zero_stage_3:
+            _refuse_other_dtypes(model, None)
+        self._place(model)
+        if self.zero_stage_3:
+            model, _ = self._setup_model_and_optimizer(model, None)
+        self.model = model
+
+    def _place(self, model: nn.Module | None) -> None:
+        """Rank 0's weights and buffers, on the device; at stage 3 a part of each parameter."""
+        assert model is not None
+        assert self.config is not None
+        if self.zero_stage_3:
+            _refuse_empty(model)
+            _Partitioned(module=model, config_dict_or_path=self.config)
+            model.to(self.root_device)  # buffers and metrics
+        else:
+            for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+                if self.config.get(name, {}).get("enabled"):
+                    _cast(model.parameters(), dtype)
+            model.to(self.root_device)
+            for parameter in model.parameters():
+                share([parameter])
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Rank 0's, as under DDP: the statistics of batch norms differ by rank."""
+        assert self.lightning_module is not None
+        share(self.lightning_module.buffers())
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            Refused: a parameter took no part in the loss, and DeepSpeed, which steps groups, can leave none out.
+        """
+
+        def closure_of_all() -> Any:
+            output = closure()
+            assert self.lightning_module is not None
+            if self._is_boundary and (unused := list(self._unused.of_step())):
+                raise Refused(
+                    f"{listed(unused)} took no part in the loss of step {self.lightning_module.global_step}, and "
+                    "DeepSpeed steps also what has no gradient; freeze what is not used (requires_grad=False), or use "
+                    "strategy=fsdp"
+                )
+            return output
+
+        return super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
+
+    @property
+    def _is_boundary(self) -> bool:
+        """Not in the micro batches before the last one of a step."""
+        return isinstance(self.model, deepspeed.DeepSpeedEngine) and self.model.is_gradient_accumulation_boundary()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning has divided the loss by the accumulation; DeepSpeed would divide it once more."""
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def teardown(self) -> None:
+        engine = self.model if isinstance(self.model, deepspeed.DeepSpeedEngine) else None
+        if engine is not None and self.zero_stage_3:
+            for parameter in engine.module.parameters():
+                parameter.ds_active_sub_modules.clear()  # an error has ended a forward pass
+                if parameter.numel():  # small ones are kept whole on the device, and would be taken for it on the CPU
+                    parameter.partition()
+        super().teardown()
+        if engine is not None:  # its hooks would run beside those of the next
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+            engine.destroy()
+
+
+def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
+    """
+    Raises:
+        Refused: a parameter can't be flattened with the others.
+    """
+    for name, parameter in names.parameters(model).items():
+        kept_in = kept_in or parameter.dtype
+        if parameter.dtype != kept_in or parameter.is_complex():
+            raise Refused(
+                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
+                "use strategy=fsdp or ddp"
+            )
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    """
+    Raises:
+        Refused: DeepSpeed fails as soon as it gathers a parameter without elements (0.19).
+    """
+    for name, parameter in names.parameters(model).items():
+        if parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
+            raise Refused(f"{name} has no elements, which stage 3 can't gather; use strategy=deepspeed_stage_2 or fsdp")
+
+
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """The weights alone; buffers stay as they are."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _let_compiled_modules_hold_parameters() -> None:
+    """A module that torch.compile has wrapped hands attributes on to the one inside. At stage 3, where DeepSpeed gives
+    each module a mapping of its own for its parameters, the inner one would get that of the outer one, which is empty.
+    """
+    OptimizedModule._opt_mod_attributes.add("_parameters")
+
+
+class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        """As DeepSpeed's, which fails for a parameter that is a scalar (0.19)."""
+        _cast([param], self.dtype)
+        self._convert_to_deepspeed_param(param)
+        share([param])
+        param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
+
+
+class _Precision(DeepSpeedPrecision):
+    """Leaves the inputs as they are where the weights are in 32 bits and DeepSpeed casts for each operation."""
+
+    autocasts = False
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """In 32 bits, the module as it is: Lightning would cast its buffers as well, and make complex ones real."""
+        return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
+
+    def convert_input(self, data: Any) -> Any:
+        return data if self.autocasts else super().convert_input(data)

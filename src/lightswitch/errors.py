@@ -1,0 +1,125 @@
+"""What the engine raises and with what a process ends: one hierarchy, one table of exit codes.
+
+    Exception
+    ├── Refused                    the user can mend it: told in lines without a traceback
+    │   ├── RefusedRequest         several problems of one request
+    │   ├── ToldElsewhere          another process of the run tells it
+    │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
+    │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
+    │   └── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
+    ├── BatchError                 a global batch that does not divide (a ValueError)
+    ├── LostRank                   a rank failed, or did not do in time what the others did
+    └── RanksFailed                ranks that Python started for this process, which takes no part in the run
+
+    SystemExit
+    ├── Stopped                    a signal asked the run to end before it was finished
+    └── Ended                      the run failed, and its ranks have told of what
+
+Each package's own signals of damage (a file that is unsafe, an index that is cut short) stay inside of it: whoever
+reads a checkpoint from outside sees UnfitCheckpoint.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ExitCode(enum.IntEnum):
+    """With what a process of a run ends; slurm/job.sh and torchrun act on it."""
+
+    FAILED = 1  # a bug, a lost rank, a job of a sweep that failed
+    REFUSED = 2  # what the user can mend: started again, it would be refused as well
+    REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: asks the job script to requeue, for a container that has no scontrol
+    INTERRUPTED = 128 + signal.SIGINT  # as a shell counts it
+    STOPPED = 128 + signal.SIGTERM  # also by a scheduler's notice
+
+
+class Refused(Exception):
+    """What was found, what was expected, and what to type instead.
+
+    Attributes:
+        details: the tracebacks of the user's own code behind it, which go to the run's log alone.
+    """
+
+    details = ""
+
+    @property
+    def problems(self) -> list[str]:
+        """A line each."""
+        return [str(self)]
+
+
+class RefusedRequest(Refused):
+    """All problems of one request.
+
+    Args:
+        problems: a line each.
+        details: see `Refused`.
+    """
+
+    def __init__(self, problems: Iterable[str], details: str = "") -> None:
+        self._problems = list(problems)
+        self.details = details
+        super().__init__("\n".join(self._problems))
+
+    @property
+    def problems(self) -> list[str]:
+        return self._problems
+
+
+class ToldElsewhere(Refused):
+    """Another process of the run tells it: this one prints nothing."""
+
+    @property
+    def problems(self) -> list[str]:
+        return []
+
+
+class UnfitCheckpoint(Refused):
+    """A checkpoint, an export or a file of weights that does not fit the model, or can't be read."""
+
+
+class UntrustedConfig(Refused):
+    """A config that lies beside weights, and names code that is not known to be the caller's own."""
+
+
+class UnwrittenCheckpoint(Refused, OSError):
+    """A checkpoint that could not be written. The one before it is as it was."""
+
+
+class BatchError(ValueError):
+    """A global batch that does not divide over devices, accumulation and micro batches; the text has the equation."""
+
+
+class LostRank(RuntimeError):
+    """A rank that failed, or did not do in time what the others did: it is named, and no user can mend it."""
+
+
+class Stopped(SystemExit):
+    """The run was asked to end, and ends before it is finished.
+
+    Args:
+        by: the signal that asked.
+    """
+
+    def __init__(self, by: signal.Signals) -> None:
+        self.by = by
+        super().__init__(ExitCode.INTERRUPTED if by == signal.SIGINT else ExitCode.STOPPED)
+
+
+class Ended(SystemExit):
+    """The run has failed, and the ranks have told of what."""
+
+
+def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
+    """Return ' Did you mean X?' for the most similar choice, or nothing.
+
+    Args:
+        alike: the least similarity, from 0 to 1.
+    """
+    lowered = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
+    return f" Did you mean {lowered[close[0]]}?" if close else ""

@@ -1,0 +1,158 @@
+"""Write the weights of a run as safetensors, or as a state dict of torch's.
+
+python -m lightswitch.export runs/gpt/mine -o gpt.safetensors
+python -m lightswitch.export runs/gpt/mine/checkpoints/last.ckpt -o gpt.pt --dtype bfloat16
+python -m lightswitch.export runs/gpt/mine -o exports/gpt --shard-size 500MB
+
+-o names a file of safetensors, a .pt file, or a folder, which gets model.safetensors. Beside it goes FILE.yaml, the
+model's config: lightswitch.load("gpt.safetensors") gives the model back. Safetensors above the shard size are cut into
+several files with an index, as Hugging Face does; memory holds one of them at a time. A .pt file is held whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from lightswitch.errors import Refused
+from lightswitch.monitoring.terminal import Line
+
+if TYPE_CHECKING:
+    from lightswitch.export.weights import Weights
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = _parser().parse_args(words)
+    try:
+        _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
+        _export(arguments)
+    except (OSError, Refused) as error:
+        _exit_with(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _exit_with(message)
+
+
+def _exit_with(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "python -m lightswitch.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="a checkpoint, or a run directory: its best checkpoint, else its last",
+    )
+    parser.add_argument("-o", "--output", type=_file, metavar="FILE", required=True)
+    parser.add_argument("--dtype", choices=DTYPES, help="of all floating-point tensors; without it, as they were saved")
+    parser.add_argument("--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="5GB, if it is not given")
+    return parser
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if text.endswith("/") or path.is_dir() or not path.suffix:
+        return path / "model.safetensors"
+    if path.suffix not in (".safetensors", ".pt"):
+        raise argparse.ArgumentTypeError(f"{text}: end it with .safetensors or .pt, or name a folder")
+    return path
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB)", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no size; write it as 500MB or 5GB")
+    return int(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2]])
+
+
+def _refuse_to_replace(file: Path) -> None:
+    parts = file.parent.glob(f"{glob.escape(file.stem)}-*-of-*{file.suffix}")
+    for path in (file, *(file.with_name(file.name + end) for end in (".yaml", ".index.json")), *parts):
+        if path.exists():
+            raise Refused(f"{path} exists already; remove it, or name another file")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from lightswitch.export import files, source
+    from lightswitch.export.weights import Weights
+
+    checkpoint = source.checkpoint_at(arguments.source)
+    config = source.model_config(checkpoint)
+    print(f"reads      {checkpoint}", flush=True)
+    weights = Weights(checkpoint)
+    file: Path = arguments.output
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    others = _names_of_tied(weights) if file.suffix == ".pt" else {}
+    progress = _Progress(sum(files.bytes_of(weights, name, dtype) for name in weights.like))
+    try:
+        written = files.write(weights, config.node, file, dtype, arguments.shard_size, others, progress.read)
+    finally:
+        progress.end()
+    for path in written:
+        print(f"written    {path}")
+    print(f"compared   {progress.total_bytes / 1e6:.2f} MB, as in the checkpoint")
+    print(f"load       {_call(file)}")
+
+
+def _call(file: Path) -> str:
+    """What gives the model back; where that would be refused, with the argument that it asks for."""
+    from lightswitch.export import files, source, trust
+
+    config = source.read_config(files.config_of(file))
+    try:
+        called = trust.untrusted(config.node, config.file.resolve().parent)
+    except ImportError:  # the code may be elsewhere
+        called = None
+    if called is None:
+        return f'model = lightswitch.load("{file}")'
+    return f'model = lightswitch.load("{file}", model=MyModel(...)), or trust=True, which runs {called}'
+
+
+def _names_of_tied(weights: Weights) -> dict[str, str]:
+    """A state dict has all names of a tensor, and a checkpoint the first; it lists the others."""
+    if weights.names_of_tied is None:
+        told = (
+            "the checkpoint does not list tied tensors, as an earlier version's; each is written under one name alone"
+        )
+        print(f"warning: {told}", file=sys.stderr)
+        return {}
+    return {other: first for other, first in weights.names_of_tied.items() if first in weights.like}
+
+
+class _Progress:
+    """A bar in a terminal; elsewhere nothing."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._line = Line(sys.stderr) if sys.stderr.isatty() else None
+        self._done_bytes, self.total_bytes = 0, total_bytes
+
+    def read(self, count: int) -> None:
+        self._done_bytes += count
+        if self._line is not None:
+            done, total = (math.ceil(number / 1e6) for number in (self._done_bytes, self.total_bytes))
+            self._line.draw("export", done, total, " MB")
+
+    def end(self) -> None:
+        if self._line is not None:
+            self._line.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Weights in files that need nothing of lightswitch to be read: safetensors, or a state dict of torch's.
+
+gpt.safetensors        or gpt-00001-of-00003.safetensors, … and gpt.safetensors.index.json: as Hugging Face's are
+gpt.safetensors.yaml   the config of the model
+gpt.pt, gpt.pt.yaml    the same as a state dict, for `torch.load` and `load_state_dict`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightswitch.checkpoints import directory, safe
+from lightswitch.checkpoints.reader import Told, why
+from lightswitch.errors import Refused, UnfitCheckpoint
+from lightswitch.export.weights import Weights
+from lightswitch.trees import MARK, make_tree, remove_tree
+
+FOLDER_STEM = "model"  # of the files in a folder that is named without any
+
+
+def write(
+    weights: Weights,
+    config: dict[str, Any],
+    file: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    names_of_tied: Mapping[str, str],
+    told: Told,
+) -> list[Path]:
+    """Written beside, compared with what was read, and renamed into place: the files are whole, or they are not there.
+
+    Args:
+        file: of the suffix .safetensors or .pt.
+        shard_bytes: of one file of safetensors at most, unless a single tensor is larger. The peak of memory.
+        names_of_tied: of a state dict, more names of tensors: the name in ``weights`` by the other.
+
+    Raises:
+        OSError: the disk is full, or does not give back what was written.
+        Refused: a value is beyond the range of ``dtype``, or a module keeps what no file of safetensors holds.
+    """
+    if weights.extra_state and file.suffix == ".safetensors":
+        raise Refused(f"{next(iter(weights.extra_state))} is no tensor, and safetensors hold no other; use -o NAME.pt")
+    shards = _shards(weights, dtype, shard_bytes) if file.suffix == ".safetensors" else [list(weights.like)]
+    names = _file_names(file, len(shards))
+    with _beside(file) as partial:
+        OmegaConf.save(OmegaConf.create(config), partial / config_of(file).name)
+        for name, shard in zip(names, shards, strict=True):
+            tensors = weights.read(shard, dtype, told)
+            _check_range(weights, tensors)
+            if file.suffix == ".safetensors":
+                _save(partial / name, tensors)
+            else:
+                others = {other: tensors[first] for other, first in names_of_tied.items()}
+                _save(partial / name, {**tensors, **others, **weights.extra_state})
+            shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors gives it to its owner alone
+            _compare(partial / name, tensors)
+        if len(shards) > 1:
+            index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))
+        written = sorted(path.name for path in partial.iterdir() if path.name != MARK)
+    return [file.with_name(name) for name in written]
+
+
+def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The file that `write` was given, and the state dict; None where ``path`` is no export.
+
+    Raises:
+        UnfitCheckpoint: a file can't be read.
+    """
+    file = path / f"{FOLDER_STEM}.safetensors" if path.is_dir() else path
+    file = file.with_name(file.name.removesuffix(".index.json"))
+    if file.suffix not in (".safetensors", ".pt") or not (file.is_file() or index_of(file).is_file()):
+        return None
+    try:
+        if file.suffix == ".pt":
+            return file, _checked(safe.load(file))
+        if file.is_file():
+            return file, load_file(file)
+        shards = set(json.loads(index_of(file).read_text())["weight_map"].values())
+        return file, {name: value for shard in shards for name, value in load_file(file.with_name(shard)).items()}
+    except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
+        raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError("it holds no state dict")
+    return state
+
+
+def config_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.yaml")
+
+
+def index_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.index.json")
+
+
+def _shards(weights: Weights, dtype: torch.dtype | None, shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name in weights.like:
+        needed = bytes_of(weights, name, dtype)
+        if shards[-1] and needed > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= needed
+    return shards
+
+
+def bytes_of(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
+    return weights.like[name].numel() * weights.dtype(name, dtype).itemsize
+
+
+def _file_names(file: Path, count: int) -> list[str]:
+    if count == 1:
+        return [file.name]
+    return [f"{file.stem}-{number:05}-of-{count:05}{file.suffix}" for number in range(1, count + 1)]
+
+
+def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, list[str]]) -> str:
+    in_file = {name: file for file, names in shards.items() for name in names}
+    size = sum(bytes_of(weights, name, dtype) for name in in_file)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": in_file}, indent=2) + "\n"
+
+
+@contextmanager
+def _beside(file: Path) -> Iterator[Path]:
+    """A folder whose files are renamed to beside ``file`` at the end, if nothing is raised before."""
+    partial = make_tree(directory.vacant(file.with_name(f"{file.name}.partial")))
+    try:
+        yield partial
+        for path in sorted(partial.iterdir()):
+            if path.name != MARK:
+                path.replace(file.with_name(path.name))
+    finally:
+        remove_tree(partial)
+
+
+def _check_range(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype == weights.like[name].dtype or not (infinite := tensor.isinf()).any():
+            continue
+        if not weights.read([name])[name].isinf().equal(infinite):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise Refused(f"{name} has values beyond the range of {dtype}; use --dtype float32, or bfloat16")
+
+
+def _save(path: Path, state: Mapping[str, Any]) -> None:
+    try:
+        if path.suffix == ".pt":
+            with path.open("wb") as file:
+                torch.save(state, file)
+        else:
+            save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries ask for the format
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = error if isinstance(error, OSError) else error.__context__ or error  # there torch has a full disk
+        raise OSError(f"{path.name} can't be written: {reason}") from error
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Tensors with what the file holds; each is let go when it has been compared."""
+    for name, found in _tensors_in(path, list(tensors)):
+        if not _same_bits(found, tensors.pop(name)):
+            raise OSError(f"{path.name} does not give back {name} as it was written")
+
+
+def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    if path.suffix == ".pt":
+        state = safe.load(path, mapped=True)
+        yield from ((name, state[name]) for name in names)
+    else:
+        for name in names:
+            with safe_open(path, "pt") as file:  # anew, or all that was read of it would stay in memory
+                yield name, file.get_tensor(name)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also where they are NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

@@ -1,0 +1,142 @@
+"""A model with its weights, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightswitch.checkpoints.names import own_name
+from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
+from lightswitch.export import files, source
+from lightswitch.export.trust import untrusted
+from lightswitch.export.weights import Weights
+
+
+def load(path: str | Path, model: LightningModule | None = None, trust: bool = False) -> LightningModule:
+    """The model of a run directory (its best checkpoint, else its last), of a checkpoint or of an export.
+
+    On the CPU, in the dtype of the saved weights, in evaluation mode and without gradients, as `freeze()` makes it.
+
+    Args:
+        model: takes the weights, and no config is read.
+        trust: build the model whatever its config calls. Without it, that is code of your own, and torch's optimizers,
+            schedules and layers.
+
+    Raises:
+        UnfitCheckpoint: it can't be read, is damaged, or has no config that builds a model for it.
+        UntrustedConfig: the config names other code.
+    """
+    builder = "the one given" if model else "its config builds"
+    if (found := files.read(Path(path))) is not None:
+        file, state = found
+        model = _configured(model) if model else built(source.read_config(files.config_of(file), trust=trust), trust)
+    else:
+        checkpoint = source.checkpoint_at(Path(path))
+        weights = Weights(checkpoint)
+        model = _configured(model) if model else built(source.model_config(checkpoint, trust), trust)
+        model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as when a run is resumed
+        state = {**weights.read(weights.like), **weights.extra_state}
+    try:
+        model.load_state_dict(_under_names_of(model, state), assign=True)
+    except RuntimeError as error:
+        problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
+        raise UnfitCheckpoint(f"{path} is of another model than {builder}: {problem}") from error
+    _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
+    model.freeze()
+    return model
+
+
+def built(config: source.ModelConfig, trust: bool) -> LightningModule:
+    """From its config, as a run builds it, but with parameters that hold no values yet.
+
+    Not on the meta device: what is computed in a constructor and not saved, as a table of angles, has to have values.
+
+    Raises:
+        UnfitCheckpoint: its class is not found, does not take its arguments, or builds something else.
+        UntrustedConfig: it names code that is not the user's own.
+    """
+    try:
+        if not trust and (called := untrusted(config.node, config.file.resolve().parent)):
+            raise UntrustedConfig(
+                f"{config.file} builds its model with {called}, which is not code of yours; "
+                "lightswitch.load(path, model=MyModel(...)) runs none of it, and trust=True runs it"
+            )
+        with _Unfilled():
+            model = instantiate(config.node, _convert_="all")
+            if isinstance(model, LightningModule):
+                return _configured(model)
+    except (
+        ImportError,
+        InstantiationException,
+        OmegaConfBaseException,
+        RuntimeError,
+    ) as error:  # as of a model that asks for its Trainer
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
+    raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, and no LightningModule")
+
+
+def _configured(model: LightningModule) -> LightningModule:
+    model.configure_model()
+    return model
+
+
+class _Unfilled(TorchFunctionMode):
+    """Parameters are allocated and left as they are: nothing is drawn for them, no page of memory touched."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        filled = args[0] if args else kwargs.get("tensor")
+        if isinstance(filled, nn.Parameter) and _writes(getattr(func, "__name__", "")):
+            return filled
+        return func(*args, **kwargs)
+
+
+def _writes(function: str) -> bool:
+    return function.endswith("_") and not function.endswith("__") and function != "requires_grad_"
+
+
+def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` for `load_state_dict` of a model that may be compiled inside, and may tie parameters."""
+    live = model.state_dict(keep_vars=True)
+    names = _names(live)
+    fitting: dict[str, Any] = {}
+    parameters: dict[str, nn.Parameter] = {}  # one for all names of a tied one
+    for name, value in live.items():
+        own = names[id(value)] if isinstance(value, Tensor) else [own_name(name)]
+        saved = next((candidate for candidate in own if candidate in state), None)
+        if saved is None:
+            continue
+        fitting[name] = state[saved]
+        if isinstance(value, nn.Parameter):
+            parameter = nn.Parameter(state[saved], requires_grad=value.requires_grad)
+            fitting[name] = parameters.setdefault(saved, parameter)
+    known = {own_name(name) for name in live}
+    return fitting | {name: value for name, value in state.items() if name not in known}
+
+
+def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
+    """All own names of each tensor of a state dict with its variables, by its identity."""
+    names: dict[int, list[str]] = {}
+    for name, value in live.items():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(own_name(name))
+    return names
+
+
+def _convert(model: LightningModule, dtypes: set[torch.dtype]) -> None:
+    """Buffers that are computed, not saved, go with weights that are not in 32 bits, as in a run of that precision."""
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if len(floating) == 1 and floating != {torch.float32}:
+        model.to(*floating)

@@ -1,0 +1,78 @@
+"""Which checkpoint a path means, and which model it is of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightswitch.errors import UnfitCheckpoint
+
+CONFIG = "config.yaml"
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint itself; of a run directory its best one, else its last.
+
+    Raises:
+        UnfitCheckpoint: there is none.
+    """
+    if not path.exists():
+        raise UnfitCheckpoint(f"{path}: there is no such file or directory")
+    if not (path / CONFIG).is_file():
+        return path
+    for name in ("best.ckpt", "last.ckpt"):
+        if (path / "checkpoints" / name).exists():
+            return path / "checkpoints" / name
+    raise UnfitCheckpoint(f"{path} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a checkpoint")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model is built from: the file, and its node of plain types."""
+
+    file: Path
+    node: dict[str, Any]
+
+    @property
+    def target(self) -> str:
+        return str(self.node["_target_"])
+
+
+def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
+    """The model's node of the resolved config of the run that the checkpoint lies in.
+
+    Raises:
+        UnfitCheckpoint: it lies in no run directory.
+    """
+    folders = checkpoint.resolve().parents[:2]
+    for folder in folders:
+        if (folder / CONFIG).is_file():
+            return read_config(folder / CONFIG, key="model", trust=trust)
+    raise UnfitCheckpoint(
+        f"{checkpoint} has no {CONFIG} beside it, which names its model; leave it in its run directory"
+    )
+
+
+def read_config(path: Path, key: str | None = None, trust: bool = False) -> ModelConfig:
+    """A model's node: the whole file, or what is under a key of it.
+
+    Args:
+        trust: resolve interpolations, of which one may call whatever is registered as a resolver.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few stand for billions
+            raise UnfitCheckpoint(f"{path} can't be read as a config: it has YAML aliases, and no run writes any")
+        node: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=trust)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+        raise UnfitCheckpoint(f"{path} can't be read as a config: {' '.join(str(error).split())}") from error
+    if key is not None:
+        node = node.get(key) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise UnfitCheckpoint(f"{path} names no model: it has no {f'{key}.' if key else ''}_target_")
+    return ModelConfig(path, node)

@@ -1,0 +1,94 @@
+"""Ending a run before its time so that it goes on from there: at a step's end, on all ranks, in one checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.errors import LostRank, Stopped, UnwrittenCheckpoint
+from lightswitch.fault_tolerance import signals
+
+log = logging.getLogger(__name__)
+
+# where ranks heard of several, the last of these: a scheduler that gives notice wants the job back
+_RANKING = (None, signal.SIGINT, signal.SIGTERM, *signals.REQUEUED)
+
+
+class Preemption(Callback):
+    """Training ends with `Stopped` between two optimizer steps, or two batches of a validation, once any rank
+    has been asked to end. All ranks agree on which, as they go on together or not at all."""
+
+    def __init__(self) -> None:
+        self._ranks: dist.ProcessGroup | None = None
+        self._common_batches = 0  # of a validation: ranks may have read others
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        signals.catch()
+        # Lightning saves and broadcasts inside handlers, and asks at each batch, over the GPUs, whether one has run
+        trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]  # of this trainer
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]  # of this trainer
+        if self._ranks is None and trainer.world_size > 1:
+            timeout = getattr(trainer.strategy, "_timeout", None)
+            self._ranks = dist.new_group(backend="gloo", timeout=timeout)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.defer()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:  # here, all hooks of the step before have run
+            self._end_if_asked(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        batches = sum(trainer.num_val_batches)
+        fewest = -self._most(-batches)
+        self._common_batches = 0 if math.isinf(fewest) else int(fewest)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and self._common_batches > 0:
+            self._common_batches -= 1
+            self._end_if_asked(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.obey()  # all is written; what follows can be done again
+
+    def _end_if_asked(self, trainer: Trainer) -> None:
+        asked = _RANKING[int(self._most(_RANKING.index(signals.received())))]
+        if asked is not None:
+            _save(trainer)
+            raise Stopped(asked)
+
+    def _most(self, number: float) -> float:
+        """The largest of all ranks."""
+        if self._ranks is None:
+            return number
+        together = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(together, dist.ReduceOp.MAX, self._ranks)
+        return together.item()
+
+
+def _save(trainer: Trainer) -> None:
+    if not trainer.checkpoint_callbacks:  # the run is one without checkpoints
+        return
+    given = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints))
+    last = next(given, None) or LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)
+    try:
+        last.save(trainer)
+        if isinstance(trainer.strategy, PortableCheckpoints):
+            trainer.strategy.finish_saving()
+    except (UnwrittenCheckpoint, LostRank) as failure:
+        log.error("%s; the run will go on from the one before it", failure)
+
+
+def _nothing() -> None:
+    return

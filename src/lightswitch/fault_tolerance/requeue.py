@@ -1,0 +1,48 @@
+"""Handing a Slurm job back to its queue, to be started again where it stood."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+from signal import SIGTERM
+
+from lightswitch.cluster import placement
+from lightswitch.errors import ExitCode, Stopped
+from lightswitch.fault_tolerance import signals
+from lightswitch.runs.run_id import slurm_job
+
+log = logging.getLogger(__name__)
+
+
+def after(stopped: Stopped) -> Stopped:
+    """Requeue the job if it was Slurm's notice that stopped the run, and say with which code to exit.
+
+    SIGTERM is one where Slurm preempts the job: it starts only such a job again that has not ended before its time of
+    grace. A user who cancels a job, which sends SIGTERM as well, wants it to end.
+    """
+    job = slurm_job()
+    if job is None:
+        return stopped
+    if shutil.which("scontrol") is None:
+        if stopped.by in signals.REQUEUED:
+            stopped.code = ExitCode.REQUEUE
+    elif placement.detect().rank == 0 and (
+        stopped.by in signals.REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))
+    ):
+        _requeue(job)
+    return stopped
+
+
+def _is_preempted(job: str) -> bool:
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    return re.search(r"\bPreemptTime=\d", shown) is not None
+
+
+def _requeue(job: str) -> None:
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    if done.returncode:
+        log.error("job %s can't be requeued: %s", job, done.stderr.strip())
+    else:
+        log.info("requeued   job %s", job)

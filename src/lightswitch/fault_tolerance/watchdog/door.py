@@ -1,0 +1,88 @@
+"""The way into the hub: who connects shows the run's token first, and nothing else of a stranger is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from lightswitch.fault_tolerance.watchdog import sockets
+
+_SPARE_STRANGERS = (
+    256  # connections that have not shown the token, beside a rank's each; of more, the oldest is dropped
+)
+PATIENCE_SECONDS = 10.0
+_BREATH_SECONDS = 0.001  # between strangers where there are too many: training shares this process
+
+
+class Door:
+    """
+    Args:
+        world_size: of the run, whose ranks may all come at once.
+        admit: called with the connection of each who has the token; the bytes after it are still to be read.
+    """
+
+    def __init__(self, world_size: int, admit: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
+        self.token = secrets.token_hex(16)
+        self._most_strangers = world_size + _SPARE_STRANGERS
+        self._admit = admit
+        self._strangers: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}  # the oldest first
+        self._admitted: set[asyncio.Task[None]] = set()
+
+    def open(self, listener: socket.socket) -> None:
+        """In the running event loop."""
+        listener.setblocking(False)
+        sockets.keep_from_children(listener)
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """To all who are still outside."""
+        self._accepting.cancel()
+        for stranger in list(self._strangers):
+            stranger.cancel()
+        sockets.close(self._listener)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:  # it is gone again, or this process has too many files open
+                await asyncio.sleep(_BREATH_SECONDS)
+                continue
+            self._hear(peer)
+            await asyncio.sleep(_BREATH_SECONDS if self._is_crowded() else 0)  # a token that is there is read meanwhile
+            if self._is_crowded():
+                next(iter(self._strangers)).cancel()
+
+    def _hear(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        sockets.keep_from_children(peer)
+        stranger = asyncio.create_task(self._has_token(peer))
+        self._strangers[stranger] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, stranger.cancel)
+        stranger.add_done_callback(functools.partial(self._decide, peer))
+
+    def _is_crowded(self) -> bool:
+        return len(self._strangers) > self._most_strangers
+
+    def _decide(self, peer: socket.socket, stranger: asyncio.Task[bool]) -> None:
+        self._strangers.pop(stranger).cancel()
+        if stranger.cancelled() or stranger.exception() or not stranger.result():
+            sockets.close(peer)
+            return
+        admitted = asyncio.create_task(self._admit(peer))
+        self._admitted.add(admitted)
+        admitted.add_done_callback(self._admitted.discard)
+
+    async def _has_token(self, peer: socket.socket) -> bool:
+        """Read no byte beyond it."""
+        shown = b""
+        while len(shown) < len(self.token):
+            if not (more := await asyncio.get_running_loop().sock_recv(peer, len(self.token) - len(shown))):
+                return False
+            shown += more
+        return hmac.compare_digest(shown, self.token.encode())

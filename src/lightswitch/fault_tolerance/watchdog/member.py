@@ -1,0 +1,172 @@
+"""A rank's side of the watch: a thread that tells the hub how it does, and ends it when the run has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
+from threading import Event, Thread, Timer
+from typing import Any, TypeVar
+
+from lightswitch.cluster import processes
+from lightswitch.errors import Ended
+from lightswitch.fault_tolerance.failure import Failure, Rank, cut
+from lightswitch.fault_tolerance.stacks import oom_kills, stand
+from lightswitch.fault_tolerance.watchdog import sockets
+from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
+from lightswitch.fault_tolerance.watchdog.sockets import Way
+from lightswitch.fault_tolerance.watchdog.verdict import ANSWER_SECONDS, WITHOUT_A_WORD, Limits
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 30.0
+_RETRY_SECONDS = 0.1
+_GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a logger's file not flushed
+
+
+class Member:
+    """
+    Args:
+        answer: called with the verdict, beside the main thread, before the rank is ended.
+    """
+
+    def __init__(self, rank: Rank, limits: Limits, answer: Callable[[Failure], None]) -> None:
+        self.rank = rank
+        self.limits = limits
+        self.progress = 0  # batches begun
+        self.verdict: Failure | None = None
+        self._answer = answer
+        self._done = Event()
+        self._hub: Hub | None = None
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="watch", daemon=True).start()
+
+    def open_hub(self, ways: Sequence[Way | None]) -> tuple[str | None, int, str]:
+        """Its address (None: every one of this node), its port, and the token without which it hears nobody.
+
+        Args:
+            ways: of every other rank to this one.
+        """
+        listener, address = sockets.listen(ways)
+        self._hub = Hub(self.limits, len(ways) + 1)
+        self._do(self._hub.open(listener))
+        return address, listener.getsockname()[1], self._hub.door.token
+
+    def join(self, first: Rank, address: str, port: int, token: str) -> None:
+        """
+        Args:
+            first: rank 0, where the hub is.
+
+        Raises:
+            OSError, TimeoutError: the hub can't be reached.
+        """
+        self._first = first
+        self._do(self._join(address, port, token))
+
+    def fail(self, failure: Failure) -> Failure:
+        """What failed first in the run, once this is told: it need not be the same."""
+        self._do(self._say(failure=asdict(cut(failure))))
+        if not self._done.wait(2 * ANSWER_SECONDS):
+            self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
+            self._done.wait(ANSWER_SECONDS)
+        return self.verdict or failure
+
+    def leave(self) -> None:
+        """The proper end. All ranks wait here for the last one: a job's scheduler may end those that outlive others.
+
+        Raises:
+            Ended: the run has failed.
+        """
+        self._do(self._say(leaves=True, progress=self.progress))
+        if self._hub is not None:
+            asyncio.run_coroutine_threadsafe(self._hub.all_left(), self._loop)
+        self._done.wait()
+        if self.verdict is not None:
+            raise Ended(self.verdict.exit_code)
+        self._do(self._close())
+
+    def withdraw(self) -> None:
+        """Watch no more, without a word against those that still do."""
+        self._do(self._say(leaves=True))
+        if self._hub is not None:
+            self._loop.call_soon_threadsafe(self._hub.close)
+        self._do(self._close())
+
+    def _do(self, what: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(2 * _CONNECT_SECONDS)
+
+    async def _join(self, address: str, port: int, token: str) -> None:
+        end = time.monotonic() + _CONNECT_SECONDS
+        while not await self._is_welcome(address, port, token):  # among many strangers, this one was dropped with them
+            if time.monotonic() > end:
+                raise ConnectionError(f"{address}:{port} does not answer as the watch does")
+            await asyncio.sleep(_RETRY_SECONDS)
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    async def _is_welcome(self, address: str, port: int, token: str) -> bool:
+        opened = asyncio.open_connection(address, port, limit=LONGEST_LINE_BYTES)
+        self._reader, self._writer = await asyncio.wait_for(opened, _CONNECT_SECONDS)
+        sockets.keep_from_children(self._writer.get_extra_info("socket"))
+        self._writer.write(token.encode())
+        await self._say(rank=asdict(self.rank), oom_kills=oom_kills())
+        with contextlib.suppress(OSError):
+            if await asyncio.wait_for(self._reader.readline(), _CONNECT_SECONDS):
+                return True
+        self._writer.close()
+        return False
+
+    async def _say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # that the hub is gone shows where it is listened to
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            await self._writer.drain()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._writer.close()
+        self._loop.call_later(0.1, self._loop.stop)  # once it is closed
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.lost_after_seconds / 8)
+            await self._say(progress=self.progress)
+
+    async def _listen(self) -> None:
+        lost = WITHOUT_A_WORD
+        silence_seconds = 1.5 * self.limits.lost_after_seconds  # where the network is cut, rank 0 speaks first
+        try:
+            while line := await asyncio.wait_for(self._reader.readline(), silence_seconds):
+                message = json.loads(line)
+                if "ask" in message:
+                    await self._say(stand=asdict(stand()), progress=self.progress)
+                if "over" in message:
+                    self._done.set()
+                    return
+                if "verdict" in message:
+                    self._end(Failure(**message["verdict"]))
+                    return
+        except (asyncio.TimeoutError, OSError):
+            lost = f"was lost: nothing heard for {silence_seconds:g} s"
+        self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
+
+    def _end(self, failure: Failure) -> None:
+        if self.verdict is not None:
+            return
+        self.verdict = failure
+        processes.have_failed.set()
+        timer = Timer(
+            _GRACE_SECONDS, processes.leave_now, [failure.exit_code]
+        )  # whatever blocks, in here or in the main thread
+        timer.daemon = True
+        timer.start()
+        Thread(target=self._tell, name="crash report", daemon=True).start()  # the hub is in this one, in rank 0
+
+    def _tell(self) -> None:
+        assert self.verdict is not None
+        try:
+            self._answer(self.verdict)
+        finally:
+            self._done.set()

@@ -1,0 +1,1 @@
+"""Every problem of a request that can be known before a process is started. Imports no torch."""

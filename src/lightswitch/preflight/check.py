@@ -1,0 +1,162 @@
+"""Every problem of a run that can be known before a process is started, all at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.config import confidential, names
+from lightswitch.errors import BatchError, RefusedRequest
+from lightswitch.preflight import devices, launchers, precision, root_keys, strategies, targets
+
+_LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
+_FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
+    "accumulate_grad_batches": "the batch: set micro_batch_size",
+    "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
+    "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
+    "plugins": "the group cluster: type cluster=torchrun or another of it",
+}
+
+
+def check(cfg: DictConfig) -> BatchPlan:
+    """How the run's batch is cut, once nothing is wrong with its config.
+
+    Raises:
+        RefusedRequest: with all problems found. Those in what was typed come first and alone, and before torch is
+            imported, as the others may follow from them.
+    """
+    hydra = HydraConfig.get()
+    _raise(root_keys.missing(cfg))
+    plain: Any = _resolved(cfg)
+    typed = confidential.overrides(hydra)
+    typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
+    given = {key: plain.get(key) for key in ("name", "run_id")}
+    _raise(
+        names.problems(given),
+        root_keys.misspelt(plain, typed),
+        root_keys.wrong(plain),
+        targets.problems(plain, typed_nodes),
+    )
+    _raise(devices.wrong_counts(plain["trainer"]))
+    _raise(launchers.other_counts(plain["trainer"]))
+    _raise(
+        targets.problems(plain, plain.keys() - typed_nodes),
+        _batch(plain),
+        root_keys.unscaled_rate(cfg, plain),
+        _strategy(plain),
+        launchers.absent(plain),
+        _checkpoints(plain),
+        _loggers(plain),
+        _run_directory(Path(hydra.runtime.output_dir)),
+        _files(plain),
+        devices.absent(plain["trainer"]),
+        precision.problems(plain, devices.accelerator(plain["trainer"])),
+    )
+    return _plan(plain)
+
+
+def _raise(*checks: Iterator[str]) -> None:
+    problems = [problem for check in checks for problem in check]
+    if problems:
+        raise RefusedRequest(problems)
+
+
+def _resolved(cfg: DictConfig) -> Any:
+    try:
+        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise RefusedRequest([f"{error.full_key}: there is no default; type {error.full_key}=VALUE"]) from error
+    except InterpolationKeyError as error:
+        found = str(error).splitlines()[0]
+        raise RefusedRequest(
+            [f"{error.full_key}: {found}; type {error.full_key}=VALUE, or make another choice"]
+        ) from error
+    except OmegaConfBaseException as error:
+        raise RefusedRequest([f"{error.full_key}: {str(error).splitlines()[0]}"]) from error
+
+
+def _batch(cfg: dict[str, Any]) -> Iterator[str]:
+    trainer = cfg["trainer"]
+    for argument, source in _FOLLOWS.items():
+        if argument in trainer:
+            yield f"trainer.{argument} follows from {source}, and leave it out"
+    try:
+        _plan(cfg)
+    except BatchError as error:
+        yield str(error)
+
+
+def _plan(cfg: dict[str, Any]) -> BatchPlan:
+    world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]["devices"])
+    strategy = cfg["trainer"].get("strategy")
+    together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # on the same samples
+    replicas = max(1, world // max(1, together))
+    return BatchPlan.derive(cfg["global_batch_size"], cfg["micro_batch_size"], replicas)
+
+
+def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
+    trainer = cfg["trainer"]
+    strategy = trainer.get("strategy")
+    if not isinstance(strategy, dict):
+        strategy = {"_target_": str(strategy)}
+    per_node = devices.count(trainer["devices"])
+    batch = (cfg["global_batch_size"], cfg["micro_batch_size"])
+    on_gpu = devices.accelerator(trainer) != "cpu"
+    yield from strategies.problems(
+        strategies.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], per_node, on_gpu, batch)
+    )
+
+
+def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
+    targets = _targets(cfg.get("callbacks"))
+    if cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in target for target in targets):
+        yield (
+            "every checkpoint callback was removed, and Lightning would add one of its own; "
+            "also set trainer.enable_checkpointing=false to train without checkpoints"
+        )
+    if cfg["mode"] != "fit" and not cfg["ckpt_path"]:
+        yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
+
+
+def _loggers(cfg: dict[str, Any]) -> Iterator[str]:
+    if _targets(cfg.get("logger")):
+        return
+    for name, node in (cfg.get("callbacks") or {}).items():
+        if str((node or {}).get("_target_")).endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
+            yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"
+
+
+def _targets(nodes: dict[str, Any] | None) -> list[str]:
+    return [str(node.get("_target_")) for node in (nodes or {}).values() if node]
+
+
+def _run_directory(run_dir: Path) -> Iterator[str]:
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        yield f"the run directory {run_dir} can't be written: no permission in {existing}"
+    elif (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
+        yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
+
+
+def _files(cfg: dict[str, Any]) -> Iterator[str]:
+    named = {
+        "init_from": cfg["init_from"],
+        "ckpt_path": cfg["ckpt_path"],
+        "resume": cfg["resume"] if cfg["resume"] not in ("auto", "never") else None,
+    }
+    for key, path in named.items():
+        if path and not Path(path).exists():
+            yield f"{key}={path}: there is no such file{_checkpoints_beside(Path(path))}"
+
+
+def _checkpoints_beside(path: Path) -> str:
+    there = sorted(other.name for other in path.parent.glob("*.ckpt") if other.exists())
+    return f"; that folder has {', '.join(there)}" if there else ""

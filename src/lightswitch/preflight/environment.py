@@ -1,0 +1,180 @@
+"""The variables by which launchers speak: those that mean nothing, and those that came without the others."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from lightswitch.cluster import placement
+from lightswitch.errors import RefusedRequest
+
+_LEAST = {  # whole numbers, and the smallest that each may be
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "JSM_NAMESPACE_RANK"), 0),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), 0),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), 1),
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"), 1),
+    **dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"), 1),
+}
+_PORTS = ("MASTER_PORT", "STANDALONE_PORT")
+_FORMS = {  # of other variables: what each has to look like, and how that is told
+    "MASTER_ADDR": (r"\S+", "a host's name or address"),
+    "OMP_NUM_THREADS": (r"(\d*[1-9]\d*(,\d*[1-9]\d*)*)?", "a number of threads from 1"),
+    "CUDA_VISIBLE_DEVICES": (
+        r"|none|NoDevFiles|(-?\d+|(GPU|MIG)-[\w/-]+)(\s*,\s*(-?\d+|(GPU|MIG)-[\w/-]+))*",
+        "numbers of GPUs such as 0,1, or their UUIDs",
+    ),
+}
+_NEEDED = {  # by who starts the processes: what each of them is given
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "env": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "slurm": ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+}
+_SIGNS = {  # by who starts them: what tells it, and how it is done
+    "torchrun": (("TORCHELASTIC_RUN_ID",), "start it by torchrun --nproc-per-node=N train.py"),
+    "env": (("RANK", "WORLD_SIZE"), f"export {', '.join(_NEEDED['env'])} for each process"),
+    "slurm": (("SLURM_STEP_NUM_TASKS",), "start it by srun python train.py"),
+}
+_BELOW = {  # by who starts them: which number counts up to which other
+    "torchrun": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
+    "env": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"},
+    "slurm": {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
+    "local": {"LOCAL_RANK": "WORLD_SIZE"},
+}
+_ORDERED = {  # by who starts them: a process's rank, that of its node, and the one on its node
+    "torchrun": ("RANK", "GROUP_RANK", "LOCAL_RANK"),
+    "env": ("RANK", "NODE_RANK", "LOCAL_RANK"),
+    "slurm": ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
+}
+_MEND = {
+    "torchrun": "start it by torchrun, which exports all of them",
+    "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
+    "slurm": "start it by srun --distribution=block",
+}
+_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it gives to its children
+
+
+def check(environ: Mapping[str, str] = os.environ) -> None:
+    """
+    Raises:
+        RefusedRequest: with all that is wrong, a line each. Lightning, torch and DeepSpeed take most of it for numbers,
+            or for a place among processes that are not there.
+    """
+    problems = list(_malformed(environ)) or list(_misplaced(environ))
+    if problems:
+        raise RefusedRequest(problems)
+
+
+def _malformed(environ: Mapping[str, str]) -> Iterator[str]:
+    for name, least in _LEAST.items():
+        if name in environ and not (_is_number(environ[name]) and int(environ[name]) >= least):
+            yield _told(environ, name, f"a whole number from {least}")
+    for name in _PORTS:
+        if name in environ and not (_is_number(environ[name]) and 0 < int(environ[name]) < 2**16):
+            yield _told(environ, name, "a port from 1 to 65535")
+    for name, (form, expected) in _FORMS.items():
+        if name in environ and not re.fullmatch(form, environ[name].strip()):
+            yield _told(environ, name, expected)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None
+
+
+def _told(environ: Mapping[str, str], name: str, expected: str) -> str:
+    return f"{name}: found {environ[name]!r}, expected {expected}; export one, or type unset {name}"
+
+
+def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
+    """What can't be, of variables that are well-formed each."""
+    launcher = placement.launcher(environ)
+    yield from (
+        list(_incomplete(launcher, environ))
+        or list(_beyond(launcher, environ))
+        or list(_of_another_step(environ) if launcher == "slurm" else ())
+        or list(_of_others(environ) if launcher == "local" else _out_of_order(launcher, environ))
+    )
+    if launcher != "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield _left_over(environ, "TORCHELASTIC_USE_AGENT_STORE", "torchrun did not start this process")
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" not in environ:
+        yield _left_over(environ, "SLURM_ARRAY_JOB_ID", "there is no SLURM_ARRAY_TASK_ID, which an array's tasks have")
+
+
+def _incomplete(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
+    missing = [name for name in _NEEDED.get(launcher, ()) if name not in environ]
+    if not missing:
+        return
+    names, mend = _SIGNS[launcher]
+    yield f"{_set(environ, names)}: there is no {', '.join(missing)}; {mend}, or type {_unset(launcher, environ)}"
+
+
+def _beyond(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
+    counts = {"LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", "1"), **environ}
+    for name, count in _BELOW[launcher].items():
+        if name in counts and count in counts and int(counts[name]) >= int(counts[count]):
+            yield f"{_set(counts, (name, count))}: export a {name} from 0 to {int(counts[count]) - 1}"
+    if launcher in ("torchrun", "env") and int(counts["LOCAL_WORLD_SIZE"]) > int(counts["WORLD_SIZE"]):
+        told = _set(counts, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        yield f"{told}: a node can't have more processes than all nodes; export a smaller LOCAL_WORLD_SIZE"
+
+
+def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
+    tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
+    mend = f"{_SIGNS['slurm'][1]}, or type {_unset('slurm', environ)}"
+    if int(environ["SLURM_NTASKS"]) != tasks:
+        yield f"{_set(environ, ('SLURM_NTASKS', 'SLURM_STEP_NUM_TASKS'))}: srun makes both the same; {mend}"
+    if nodes > tasks:
+        yield f"{_set(environ, ('SLURM_STEP_NUM_NODES', 'SLURM_STEP_NUM_TASKS'))}: a node has one task or more; {mend}"
+    if "MASTER_PORT" not in environ and not _is_number(environ.get("SLURM_JOB_ID", "0")[-4:]):
+        yield f"{_set(environ, ('SLURM_JOB_ID',))}: expected a number, from which the port follows; {mend}"
+    if nodes > 1 and not environ.keys() & {"MASTER_ADDR", "SLURM_NODELIST"}:
+        yield f"{_set(environ, ('SLURM_STEP_NUM_NODES',))}: there is no SLURM_NODELIST, which names the first; {mend}"
+
+
+def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
+    """Ranks are counted node by node: strategies that shard over a node's devices, and Lightning, rely on it."""
+    place = placement.detect(environ)
+    rank, node, local = _ORDERED[launcher]
+    per_node = place.devices_per_node or 1
+    if place.nodes * per_node != int(environ["SLURM_NTASKS" if launcher == "slurm" else "WORLD_SIZE"]):
+        return  # told once it is known how many the run asks for
+    within = int(environ.get(local, place.rank % per_node))
+    if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
+        told = _set(environ, [name for name in (rank, node, local) if name in environ])
+        whole = f"{per_node} processes on each of {place.nodes} nodes"
+        yield f"{told}: {whole} are to be counted node by node; {_MEND[launcher]}"
+
+
+def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
+    """A place among other processes, in a process that starts all others of its run itself.
+
+    Lightning believes it: it would be silent, write no checkpoint, or wait for the others.
+    """
+    if "RANK" not in environ and environ.keys() >= set(_OF_LIGHTNING):
+        return  # it is one of those others
+    if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
+        missing = [name for name in _NEEDED["env"] if name not in environ]
+        mend = f"type unset {' '.join(placed)}, or {_SIGNS['env'][1]}"
+        yield f"{_set(environ, placed)}: there is no {', '.join(missing)}; {mend}"
+    if int(environ.get("NODE_RANK", 0)) > 0 and not environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
+        yield (
+            f"{_set(environ, ('NODE_RANK',))}: there is no MASTER_ADDR, MASTER_PORT; "
+            "export them on each node, or type unset NODE_RANK"
+        )
+    for name, starter in (("SLURM_PROCID", "srun"), ("JSM_NAMESPACE_RANK", "jsrun")):
+        if int(environ.get(name, 0)) > 0:
+            yield _left_over(environ, name, f"{starter} started no other process of this run")
+
+
+def _left_over(environ: Mapping[str, str], name: str, why: str) -> str:
+    return f"{_set(environ, (name,))}: {why}; type unset {name}"
+
+
+def _unset(launcher: str, environ: Mapping[str, str]) -> str:
+    prefixes = {"torchrun": ("TORCHELASTIC_",), "slurm": ("SLURM_STEP_",), "env": ("RANK", "WORLD_SIZE")}[launcher]
+    return f"unset {' '.join(sorted(name for name in environ if name.startswith(prefixes)))}"
+
+
+def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    shown = (f"{environ[name]}" if re.fullmatch(r"[\w.:-]+", environ[name]) else repr(environ[name]) for name in names)
+    return " and ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))

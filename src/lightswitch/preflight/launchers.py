@@ -1,0 +1,56 @@
+"""What was started from outside, by torchrun, srun or hand, against what the config asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from lightswitch.cluster import placement
+from lightswitch.preflight import devices
+
+_EVENED = {
+    "slurm": "use --ntasks-per-node={}",
+    "torchrun": "give every torchrun the same --nproc-per-node",
+    "env": "export the same LOCAL_WORLD_SIZE on every node",
+}
+
+
+def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
+    nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
+    place = placement.detect()
+    if not place.is_external:
+        yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
+    if place.uneven:
+        yield (
+            f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, and each must have as many as "
+            f"the others; {_EVENED[place.launcher].format(place.devices_per_node)}"
+        )
+    elif place.is_external and (place.nodes, place.devices_per_node) != (nodes, per_node):
+        yield (
+            f"{place.launcher} started {_counted(place.nodes, 'node')} × "
+            f"{_counted(place.devices_per_node, 'process')}, and the trainer has "
+            f"num_nodes={nodes}, devices={per_node}; leave both out, they follow the launcher"
+        )
+
+
+def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
+    """A place that this run does not have: Lightning believes it, and trains without a word or a checkpoint."""
+    arguments = {"NODE_RANK": "trainer.num_nodes", "LOCAL_RANK": "trainer.devices"}
+    for name, count in counts.items():
+        if int(os.environ.get(name, 0)) >= count:
+            told = f"{name}={os.environ[name]} and {arguments[name]}={count}"
+            yield f"{told}: found a place that is not in this run; type unset {name}, or give {arguments[name]}"
+
+
+def _counted(count: int | None, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def absent(cfg: dict[str, Any]) -> Iterator[str]:
+    name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
+    wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
+    found = placement.detect().launcher
+    if wanted and wanted != found and cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]["devices"]) > 1:
+        starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
+        yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"

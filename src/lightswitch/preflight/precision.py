@@ -1,0 +1,41 @@
+"""Where a precision's numbers do not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightswitch.preflight.signatures import signature
+
+_SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal one, 6.1e-5
+
+
+def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
+    precision = cfg["trainer"].get("precision")
+    if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
+        yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
+    keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
+    if precision == "16-true" and not keeps_float32 and cfg["mode"] == "fit":
+        yield from _vanishing_eps(cfg)
+
+
+def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
+    """Adam divides by √v + eps; in float16 both the squares v and the usual eps of 1e-8 are 0: NaN at step 2."""
+    for key, node in cfg["model"].items():
+        if not isinstance(node, dict) or not _has_eps_below(_SMALLEST_FLOAT16, node):
+            continue
+        path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
+        found = f"eps={node['eps']:g}" if "eps" in node else "default eps"
+        yield (
+            f"precision=16-true: {node['_target_'].rpartition('.')[2]} divides by its eps, and the {found} is below "
+            f"float16's smallest number, 6.1e-05; use {path}.eps=1e-4, or precision=bf16-true"
+        )
+
+
+def _has_eps_below(smallest: float, node: dict[str, Any]) -> bool:
+    """Of a node that makes an optimizer with one number as its eps; all of torch's have a very small one by default."""
+    accepted = signature(node["_target_"]) if isinstance(node.get("_target_"), str) else None
+    if accepted is None or not {"lr", "eps"} <= accepted.parameters.keys():
+        return False
+    kinds = accepted.parameters["eps"].kinds
+    return (kinds is None or float in kinds) and node.get("eps", 0.0) < smallest

@@ -1,0 +1,109 @@
+"""The keys at a config's top: those that were misspelt, and those with a value that means nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.batches.plan import scaled_learning_rate
+from lightswitch.config.overrides import GROUPS
+from lightswitch.errors import nearest
+from lightswitch.preflight import targets
+
+MODES = ("fit", "validate", "test", "predict")
+_KNOBS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "run_id": (str, int),
+    "seed": (int,),
+    "mode": (str,),
+    "objective": (str,),
+    "resume": (str,),
+    "init_from": (str, type(None)),
+    "ckpt_path": (str, type(None)),
+    "global_batch_size": (int,),
+    "micro_batch_size": (int, type(None)),
+    "meet_timeout_seconds": (int, float),
+}
+
+
+_LIMITS = ("lost_after_seconds", "hung_after_seconds")
+_SCALING = ("rule", "reference_batch_size")
+_READ = (
+    *(*_KNOBS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
+    *(f"lr_scaling.{key}" for key in _SCALING),
+    *(f"watch.{key}" for key in _LIMITS),
+)
+
+
+def missing(cfg: DictConfig) -> Iterator[str]:
+    """Keys that the engine reads, of a config that may be another project's, before anything is resolved in it."""
+    for key in _READ:
+        parent, _, name = key.rpartition(".")
+        above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
+        if above is not None and name not in _raw_keys(above):
+            yield f"{key}: the config has no such key, and the engine reads it; give it back to config.yaml"
+
+
+def _raw_keys(node: Any) -> list[Any]:
+    """`in` would resolve their values."""
+    return list(node.keys()) if isinstance(node, DictConfig) and not node._is_none() else []
+
+
+def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
+    """A `+key=` that resembles a key there is, or nearly is a group's; any other is a variable of the user's own."""
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
+            hint = nearest(key, [known for known in cfg if known != key])
+            if hint := hint or ("" if key in GROUPS else nearest(key, GROUPS, alike=0.85)):
+                yield f"{key}: there is no such key.{hint}"
+
+
+def wrong(cfg: dict[str, Any]) -> Iterator[str]:
+    for knob, kinds in _KNOBS.items():
+        if type(cfg[knob]) not in kinds:
+            yield f"{knob}={cfg[knob]}: found {type(cfg[knob]).__name__}, expected {targets.names(kinds)}"
+    if cfg["mode"] not in MODES:
+        yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
+    if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
+        yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
+    yield from _unknown(cfg, "lr_scaling", _SCALING)
+    yield from _unknown(cfg, "watch", _LIMITS)
+    yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
+    for limit in _LIMITS:
+        seconds = cfg["watch"][limit]
+        if type(seconds) not in (int, float) or seconds <= 0:
+            yield f"watch.{limit}={seconds}: it is a time in seconds, above 0"
+
+
+def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterator[str]:
+    for key in cfg[group].keys() - set(known):
+        yield f"{group}.{key}: there is no such key.{nearest(key, known)}"
+
+
+def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
+    rule = plain["lr_scaling"]["rule"]
+    if rule == "none":
+        return
+    if not isinstance((plain.get("optimizer") or {}).get("lr"), int | float):
+        yield f"lr_scaling.rule={rule} scales optimizer.lr, and there is none; give optimizer.lr=VALUE"
+        return
+    other = cfg.copy()
+    other.optimizer.lr = 2.0 * cfg.optimizer.lr
+    if OmegaConf.to_container(other.model, resolve=True) == plain["model"]:
+        yield (
+            f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
+            "give the model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out"
+        )
+
+
+def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
+    if type(reference_batch_size) is not int or reference_batch_size < 1:
+        yield f"lr_scaling.reference_batch_size={reference_batch_size}: it counts samples, so it is at least 1"
+        return
+    try:
+        scaled_learning_rate(1.0, rule, 1, reference_batch_size)
+    except ValueError as error:
+        yield str(error)

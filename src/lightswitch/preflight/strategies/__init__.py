@@ -1,0 +1,34 @@
+"""What each strategy can't do, told in a line before a process is started. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lightswitch.preflight.strategies import ddp, deepspeed, fsdp, fsdp1
+from lightswitch.preflight.strategies.request import Request
+
+__all__ = ["Request", "problems"]
+
+
+def problems(request: Request) -> Iterator[str]:
+    """Why the strategy refuses the run; nothing for a strategy from elsewhere."""
+    name = str(request.strategy.get("_target_")).rpartition(".")[2]
+    if name in _LIMITS:
+        yield from _LIMITS[name](request)
+
+
+def _single(request: Request) -> Iterator[str]:
+    if request.world_size > 1:
+        yield (
+            f"strategy=single is one device, and {request.nodes} × {request.devices} are asked for; use strategy=ddp"
+        )
+
+
+_LIMITS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
+    "Single": _single,
+    "DDP": ddp.problems,
+    "FSDP1": fsdp1.problems,
+    "FSDP": fsdp.problems,
+    "TensorParallel": fsdp.tensor_parallel_problems,
+    "DeepSpeed": deepspeed.problems,
+}

@@ -1,0 +1,49 @@
+"""What fully_shard, alone and with tensor parallelism, can't do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from lightswitch.preflight.strategies import process_group
+from lightswitch.preflight.strategies.request import Request
+
+
+def problems(request: Request) -> Iterator[str]:
+    options = request.strategy
+    sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
+    devices = request.world_size // options.get("tensor_parallel_size", 1)
+    if shard_size is not None and sharding != "HYBRID_SHARD":
+        yield "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid, or leave it out"
+    elif shard_size is not None and (shard_size < 1 or devices % shard_size):
+        sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
+    elif sharding == "HYBRID_SHARD" and devices > 1 and (shard_size or request.devices) == 1:
+        yield "HYBRID_SHARD over one device of each node shards nothing; use strategy=fsdp, or strategy=ddp"
+    if options.get("param_dtype") and request.precision != "32-true":
+        yield (
+            f"trainer.strategy.param_dtype and precision={request.precision} both say what to compute in; "
+            "leave one of them out"
+        )
+    if request.precision == "16-mixed" and request.on_gpu:
+        yield "strategy=fsdp does not scale the loss as 16-mixed needs it; use precision=bf16-mixed, or strategy=ddp"
+    if request.on_gpu and sys.platform == "darwin":
+        yield "strategy=fsdp runs on CUDA devices and on the CPU; use trainer.accelerator=cpu"
+    yield from process_group.problems(request)
+
+
+def tensor_parallel_problems(request: Request) -> Iterator[str]:
+    size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
+    if size < 1 or request.world_size % size:
+        yield (
+            f"trainer.strategy.tensor_parallel_size={size} does not divide {request.nodes} × {request.devices} "
+            f"devices; use trainer.devices={max(1, size)} or a multiple of it"
+        )
+        return
+    model = str(request.model.get("_target_")).rpartition(".")[2]
+    if model not in plans:
+        yield (
+            f"strategy=fsdp_tp has no plan for {model}, only for {', '.join(plans)}; use strategy=fsdp, or "
+            f"trainer.strategy.plans.{model}=FUNCTION that returns torch's parallel styles by the paths of its modules"
+        )
+    yield from problems(request)

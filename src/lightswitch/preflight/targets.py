@@ -1,0 +1,93 @@
+"""The arguments in a config's nodes against the code that the nodes name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from typing import Any
+
+from lightswitch.errors import nearest
+from lightswitch.preflight.signatures import Parameter, Signature, signature
+
+_HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+
+
+def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
+    """Of the nodes that name code, the arguments that the code does not take, and those that it lacks."""
+    for key in (key for key in cfg if key in keys):
+        yield from _node_problems(key, cfg[key])
+        if key in ("callbacks", "logger"):
+            yield from _unfinished_nodes(key, cfg[key] or {})
+
+
+def _unfinished_nodes(group: str, nodes: dict[str, Any]) -> Iterator[str]:
+    whole = [name for name, node in nodes.items() if node is None or "_target_" in node]
+    for name in (name for name in nodes if name not in whole):
+        yield f"{group}.{name} is not switched on.{nearest(name, whole)} To switch it on: {group}=[default,{name}]"
+
+
+def _node_problems(path: str, node: Any) -> Iterator[str]:
+    """Problems of a node that names code, and of the nodes in it."""
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _node_problems(f"{path}.{index}", item)
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
+        yield from _node_problems(f"{path}.{key}", value)
+    if isinstance(node.get("_target_"), str):
+        yield from _against_signature(path, node)
+
+
+def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
+    try:
+        accepted = signature(node["_target_"])
+    except LookupError as error:
+        yield f"{path}._target_={node['_target_']}: {error.args[0]}"
+        return
+    if accepted is None:
+        return
+    yield from _missing(path, node, accepted)
+    for key, value in node.items():
+        if key in _HYDRA_KEYS:
+            continue
+        if key not in accepted.parameters:
+            yield from _unknown(path, key, accepted, node)
+        elif not _fits(value, accepted.parameters[key]):
+            yield f"{path}.{key}={value}: {_misfit(value, accepted.parameters[key])}"
+
+
+def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[str]:
+    if node.get("_partial_") or "_args_" in node:
+        return
+    for key in accepted.parameters:
+        if key in accepted.required and key not in node:
+            yield f"{path}.{key}: {_short(node)} needs it; give {path}.{key}=VALUE"
+
+
+def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> Iterator[str]:
+    """What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused."""
+    hint = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
+    if hint or not accepted.open_ended:
+        yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
+
+
+def _short(node: dict[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
+
+
+def _fits(value: Any, parameter: Parameter) -> bool:
+    if isinstance(value, dict) or parameter.kinds is None or parameter.literals is None:
+        return True
+    number = float in parameter.kinds and type(value) is int
+    return number or type(value) in parameter.kinds or value in tuple(parameter.literals)  # a list has no hash
+
+
+def _misfit(value: Any, parameter: Parameter) -> str:
+    literals = sorted({str(literal) for literal in parameter.literals or ()})
+    expected = ", ".join([*literals, names(tuple(parameter.kinds or ()))]).strip(", ")
+    hint = nearest(value, literals) if isinstance(value, str) else ""
+    return f"found {type(value).__name__}, expected {expected}{hint and '.'}{hint}"
+
+
+def names(kinds: tuple[type, ...]) -> str:
+    return " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in kinds))

@@ -1,0 +1,90 @@
+"""A run that has ended, as its directory tells: started again, it does nothing. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.cluster import placement
+from lightswitch.runs import changes
+from lightswitch.runs.saved import set_aside
+
+log = logging.getLogger(__name__)
+
+_FILE = "ended.json"
+
+
+def before(cfg: DictConfig) -> bool:
+    """Whether fit and test have ended already, under limits that these do not exceed: every process finds the same."""
+    if cfg.mode != "fit" or cfg.resume != "auto":
+        return False
+    ended = _read()
+    if ended is None or _exceed(_limits(cfg), ended["limits"]):
+        return False
+    if placement.detect().rank == 0:
+        changed = changes.since(_file().parent, cfg)
+        otherwise = f", and {changed} changes nothing" if changed else ""
+        log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended["step"], otherwise)
+        if ended["go_on"]:
+            log.info("go on      %s", ended["go_on"])
+    return True
+
+
+def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
+    beside = _file().with_suffix(".partial")
+    beside.write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
+    beside.replace(_file())
+
+
+def forget(run_dir: Path) -> None:
+    if (run_dir / _FILE).is_dir():  # it told nothing, and stays, as it may hold something
+        set_aside(run_dir / _FILE)
+    (run_dir / _FILE).unlink(missing_ok=True)
+
+
+def _read() -> dict[str, Any] | None:
+    """None where there is none, or a faster rank, which goes on, has just removed it; or where it is harmed."""
+    try:
+        ended = json.loads(_file().read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):  # it is empty, or cut short, or no text, or no file
+        ended = None
+    if not _is_whole(ended):
+        if placement.detect().rank == 0:
+            log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(_file()))
+        return None
+    return dict(ended)
+
+
+def _is_whole(ended: Any) -> bool:
+    match ended:
+        case {"step": int(), "limits": {"max_time": _, **counts}, "go_on": str() | None}:
+            return all(isinstance(counts.get(name, ""), int | None) for name in ("max_steps", "max_epochs"))
+    return False
+
+
+def _limits(cfg: DictConfig) -> dict[str, Any]:
+    limits: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    return {name: limits.get(name) for name in ("max_steps", "max_epochs", "max_time")}
+
+
+def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
+    if limits["max_time"] != others["max_time"]:
+        return True
+    return any(_count(limits[name]) > _count(others[name]) for name in ("max_steps", "max_epochs"))
+
+
+def _count(limit: int | None) -> float:
+    return math.inf if limit is None or limit == -1 else limit
+
+
+def _file() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir) / _FILE

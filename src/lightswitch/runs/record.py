@@ -1,0 +1,188 @@
+"""What is needed to repeat a run, kept beside its results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.utilities import _log_hyperparams
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch import versions
+from lightswitch.cluster import placement
+from lightswitch.config import confidential
+from lightswitch.errors import Refused
+from lightswitch.runs import claim, finished, results
+from lightswitch.runs import log as run_log
+from lightswitch.runs.saved import set_aside
+
+_PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
+_LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in the run directory as they are opened
+
+
+class RunRecord(Callback):
+    """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+
+    What the config takes from the environment stays an interpolation in all of them.
+
+    Made where Hydra is, and written where the run is, which may be a process that Python spawned, once the run goes on:
+    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were. So train.log waits, too, and
+    the loggers, which would open their files before a checkpoint is read.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.run_dir = Path(HydraConfig.get().runtime.output_dir)
+        self.mode, self.resume = cfg.mode, cfg.resume
+        self.files = _files(cfg) if placement.detect().rank == 0 else {}
+        self._lock: Any = None
+        self._goes_on = False
+        self._loggers: list[Logger] = []
+        self._logs_hyperparameters = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": claim.for_child()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._lock is not None:
+            self._lock = self._lock.detach()  # of the run directory, for as long as this process lives
+
+    def hold_loggers(self, trainer: Trainer) -> None:
+        self._loggers, trainer.loggers = trainer.loggers, []
+        self._logs_hyperparameters, trainer.enable_autolog_hparams = trainer.enable_autolog_hparams, False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lightning has passed the point where it opens them, and whoever asks for a logger from here on has it."""
+        trainer.loggers = self._loggers
+        if stage != self.mode:  # a test after fit is the same run
+            self._goes_on = True
+            _open(trainer.loggers)
+            self._begin_log(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.mode == "validate":
+            self._go_on(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._go_on(trainer)  # its checkpoint stood at the last step
+
+    def _go_on(self, trainer: Trainer) -> None:
+        if self._goes_on:
+            return
+        self._goes_on = True
+        _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
+        if trainer.is_global_zero:
+            self._write()
+        _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
+        self._begin_log(trainer)
+
+    def _write(self) -> None:
+        files = {self.run_dir / name: text for name, text in self.files.items()}
+        _refuse_to_replace([*files, self.run_dir / results.FILE])
+        _write_all(files)
+        if self.mode == "fit":
+            finished.forget(self.run_dir)
+        if self.resume == "never":
+            _set_checkpoints_aside(self.run_dir)
+
+    def _begin_log(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            run_log.begin()
+        trainer.enable_autolog_hparams = self._logs_hyperparameters
+        if trainer.enable_autolog_hparams:
+            _log_hyperparams(trainer)
+
+
+def _open(loggers: Iterable[Logger]) -> None:
+    """As Lightning does it, and in its order."""
+    for logger in sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
+        getattr(logger, "experiment", None)
+
+
+def _refuse_to_replace(paths: list[Path]) -> None:
+    """What is no file can't be replaced by one, and is found before any other is.
+
+    Raises:
+        Refused: one of them is a directory, say.
+    """
+    for path in paths:
+        if path.exists() and not path.is_file():
+            raise Refused(f"{os.path.relpath(path)} is no file, and the run writes one there; remove it")
+
+
+def _write_all(files: dict[Path, str]) -> None:
+    """All of them or, on a disk that is full, none.
+
+    Raises:
+        Refused: they can't be written.
+    """
+    beside = {path: path.with_name(f"{path.name}.partial") for path in files}
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside[path].write_text(text)
+        for path, partial in beside.items():
+            partial.replace(path)
+    except OSError as error:
+        for partial in beside.values():
+            with contextlib.suppress(OSError):  # it, or the folder, may be what is in the way
+                partial.unlink()
+        raise Refused(f"the run directory can't be written: {error}") from error
+
+
+def _files(cfg: DictConfig) -> dict[str, str]:
+    hydra = HydraConfig.get()
+    told = {
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "overrides": confidential.overrides(hydra),
+        "folder": str(Path.cwd()),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "packages": versions.of(_PACKAGES),
+    }
+    return {  # the first three as Hydra writes them as soon as it has composed a config
+        ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
+        ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
+        ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
+        "config.yaml": OmegaConf.to_yaml(confidential.written(cfg)),
+        "run.json": json.dumps(told, indent=2) + "\n",
+    }
+
+
+def _set_checkpoints_aside(run_dir: Path) -> None:
+    """A run that starts anew where another stood: the other's are ahead of it, and would be taken for its newest."""
+    if (checkpoints := run_dir / "checkpoints").exists():
+        set_aside(checkpoints)
+
+
+def _git(*arguments: str) -> str | None:
+    code = Path(sys.argv[0]).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(code), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,58 @@
+"""Which checkpoint a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightswitch.batches.position import Position
+from lightswitch.checkpoints.find import newest, position_of
+from lightswitch.checkpoints.reader import shown as shown  # all of launch shows paths so
+from lightswitch.errors import Refused
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run reads, and where it stands in training; none for a run that starts at step 0."""
+
+    path: Path | None = None
+    position: Position | None = None
+
+    def __str__(self) -> str:
+        assert self.path is not None
+        return shown(self.path) + (f", at step {self.position.global_step}" if self.position else "")
+
+
+def find(cfg: DictConfig) -> Start:
+    """
+    Raises:
+        Refused: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
+    """
+    if cfg.mode != "fit":
+        return _read(Path(cfg.ckpt_path))
+    if cfg.init_from:
+        _read(Path(cfg.init_from))
+    start = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
+    if start.path is None:
+        return start
+    position, path = start.position, shown(start.path)
+    lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it names no position in the data"
+    if lost:
+        raise Refused(
+            f"{path} can't be resumed: {lost}; start anew with resume=never or another run_id, "
+            f"or from its weights alone with init_from={path} and another run_id"
+        )
+    return start
+
+
+def _to_resume(resume: str, run_dir: Path) -> Start:
+    if resume == "auto":
+        return Start(*newest(run_dir) or ())
+    return Start() if resume == "never" else _read(Path(resume))
+
+
+def _read(path: Path) -> Start:
+    return Start(path, position_of(path))

@@ -1,0 +1,107 @@
+"""One job of a sweep: an ordinary run, in processes that it shares with no other."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightswitch.cluster import placement
+from lightswitch.config import confidential
+from lightswitch.config.overrides import flags_of_a_job, quoted
+from lightswitch.errors import RefusedRequest
+from lightswitch.fault_tolerance.signals import REQUEUED
+from lightswitch.runs import results
+from lightswitch.sweeps import record
+from lightswitch.sweeps.process import run_to_its_end
+from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
+
+_OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
+
+
+def run(typed: list[str], cfg: DictConfig) -> float | None:
+    """What Hydra calls for each job, wherever its launcher does: here, or in each task of a cluster's job.
+
+    Args:
+        typed: the sweep's own script and arguments. A cluster has started this process by others.
+
+    Returns:
+        The objective, for Optuna; None where the job failed or logged none. Either way the sweep goes on.
+
+    Raises:
+        RefusedRequest: the directory is another job's. Its checkpoints must not become this one's.
+        SystemExit: a signal has ended the job before it was done. It ends the sweep, too.
+    """
+    hydra = HydraConfig.get()
+    folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
+    directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
+    job = Record(hydra.job.num, confidential.overrides(hydra), directory, start=_start())
+    earlier = record.read(folder)
+    if earlier is not None and (other := earlier.of_another_job(job.overrides)):
+        raise RefusedRequest([f"{directory} holds the job with {other}; start this sweep under another run_id"])
+    if (
+        earlier is not None
+        and earlier.state == FINISHED
+        and earlier.overrides == job.overrides
+        and cfg.resume != "never"
+    ):
+        print(f"job {job.number:<6} has finished before", flush=True)
+        return earlier.objective
+    script, *arguments = typed
+    kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
+    own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
+    if placement.detect().rank == 0:
+        record.write(job, folder)
+        chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
+        print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
+    return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective))
+
+
+def _start() -> str:
+    """What the tasks of one start of a cluster's job have in common, and no other start has."""
+    return ".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+
+
+def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: str) -> float | None:
+    ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder))
+    if ended.exit_code == 0:
+        job = replace(job, state=FINISHED, objective=results.read(folder).get(objective))
+    elif ended.signals:
+        job = replace(job, state=STOPPED)
+    else:
+        job = replace(job, state=FAILED, error=ended.error or _how(ended.exit_code))
+    value = _end(job, folder)
+    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit is the job's alone
+        raise SystemExit(ended.exit_code if ended.exit_code > 0 else 128 + ended.signals[0])
+    return value
+
+
+def _failure_elsewhere(job: Record, folder: Path) -> Callable[[], bool]:
+    """Where another task of the job has failed before the two have met, this one waits for it for ever."""
+    alone = not placement.detect().is_external
+
+    def failed() -> bool:
+        there = None if alone else record.read(folder)
+        return there is not None and (there.start, there.state) == (job.start, FAILED)
+
+    return failed
+
+
+def _how(exit_code: int) -> str:
+    return f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
+
+
+def _end(job: Record, folder: Path) -> float | None:
+    """Of a cluster's tasks the first speaks for the job; of a failure, the one that has it."""
+    if placement.detect().rank == 0 or job.state == FAILED:
+        record.write(job, folder)
+    number = job.objective
+    return number if number is not None and math.isfinite(number) else None  # Optuna takes no other

@@ -1,0 +1,96 @@
+"""A sweep: many runs from one command, each with processes and a directory of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lightswitch.cluster import placement
+from lightswitch.config.composition import check_names
+from lightswitch.config.overrides import quoted
+from lightswitch.errors import ExitCode, Refused, RefusedRequest
+from lightswitch.preflight import root_keys
+from lightswitch.runs import claim
+from lightswitch.sweeps import record, table
+
+_FAILED = 1
+
+
+def oversee() -> None:
+    """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 where one of them failed.
+
+    Hydra has a hook for the end of a sweep, but not for one that ends early.
+    """
+    walk = Hydra.multirun
+
+    def multirun(
+        self: Hydra,
+        config_name: str | None,
+        task_function: Any,
+        overrides: list[str],
+        with_log_configuration: bool = True,
+    ) -> None:
+        cfg = self.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
+        if problems := list(_problems(cfg)):
+            raise RefusedRequest(problems)
+        check_names(cfg)
+        folder = Path(str(cfg.hydra.sweep.dir)).absolute()
+        try:
+            claim.take_folder(folder)
+        except Refused as refused:
+            raise RefusedRequest(refused.problems) from refused
+        submitted_before = _submitted(folder)
+        pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job elsewhere knows of no clock or id that named it
+        try:
+            walk(self, config_name, task_function, [*overrides, pinned], with_log_configuration)
+        except (KeyboardInterrupt, SystemExit):
+            _cancel(_submitted(folder) - submitted_before)
+            raise
+        except (HydraException, RefusedRequest):  # in what was typed
+            raise
+        except Exception as error:
+            if not any(job.has_failed for job in record.read_all(folder)):
+                raise
+            print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as where Optuna has no trial to go by
+        finally:
+            claim.give_back()
+            claim.remove_if_empty(folder)
+            jobs = record.read_all(folder)
+            print(table.of(jobs, str(cfg.objective)), end="", flush=True)
+        if any(job.has_failed for job in jobs):
+            raise SystemExit(ExitCode.FAILED)
+
+    Hydra.multirun = multirun  # type: ignore[method-assign]  # there is no hook to do it by
+
+
+def _problems(cfg: DictConfig) -> Iterator[str]:
+    yield from root_keys.missing(cfg)
+    place = placement.detect()
+    if place.is_external:
+        yield (
+            f"a sweep starts the processes of its jobs itself, and {place.launcher} has started this one; "
+            "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
+        )
+    launcher = cfg.hydra.launcher
+    if str(launcher._target_).endswith("submitit_launcher.LocalLauncher") and launcher.tasks_per_node > 1:
+        yield (
+            f"hydra.launcher.tasks_per_node={launcher.tasks_per_node}: only Slurm's tasks find each other; "
+            f"leave it out and use trainer.devices={launcher.tasks_per_node}"
+        )
+
+
+def _submitted(folder: Path) -> set[str]:
+    """Ids of the cluster's jobs, which submitit keeps a folder for."""
+    return {path.name.partition("_")[0] for path in folder.glob(".submitit/[0-9]*")}
+
+
+def _cancel(job_ids: set[str]) -> None:
+    if job_ids:
+        subprocess.run(["scancel", *sorted(job_ids)], check=False)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
+
+from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.position import Position
+from lightswitch.errors import Refused
+
+DATA = TensorDataset(torch.arange(50))
+PLAN = BatchPlan(global_batch=12, micro_batch=6, replicas=2, accumulation=1)
+
+
+class Positional(DataLoader):
+    """A subclass that takes other arguments and sets its own."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(TensorDataset(torch.arange(samples)), batch_size=4, shuffle=True)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Buckets(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, 5, shuffle=True),
+        DataLoader(DATA, 5, shuffle=True, num_workers=2),
+        Positional(50),
+        DataLoader(Subset(DATA, range(50))),
+    ],
+)
+def test_a_loader_is_remade_whoever_wrote_it(loader: DataLoader) -> None:
+    ranks = [training_loader(loader, PLAN, rank, seed=1, at=Position()) for rank in range(2)]
+    read = [torch.cat([batch[0] for batch in rank]) for rank in ranks]
+    assert sorted(torch.cat(read).tolist()) == list(range(50))
+    assert [len(rank) for rank in ranks] == [5, 5]
+
+
+def test_the_users_loader_is_left_as_it_was() -> None:
+    loader = DataLoader(DATA, batch_size=5)
+    training_loader(loader, PLAN, 0, seed=1, at=Position())
+    assert [len(batch[0]) for batch in loader] == [5] * 10
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ([1, 2], "it is a list, not a torch DataLoader"),
+        (DataLoader(Stream()), "its dataset is an IterableDataset"),
+        (DataLoader(DATA, batch_size=None), "it has batch_size=None"),
+        (
+            DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 3, False)),
+            "it has a batch sampler of its own, Buckets",
+        ),
+        (DataLoader(DATA, batch_size=3), None),
+    ],
+)
+def test_what_cannot_be_remade_is_told_apart(loader: object, reason: str | None) -> None:
+    assert obstacle(loader) == reason
+
+
+def test_an_epoch_that_drops_all_it_has_is_refused() -> None:
+    with pytest.raises(Refused, match=r"has 50 samples .* use global_batch_size=50 or fewer"):
+        training_loader(DataLoader(DATA, 5, drop_last=True), BatchPlan(60, 30, 2, 1), 0, 1, Position())
+
+
+def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
+    with pytest.raises(Refused, match="3 samples can't be shared by 4 devices"):
+        evaluation_loader(DataLoader(TensorDataset(torch.arange(3))), BatchPlan(4, 1, 4, 1), 0)
+
+
+def test_evaluation_batches_are_no_larger_than_the_loaders_own_or_a_micro_batch() -> None:
+    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 100), PLAN, 0)) <= 6
+    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 2), PLAN, 0)) <= 2

@@ -1,0 +1,101 @@
+"""What a checkpoint says of other checkpoints is believed within the run's own folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightswitch.checkpoints.best import believed
+from tests.engine.checkpoints import hostile
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+
+RUN = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("trained"))(*RUN, "trainer.max_steps=4")
+
+
+@pytest.fixture
+def again(trained: Finished, tmp_path: Path) -> Path:
+    """A copy of the run: its directory."""
+    shutil.copytree(trained.folder, tmp_path / "again", symlinks=True)
+    return tmp_path / "again" / trained.run_dir.relative_to(trained.folder)
+
+
+def say(run_dir: Path, **said: Any) -> None:
+    """In all checkpoints of a run, of the best ones, as whoever writes them could."""
+    for path in (run_dir / "checkpoints").glob("*.ckpt"):
+        if not path.is_symlink():
+            state = torch.load(path / "trainer.pt")
+            (key,) = (key for key in state["callbacks"] if key.startswith("ModelCheckpoint"))
+            own = {name: str(run_dir / "checkpoints" / "best.ckpt") for name in ("best_model_path", "last_model_path")}
+            best = {"dirpath": str(run_dir / "checkpoints"), "kth_best_model_path": own["best_model_path"]}
+            state["callbacks"][key] |= {
+                **own,
+                **best,
+                "best_k_models": {own["best_model_path"]: torch.tensor(9.0)},
+                **said,
+            }
+            torch.save(state, path / "trainer.pt")
+            hostile.sign(path)
+
+
+@pytest.mark.parametrize("how", ["..", "a link"])
+def test_no_path_from_a_checkpoint_is_removed_outside_of_the_run(how: str, again: Path, train: Train) -> None:
+    victim = hostile.ours(again.parent / "victim")  # a directory of ours: another run's checkpoint
+    path = again / "checkpoints" / ".." / ".." / "victim"
+    if how == "a link":
+        (again / "checkpoints" / "link").symlink_to(victim.parent)
+        path = again / "checkpoints" / "link" / "victim"
+    say(again, kth_best_model_path=str(path), best_k_models={str(path): torch.tensor(9.0)})
+    resumed = train(*RUN, "trainer.max_steps=8", folder=again.parents[2])
+    assert "resumes    runs/plainmodel/mine/checkpoints/" in resumed.out
+    assert (victim / "trainer.pt").exists()
+    assert (again / "checkpoints" / "best.ckpt").exists()
+
+
+def test_the_test_after_fit_reads_no_checkpoint_of_another_run(again: Path, train: Train) -> None:
+    elsewhere = hostile.ours(again.parent / "elsewhere.ckpt")
+    say(again, best_model_path=str(elsewhere))
+    resumed = train(*RUN, "trainer.max_steps=5", "trainer.val_check_interval=100", folder=again.parents[2])
+    assert "tests      the last weights" in resumed.out
+
+
+def test_the_best_of_the_run_itself_is_remembered(again: Path, train: Train) -> None:
+    say(
+        again,
+        best_model_score=torch.tensor(-1.0),
+        best_k_models={str(again / "checkpoints/best.ckpt"): torch.tensor(-1.0)},
+    )
+    before = (again / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text()
+    resumed = train(*RUN, "trainer.max_steps=8", folder=again.parents[2])
+    assert "tests      runs/plainmodel/mine/checkpoints/best.ckpt" in resumed.out
+    assert (again / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text() == before
+
+
+OUTSIDE = ["/", "/etc", "..", "../x", "checkpoints/../../x", "checkpoints", "", "checkpoints/a\0b", 7, None]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+@pytest.mark.parametrize("name", ["best_model_path", "last_model_path", "kth_best_model_path"])
+def test_a_path_that_leads_elsewhere_makes_all_of_it_unknown(name: str, path: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "checkpoints", monitor="val/loss")
+    if isinstance(path, str) and path:
+        path = str(tmp_path / path)
+    good = str(tmp_path / "checkpoints" / "best.ckpt")
+    state = callback.state_dict() | {"best_k_models": {good: torch.tensor(1.0)}, "kth_best_model_path": good}
+    states = believed({callback.state_key: {**state, "best_model_path": good}, "other": 3}, [callback])
+    assert states == {callback.state_key: {**state, "best_model_path": good}, "other": 3}
+    found = believed({callback.state_key: {**state, "best_model_path": good, name: path}}, [callback])
+    if path == "" and name != "kth_best_model_path":
+        return  # as it is before the first one
+    assert found[callback.state_key] == {
+        "dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""
+    }  # fmt: skip

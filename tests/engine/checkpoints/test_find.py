@@ -1,0 +1,209 @@
+"""The newest good checkpoint of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightswitch.batches.position import KEY, Position
+from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.find import first_whole, newest, up_to
+from lightswitch.errors import UnfitCheckpoint
+from tests.engine.checkpoints import hostile
+
+
+def write(path: Path, **position: int | bool) -> Path:
+    directory.write(path, {"model.w": torch.zeros(1000)}, {KEY: asdict(Position(**position))}, ranks=None)
+    return path
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+
+
+def test_the_furthest_in_training_is_found_whatever_its_name_or_time(tmp_path: Path) -> None:
+    furthest = write(tmp_path / "checkpoints" / "best.ckpt", global_step=30)
+    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
+    write(tmp_path / "hpc_ckpt_1.ckpt", global_step=10)
+    found = newest(tmp_path)
+    assert found is not None
+    assert (found[0], found[1].global_step) == (furthest, 30)
+
+
+def test_a_checkpoint_that_a_scheduler_asked_for_counts(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
+    asked = write(tmp_path / "hpc_ckpt_1.ckpt", global_step=25)
+    assert newest(tmp_path) == (asked, Position(global_step=25))
+
+
+def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20, validation_due=True)
+    validated = write(tmp_path / "checkpoints" / "best.ckpt", global_step=20)
+    assert newest(tmp_path) == (validated, Position(global_step=20))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def put_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_unreadable(path: Path) -> None:
+    """Linux answers with EIO, as a disk does that is failing."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def lead_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def lose(path: Path) -> None:
+    """The file, and its line among the checksums."""
+    path.unlink()
+    sums = path.with_name("SHA256SUMS")
+    if sums.exists():
+        sums.write_text("".join(line for line in sums.read_text().splitlines(True) if path.name not in line))
+
+
+HARMS = [cut, flip, empty, Path.unlink, put_a_directory, put_a_pipe, make_unreadable, lead_nowhere, lose]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.pt", "SHA256SUMS"])
+def test_a_harmed_checkpoint_is_passed_over_with_a_word(
+    name: str, harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = write(tmp_path / "checkpoints" / "best.ckpt", global_step=10)
+    harmed = write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
+    harm(harmed / name)
+    with caplog.at_level(logging.WARNING):
+        found, _ = newest(tmp_path)
+        assert first_whole(up_to(found, tmp_path), group=None).path == good
+    assert caplog.text.count(f"{harmed} can't be read as a checkpoint: ") == 1
+
+
+def edited(path: Path, what: str) -> Path:
+    """A checkpoint whose checksums are right, and whose index is not."""
+
+    def edit(index: Any) -> None:
+        info = next(iter(index.storage_data.values()))
+        described = index.state_dict_metadata["model.w"]
+        if what == "a file elsewhere":
+            shutil.copy(path / info.relative_path, path.parent / "x.distcp")
+            info.relative_path = "../x.distcp"
+        if what == "a file at an absolute path":
+            info.relative_path = str(path / info.relative_path)
+        if what == "a file without a checksum":
+            shutil.copy(path / info.relative_path, path / "__9_0.distcp")
+            info.relative_path = "__9_0.distcp"
+        if what == "2^44 numbers":
+            described.size = described.chunks[0].sizes = torch.Size([1 << 44])
+        if what == "a part of the numbers":
+            described.size = torch.Size([1001])
+        if what == "a part that lies outside":
+            described.chunks[0].offsets = torch.Size([1])
+        if what == "a place beyond the file":
+            info.offset = 1 << 40
+        if what == "no place":
+            index.storage_data = {}
+
+    return hostile.edit_index(path, edit)
+
+
+EDITED = {
+    "a file elsewhere": ".metadata leads out of the checkpoint, to ../x.distcp",
+    "a file at an absolute path": ".metadata leads out of the checkpoint, to /",
+    "a file without a checksum": "SHA256SUMS does not name __9_0.distcp",
+    "2^44 numbers": "__0_0.distcp is shorter than .metadata says",
+    "a part of the numbers": ".metadata has 1000 of the 1001 numbers of model.w",
+    "a part that lies outside": ".metadata has a part of model.w that lies outside of it",
+    "a place beyond the file": "__0_0.distcp is shorter than .metadata says",
+    "no place": ".metadata has no place for a part of model.w",
+}
+
+
+@pytest.mark.parametrize("what", EDITED)
+def test_an_index_that_does_not_fit_its_files_is_passed_over(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = write(tmp_path / "checkpoints" / "best.ckpt", global_step=10)
+    harmed = edited(write(tmp_path / "checkpoints" / "last.ckpt", global_step=20), what)
+    with caplog.at_level(logging.WARNING):
+        found = newest(tmp_path)
+        assert found == (good, Position(global_step=10))
+    assert f"{harmed} can't be read as a checkpoint: {EDITED[what]}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", "a/b"])
+def test_checksums_of_files_elsewhere_are_damage(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    harmed = write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
+    (tmp_path / "checkpoints" / "x").touch()
+    with (harmed / "SHA256SUMS").open("a") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(UnfitCheckpoint, match=f"SHA256SUMS leads out of the checkpoint, to {name}; start anew"):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("position", [{"global_step": "20"}, {"odd": 1}, [], None])
+def test_a_position_that_is_none_is_damage(position: Any, tmp_path: Path) -> None:
+    directory.write(tmp_path / "checkpoints" / "last.ckpt", {"model.w": torch.zeros(2)}, {KEY: position}, ranks=None)
+    with pytest.raises(UnfitCheckpoint, match=r"last\.ckpt can't be read as a checkpoint: "):
+        newest(tmp_path)
+
+
+def test_a_folder_that_cant_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+    """A run would start anew over what it has."""
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UnfitCheckpoint, match="checkpoints can't be listed: Not a directory"):
+        newest(tmp_path)
+
+
+def test_files_and_links_beside_them_are_something_elses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = write(tmp_path / "checkpoints" / "step_2.ckpt", global_step=2)
+    (tmp_path / "checkpoints" / "note.ckpt").write_text("mine")
+    (tmp_path / "checkpoints" / "gone.ckpt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "checkpoints" / "pipe.ckpt")
+    with caplog.at_level(logging.WARNING):
+        assert newest(tmp_path) == (good, Position(global_step=2))
+    assert "note.ckpt" not in caplog.text
+
+
+def test_between_two_renames_the_one_before_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoints" / "last.ckpt", global_step=10)
+    path.rename(directory.previous(path))
+    assert newest(tmp_path) == (directory.previous(path), Position(global_step=10))
+
+
+def test_a_checkpoint_of_something_else_and_a_partial_one_are_no_candidates(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "foreign.ckpt")
+    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20).rename(tmp_path / "checkpoints" / "last.ckpt.partial")
+    assert newest(tmp_path) is None

@@ -1,0 +1,175 @@
+"""No way in runs what a checkpoint names: each is tried with files that would make a folder."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightswitch
+from lightswitch.checkpoints.reader import Reader
+from lightswitch.errors import UnfitCheckpoint
+from lightswitch.export.__main__ import main
+from lightswitch.export.weights import Weights
+from tests.engine.checkpoints import hostile
+from tests.engine.conftest import PLAIN, Train
+
+Build = Callable[[Path, Path], Path]
+
+RUN = (*PLAIN, "trainer.accelerator=cpu", "strategy=single", "run_id=mine", "trainer.max_steps=6")
+ELSEWHERE = (
+    "trainer.strategy._target_=lightning.pytorch.strategies.SingleDeviceStrategy",
+    "+trainer.strategy.device=cpu",
+)
+CONFIG = "model:\n  _target_: tests.engine.plain.PlainModel\n"
+WHY = "would run code"
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    """What a payload makes."""
+    return tmp_path / "the payload ran"
+
+
+@pytest.mark.parametrize("build", [*hostile.DIRECTORIES, *hostile.FILES])
+def test_the_checkpoints_of_these_tests_do_run_code_elsewhere(build: Build, tmp_path: Path, ran: Path) -> None:
+    """Or the tests below could not fail."""
+    path = build(tmp_path / "x.ckpt", ran)
+    payload = pickle.dumps(hostile.Payload(ran))[2:-1]
+    assert any(str(ran).encode() in file.read_bytes() for file in [path, *path.rglob("*")] if file.is_file())
+    pickle.loads(b"\x80\x04" + payload + b".")
+    assert ran.exists()
+
+
+WAYS = {
+    "resume": ("resume={path}",),
+    "init_from": ("init_from={path}",),
+    "test": ("mode=test", "ckpt_path={path}"),
+    "validate": ("mode=validate", "ckpt_path={path}"),
+    "predict": ("mode=predict", "ckpt_path={path}"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_train_reads_an_index_as_data(way: str, tmp_path: Path, ran: Path, train: Train) -> None:
+    refuses(train, hostile.index(tmp_path / "x.ckpt", ran), ran, *WAYS[way])
+
+
+@pytest.mark.parametrize("build", [hostile.state, hostile.sharded, hostile.zero, hostile.file, hostile.file_of_old])
+def test_train_reads_every_kind_as_data(build: Build, tmp_path: Path, ran: Path, train: Train) -> None:
+    refuses(train, build(tmp_path / "x.ckpt", ran), ran, *WAYS["init_from"])
+
+
+@pytest.mark.parametrize("build", [hostile.index, hostile.file])
+def test_under_a_strategy_from_elsewhere_too(build: Build, tmp_path: Path, ran: Path, train: Train) -> None:
+    refuses(train, build(tmp_path / "x.ckpt", ran), ran, *WAYS["test"], *ELSEWHERE)
+
+
+def test_a_strategy_from_elsewhere_is_given_no_directory(tmp_path: Path, train: Train) -> None:
+    path = hostile.ours(tmp_path / "x.ckpt")
+    (path / "SHA256SUMS").rename(path / "meta.pt")
+    refused = train(*RUN, "mode=test", f"ckpt_path={path}", *ELSEWHERE, check=False)
+    assert refused.err.splitlines() == [
+        f"error: {path} is a directory, which SingleDeviceStrategy can't read without running code; use strategy=…"
+    ]
+
+
+def refuses(train: Train, path: Path, ran: Path, *switches: str) -> None:
+    refused = train(*RUN, *(switch.format(path=path) for switch in switches), check=False)
+    assert not ran.exists()
+    assert refused.returncode == 2, refused.err
+    (line,) = refused.err.splitlines()
+    assert line.startswith(f"error: {path} can't be read as a checkpoint: ")
+    assert WHY in line
+
+
+def test_a_run_started_again_passes_it_over(tmp_path: Path, ran: Path, train: Train) -> None:
+    checkpoints = tmp_path / "runs" / "plainmodel" / "mine" / "checkpoints"
+    hostile.index(checkpoints / "step_4.ckpt", ran)
+    alone = train(*RUN, folder=tmp_path, check=False)
+    assert not ran.exists()
+    (line,) = alone.err.splitlines()
+    assert line.startswith(
+        "error: runs/plainmodel/mine/checkpoints/step_4.ckpt can't be read as a checkpoint: .metadata"
+    )
+    assert line.endswith("start anew with resume=never, or go on from another with resume=PATH")
+    hostile.state(checkpoints / "step_5.ckpt", ran)
+    first = train(*RUN, "resume=never", "trainer.max_steps=3", folder=tmp_path)
+    for path in (first.run_dir / "checkpoints_1").iterdir():
+        shutil.copytree(path, checkpoints / path.name)
+    again = train(*RUN, "trainer.max_steps=4", folder=tmp_path)
+    assert not ran.exists()
+    assert "step_5.ckpt can't be read as a checkpoint: trainer.pt names posix.mkdir, which would run code" in again.out
+    assert "resumes    runs/plainmodel/mine/checkpoints/step_3.ckpt, at step 3" in again.out
+
+
+KINDS = [build for build in (*hostile.DIRECTORIES, *hostile.FILES) if build not in (hostile.objects, hostile.pickled)]
+
+
+@pytest.mark.parametrize("build", KINDS)
+def test_reading_weights_runs_none(build: Build, tmp_path: Path, ran: Path) -> None:
+    path = build(tmp_path / "x.ckpt", ran)
+    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt can't be read as a checkpoint: .*which would run code$"):
+        read_all(path)
+    assert not ran.exists()
+
+
+def test_what_an_index_calls_bytes_is_not_read(tmp_path: Path, ran: Path) -> None:
+    assert read_all(hostile.objects(tmp_path / "x.ckpt", ran)) == {}
+    assert not ran.exists()
+
+
+def test_a_bare_pickle_is_no_checkpoint(tmp_path: Path, ran: Path) -> None:
+    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt is no file of torch\.save, or a part of one$"):
+        read_all(hostile.pickled(tmp_path / "x.ckpt", ran))
+    assert not ran.exists()
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    weights = Weights(path)
+    return weights.read(weights.like)
+
+
+@pytest.mark.parametrize("build", [hostile.index, hostile.sharded, hostile.zero, hostile.file])
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+def test_an_export_runs_none(
+    build: Build, name: str, tmp_path: Path, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    path = build(tmp_path / "x.ckpt", ran)
+    with pytest.raises(SystemExit):
+        main([str(path), "-o", str(tmp_path / name)])
+    assert not ran.exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} can't be read as a checkpoint: " in line
+    assert WHY in line
+
+
+@pytest.mark.parametrize("build", [hostile.index, hostile.sharded, hostile.zero, hostile.file])
+def test_load_runs_none(build: Build, tmp_path: Path, ran: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    with pytest.raises(UnfitCheckpoint, match=WHY):
+        lightswitch.load(build(tmp_path / "x.ckpt", ran), trust=True)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("build", hostile.FILES)
+def test_load_of_a_state_dict_runs_none(build: Build, tmp_path: Path, ran: Path) -> None:
+    with pytest.raises(UnfitCheckpoint, match=r"x\.pt can't be read: "):
+        lightswitch.load(build(tmp_path / "x.pt", ran), trust=True)
+    assert not ran.exists()
+
+
+def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
+    """Pickle can set attributes of what it names, of a class for all who use it."""
+    path = hostile.ours(tmp_path / "x.ckpt")
+    metadata = torch.distributed.checkpoint.metadata.Metadata
+    setting = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(S'seen'\nI1\ndtb."
+    (path / ".metadata").write_bytes(setting)
+    with pytest.raises(UnfitCheckpoint, match=r"\.metadata is no index of tensors"):
+        Reader(hostile.sign(path), group=None)
+    assert not hasattr(metadata, "seen")

@@ -1,0 +1,62 @@
+"""Promise 3: killed at any moment, a run goes on exactly where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import PLAIN, Train
+
+STEPS, KILLS = 60, 5
+RUN = (
+    *PLAIN,
+    "run_id=mine",
+    "trainer.accelerator=cpu",
+    "global_batch_size=24",  # 9 steps an epoch, the last of them smaller
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_check_interval=4",
+    "trainer.log_every_n_steps=1",
+    "callbacks.last_checkpoint.every_n_steps=2",
+    "callbacks.record._target_=tests.engine.plain.Record",
+    "callbacks.record.folder=${hydra:runtime.output_dir}",
+)
+RANDOM = ("model.dropout=0.3", "data.noise=0.1")
+WAYS = {
+    "loader workers": (("strategy=single", "data.workers=1", "model.halved=epoch"), 1),
+    "ddp and accumulation": (("strategy=ddp", "micro_batch_size=4", "model.halved=step"), 2),
+    "fsdp": (("strategy=fsdp", "model.halved=epoch"), 2),
+    "deepspeed": (("strategy=deepspeed_stage_2", "model.halved=step"), 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_killed_over_and_over_is_the_uninterrupted_one_to_the_bit(way: str, train: Train) -> None:
+    switches, ranks = (*WAYS[way][0], *RANDOM), WAYS[way][1]
+    whole = train(*RUN, *switches, ranks=ranks)
+    folder = None
+    for attempt in range(KILLS):
+        kill = (
+            "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill",
+            f"callbacks.kill.attempt={len(way) + attempt}",
+        )
+        killed = train(*RUN, *switches, *kill, ranks=ranks, folder=folder, check=False)
+        assert killed.returncode == -9, killed.err
+        folder = killed.folder
+    ended = train(*RUN, *switches, ranks=ranks, folder=folder)
+    for name in ("train/loss", "val/loss", "val/accuracy", "samples"):
+        assert ended.column(name) == whole.column(name), name
+    assert ended.column("test/loss")[STEPS] == whole.column("test/loss")[STEPS]
+    assert _trained_on(ended.run_dir) == _trained_on(whole.run_dir)
+
+
+def _trained_on(run_dir: Path) -> dict[tuple[int, int], set[tuple[int, ...]]]:
+    """By epoch and step, the micro batches of all ranks; a step that was repeated after a kill read the same again."""
+    steps: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+    for path in run_dir.glob("samples_*.jsonl"):
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):  # the last one may be cut short
+                read = json.loads(line)
+                steps.setdefault((read["epoch"], read["step"]), set()).add(tuple(read["ids"]))
+    return steps

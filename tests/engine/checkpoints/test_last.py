@@ -1,0 +1,234 @@
+"""last.ckpt: what a run goes on from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightswitch.checkpoints.directory import read_state
+from lightswitch.checkpoints.find import newest
+from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.trees import MARK
+from tests.engine.checkpoints.conftest import Disk
+from tests.engine.conftest import PLAIN, Train
+
+RUN = (
+    *PLAIN,
+    "trainer.accelerator=cpu",
+    "run_id=mine",
+    "trainer.val_check_interval=100",
+    "trainer.limit_val_batches=0",
+)
+
+WATCH = """
+import os
+import lightning.pytorch as pl
+
+class Watch(pl.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        path = os.path.join(self.folder, "last.ckpt")
+        target = os.readlink(path) if os.path.lexists(path) else None
+        names = os.listdir(self.folder) if target else []
+        with open("seen.txt", "a") as file:
+            whole = [name for name in names if os.path.exists(os.path.join(self.folder, name, "SHA256SUMS"))]
+            print(trainer.global_step, target, *whole, file=file)
+"""
+
+FILL = """
+import resource
+import lightning.pytorch as pl
+
+class Fill(pl.Callback):
+    # a limit to the size of files, for a disk that is full
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        if trainer.global_step == 3:
+            trainer.strategy._saver.wait()
+            import signal
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
+
+
+def test_last_points_to_the_newest_and_older_ones_go(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "watching.py").write_text(WATCH)
+    run = train(
+        *RUN,
+        "trainer.max_steps=8",
+        "callbacks.last_checkpoint.every_n_steps=2",
+        "callbacks.watch._target_=watching.Watch",
+        "callbacks.watch.folder=${hydra:runtime.output_dir}/checkpoints",
+        folder=tmp_path,
+    )
+    for line in (tmp_path / "seen.txt").read_text().splitlines():
+        step, target, *whole = line.split()
+        assert target == "None" or target in whole, line  # it is written while training goes on
+        assert target == "None" or 0 <= int(step) - int(target[5:-5]) <= 4
+    checkpoints = run.run_dir / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["last.ckpt", "step_6.ckpt", "step_8.ckpt"]
+    assert os.readlink(checkpoints / "last.ckpt") == "step_8.ckpt"
+    assert read_state(checkpoints / "last.ckpt")["global_step"] == 8
+
+
+def test_those_to_keep_stay_for_ever(train: Train) -> None:
+    every = ("callbacks.last_checkpoint.every_n_steps=1", "callbacks.last_checkpoint.keep_every_n_steps=3")
+    run = train(*RUN, "trainer.max_steps=8", *every, "callbacks.last_checkpoint.keep=1")
+    checkpoints = run.run_dir / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_3.ckpt", "step_6.ckpt", "step_8.ckpt"]
+
+
+def test_the_best_few_are_kept(train: Train) -> None:
+    best = ("callbacks.best_checkpoint.save_top_k=2", "callbacks.best_checkpoint.filename='best_{step}'")
+    run = train(*RUN[:-2], *best, "trainer.max_steps=40", "trainer.val_check_interval=5")
+    losses = run.column("val/loss")
+    two = sorted(losses, key=lambda step: losses[step])[:2]
+    kept = {path.name for path in (run.run_dir / "checkpoints").glob("best*")}
+    assert kept == {f"best_step={step + 1}.ckpt" for step in two}
+
+
+def test_steps_are_counted_whatever_the_accumulation(train: Train) -> None:
+    run = train(*RUN, "trainer.max_steps=3", "micro_batch_size=16", "callbacks.last_checkpoint.every_n_steps=2")
+    assert read_state(run.run_dir / "checkpoints" / "last.ckpt")["global_step"] == 3
+
+
+def test_a_full_disk_is_told_at_the_next_step_and_the_older_checkpoint_stays(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "watching.py").write_text(FILL)
+    run = train(
+        *RUN,
+        "model.width=20000",  # 1.7 MB with Adam's state
+        "trainer.max_steps=6",
+        "callbacks.last_checkpoint.every_n_steps=2",
+        "callbacks.fill._target_=watching.Fill",
+        "callbacks.fill.folder=${hydra:runtime.output_dir}/checkpoints",
+        folder=tmp_path,
+        check=False,
+    )
+    told = "the checkpoint could not be written: rank 0: "
+    assert f"{told}" in run.out
+    assert "training goes on, and the checkpoints before it are kept" in run.out
+    checkpoints = run.run_dir / "checkpoints"
+    assert os.readlink(checkpoints / "last.ckpt") == "step_2.ckpt"
+    assert newest(run.run_dir)[1].global_step == 2
+    assert run.returncode != 0
+    assert told in run.err
+
+
+FULL = """
+import os
+import lightning.pytorch as pl
+
+class Full(pl.Callback):
+    # all of the disk but some bytes, once the first checkpoint is written
+    def __init__(self, folder: str, left: int) -> None:
+        self.folder, self.left = folder, left
+
+    def on_train_batch_start(self, trainer, module, batch, index) -> None:
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            trainer.strategy._saver.wait()
+            disk = os.statvfs(self.folder)
+            with open(os.path.join(self.folder, "ballast"), "wb") as file:
+                file.write(bytes(disk.f_bavail * disk.f_frsize - self.left))
+"""
+LARGE = ("model.width=20000", "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2")  # 1.7 MB with Adam's
+REASON = "the checkpoint could not be written: rank 0: the disk is full: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_full_disk_is_called_so_and_nothing_stays_of_what_it_did_not_take(
+    ranks: int, disk: Disk, train: Train
+) -> None:
+    folder = disk("9m")
+    (folder / "filling.py").write_text(FULL)
+    fill = ("callbacks.fill._target_=filling.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=200000")
+    run = train(*RUN, *LARGE, *fill, "strategy=ddp", folder=folder, ranks=ranks, check=False)
+    assert run.returncode == 2
+    assert f"{REASON}; " in run.out
+    assert "; training goes on, and the checkpoints before it are kept" in run.out
+    assert run.err.splitlines()[-1].startswith(f"error: {REASON}")
+    assert "Traceback" not in run.err
+    checkpoints = run.run_dir / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step_2.ckpt"}
+    assert (newest(run.run_dir) or fail())[1].global_step == 2
+    again = train(*RUN, *LARGE, folder=folder, check=False)
+    (line,) = again.err.splitlines()
+    assert again.returncode == 2
+    assert re.fullmatch(r"error: the run directory \S+/mine can't be written: the disk is full, \d+ KB are free", line)
+
+
+def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(disk: Disk, train: Train) -> None:
+    folder = disk("9m")
+    (folder / "filling.py").write_text(FULL)
+    fill = ("callbacks.fill._target_=filling.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=0")
+    run = train(*RUN, *LARGE, *fill, "~logger.tensorboard", folder=folder, check=False)
+    assert run.returncode == 2
+    assert run.err.splitlines()[-1].startswith("error: the disk is full: No space left on device")
+    assert "Traceback" not in run.err
+
+
+def fail() -> None:
+    raise AssertionError("there is no checkpoint")
+
+
+# What stands beside the checkpoints of a run
+
+
+def test_what_stands_beside_them_does_not_keep_old_ones(train: Train, tmp_path: Path) -> None:
+    every = ("callbacks.last_checkpoint.every_n_steps=2", "trainer.val_check_interval=2")
+    first = train(*RUN, *every, "trainer.max_steps=4", folder=tmp_path)
+    checkpoints = first.run_dir / "checkpoints"
+    shutil.copytree(checkpoints / "step_2.ckpt", checkpoints / "step_2_backup.ckpt")
+    (checkpoints / "step_.ckpt").mkdir()
+    (checkpoints / "step_1.ckpt").symlink_to("nowhere")
+    (checkpoints / "step_3.ckpt").write_text("a note")
+    (checkpoints / "step_²0.ckpt").mkdir()
+    (checkpoints / "a\nb.ckpt").mkdir()
+    beside = set(checkpoints.iterdir()) - {checkpoints / f"step_{step}.ckpt" for step in (2, 4)}
+    run = train(*RUN, *every, "trainer.max_steps=8", folder=tmp_path)
+    assert set(checkpoints.iterdir()) == beside | {checkpoints / f"step_{step}.ckpt" for step in (6, 8)}
+    assert "resumes    runs/plainmodel/mine/checkpoints/step_4.ckpt" in run.out
+    assert run.err == ""
+
+
+def test_what_is_not_ours_is_not_removed_and_told_once(train: Train, tmp_path: Path) -> None:
+    """As an earlier version wrote it, or the user put it there."""
+    first = train(*RUN, "trainer.max_steps=2", folder=tmp_path)
+    checkpoints = first.run_dir / "checkpoints"
+    (checkpoints / "step_2.ckpt" / MARK).unlink()
+    for name in ("step_3.ckpt.partial", "step_3.ckpt.previous"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "mine.txt").touch()
+    (checkpoints / "step_4.ckpt").write_text("a note")
+    run = train(*RUN, "trainer.max_steps=6", "callbacks.last_checkpoint.every_n_steps=1", folder=tmp_path)
+    told = "step_2.ckpt is not removed: it holds no .lightswitch, so lightswitch has not made it"
+    assert run.out.count(told) == 1
+    assert (checkpoints / "step_4.ckpt.previous").read_text() == "a note"
+    assert {path.name for path in checkpoints.iterdir()} == {
+        *("last.ckpt", "step_2.ckpt", "step_3.ckpt.partial", "step_3.ckpt.previous", "step_4.ckpt.previous"),
+        *("step_5.ckpt", "step_6.ckpt"),
+    }
+
+
+def test_a_copy_in_place_of_the_link_is_replaced_by_one(train: Train, tmp_path: Path) -> None:
+    """As `rsync --copy-links` brings it from another machine."""
+    first = train(*RUN, "trainer.max_steps=2", folder=tmp_path)
+    checkpoints = first.run_dir / "checkpoints"
+    (checkpoints / "last.ckpt").unlink()
+    shutil.copytree(checkpoints / "step_2.ckpt", checkpoints / "last.ckpt")
+    train(*RUN, "trainer.max_steps=4", folder=tmp_path)
+    assert os.readlink(checkpoints / "last.ckpt") == "step_4.ckpt"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["last.ckpt", "step_2.ckpt", "step_4.ckpt"]
+
+
+@pytest.mark.parametrize("count", ["every_n_steps", "keep", "keep_every_n_steps"])
+def test_counts_are_at_least_one(count: str) -> None:
+    with pytest.raises(ValueError, match=f"{count} is -1; it is at least 1"):
+        LastCheckpoints("anywhere", **{"every_n_steps": 1, count: -1})

@@ -1,0 +1,100 @@
+"""Processes that were given different things, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightswitch.cluster.consistency import HIDDEN, Evidence, difference
+from lightswitch.cluster.sealed import Sealed
+from lightswitch.config.confidential import Values
+
+USUAL = Evidence(
+    {"python": "3.12.1", "torch": "2.13.0"}, {"train.py": "a", "src/net.py": "b"}, "usual", run_dir="/runs/a"
+)
+FOUR = [replace(USUAL, rank=rank, node=f"node{rank // 2 + 1}") for rank in range(4)]
+READABLE: Mapping[str, Mapping[str, str]] = {
+    "usual": {"seed": "1", "data.token": f"{HIDDEN}a"},
+    "other seed": {"seed": "2", "data.token": f"{HIDDEN}a"},
+    "more": {"seed": "2", "data.token": f"{HIDDEN}a", "lr": "1"},
+    "other token": {"seed": "1", "data.token": f"{HIDDEN}b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {3: {"versions": {"python": "3.12.1", "torch": "2.12.0"}}},
+            "rank 3 on node2 has torch 2.12.0, the other 3 have torch 2.13.0; install the same on every node",
+        ),
+        (
+            {2: {"code": {"train.py": "a", "src/net.py": "c", "new.py": "d"}}},
+            "rank 2 on node2 has another src/net.py, another new.py than the other 3; "
+            "bring the code of every node to the same state",
+        ),
+        (
+            {0: {"config": "other seed"}, 1: {"config": "more"}, 3: {"config": "other seed"}},
+            "rank 1 on node1 has lr=1, most have no lr; give every process the same overrides",
+        ),
+        (
+            {3: {"config": "other token"}},
+            "rank 3 on node2 has another data.token than the other 3; "
+            "give every process the same overrides, and the same environment",
+        ),
+        (
+            {3: {"config": "left nowhere"}},
+            "rank 3 on node2 has another config than the other 3; "
+            "give every process the same overrides, and the same environment",
+        ),
+        (
+            {2: {"config": "", "sees_run_directory": False}, 3: {"config": "", "sees_run_directory": False}},
+            "2 ranks on node2 do not see what rank 0 writes to the run directory; put it where every node sees it",
+        ),
+        (
+            {1: {"config": "", "sees_run_directory": False, "run_dir": "/runs/b"}},
+            "rank 1 on node1 has run directory /runs/b, rank 0 on node1 has run directory /runs/a; "
+            "start every process in the same folder, with the same run_id",
+        ),
+    ],
+    ids=["versions", "code", "config", "hidden value", "unreadable", "run directory", "other run"],
+)
+def test_the_odd_ones_are_named_with_what_they_have(changed: dict[int, dict[str, object]], told: str) -> None:
+    assert difference([replace(one, **changed.get(one.rank, {})) for one in FOUR], READABLE.get) == told
+
+
+def test_those_that_agree_are_told_nothing() -> None:
+    assert difference(FOUR, READABLE.get) is None
+
+
+VALUES = Values({"seed": "1", "data.token": "hunter2"}, frozenset({"data.token"}))
+
+
+def test_a_digest_can_not_be_guessed_without_the_run_directory(tmp_path: Path) -> None:
+    first, second = Sealed.make(tmp_path, VALUES), Sealed.make(tmp_path, VALUES)
+    same = Sealed.find(tmp_path, first.folder.name, VALUES, 0)
+    assert same is not None
+    assert same.digest == first.digest != second.digest
+    assert (first.folder.stat().st_mode & 0o777, (first.folder / "key").stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_what_is_hidden_is_left_as_a_digest(tmp_path: Path) -> None:
+    first = Sealed.make(tmp_path, Values({}))
+    other = Sealed.find(tmp_path, first.folder.name, VALUES, 0)
+    assert other is not None
+    other.leave()
+    assert "hunter2" not in (first.folder / other.digest).read_text()
+    told = first.read(other.digest)
+    assert told is not None
+    assert told["seed"] == "1"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", ".meeting_0123456789abcdef/..", ""])
+def test_a_name_from_the_network_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "key").write_bytes(bytes(32))
+    (tmp_path / "run").mkdir()
+    assert Sealed.find(tmp_path / "run", name, VALUES, 0) is None

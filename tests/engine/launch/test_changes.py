@@ -1,0 +1,66 @@
+"""What a run has otherwise than before is told before it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightswitch.runs import changes
+from tests.engine.conftest import PLAIN, Train
+
+BEFORE = {
+    "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95], "fused": False},
+    "model": {"optimizer": {"lr": 3e-4, "betas": [0.9, 0.95], "fused": False}, "width": 64, "bias": None},
+    "trainer": {"max_steps": 500},
+    "run_id": "mine",
+    "callbacks": {"throughput": {"_target_": "here"}},
+}
+SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (SAME, ""),
+        ({**SAME, "run_id": "other", "callbacks": {}}, ""),
+        ({**SAME, "optimizer": {**BEFORE["optimizer"], "lr": 1e-3}}, "optimizer.lr=0.001 (was 0.0003)"),
+        (
+            {**SAME, "trainer": {"max_steps": 1000}, "optimizer": {"lr": 3e-4, "betas": [0.9, 0.99], "fused": True}},
+            "optimizer.betas=[0.9, 0.99] (was [0.9, 0.95]), optimizer.fused=true (was false), "
+            "trainer.max_steps=1000 (was 500)",
+        ),
+        (
+            {**SAME, "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}, "seed": 2},
+            "~optimizer.fused (was false), seed=2 (was not there)",
+        ),
+        (
+            {**SAME, "a": 1, "b": 2, "c": 3, "d": 4},
+            "a=1 (was not there), b=2 (was not there), c=3 (was not there) and 1 more",
+        ),
+    ],
+)
+def test_what_differs_is_told_once_and_briefly(now: dict, told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(BEFORE))
+    assert changes.since(tmp_path, OmegaConf.create(now)) == told
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"a: [", b"- 1"])
+def test_a_config_that_is_harmed_tells_nothing(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.yaml").write_bytes(content)
+    assert changes.since(tmp_path, OmegaConf.create(SAME)) == ""
+
+
+def test_a_run_that_goes_on_says_what_it_has_otherwise(train: Train) -> None:
+    run = (*PLAIN, "run_id=mine", "model.lr=0.05", "trainer.val_check_interval=2")
+    first = train(*run, "trainer.max_steps=2")
+    finished = train(*run, "trainer.max_steps=2", "model.lr=0.01", folder=first.folder)
+    assert finished.out.startswith(
+        "finished   fit and test have ended at step 2, and model.lr=0.01 (was 0.05) changes nothing; "
+    )
+    gone_on = train(*run, "trainer.max_steps=4", "model.lr=0.01", folder=first.folder)
+    resumes = "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2"
+    assert f"{resumes}, with model.lr=0.01 (was 0.05), trainer.max_steps=4 (was 2)\n" in gone_on.out
+    assert f"{resumes}, with" in (first.run_dir / "train.log").read_text()

@@ -1,0 +1,144 @@
+"""The commands that a run prints at its end, pasted."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.config.overrides import normalised
+from lightswitch.launch import commands, resolvers
+from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
+from tests.engine.launch.test_placement import SRUN, TORCHRUN
+
+OF_TRAINING = (
+    "optimizer.lr=1e-4",
+    "~callbacks.throughput",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=3",
+    "trainer.val_check_interval=3",
+)
+
+
+def _command(run: Finished, what: str) -> list[str]:
+    (line,) = (line for line in run.out.splitlines() if line.startswith(f"{what:<10} python "))
+    python, script, *overrides = shlex.split(line.removeprefix(what))
+    assert (python, script) == ("python", str(CHECKOUT / "train.py"))
+    return overrides
+
+
+@pytest.mark.parametrize(
+    ("devices", "place", "run_dir"),
+    [
+        (("strategy=ddp_fork", "trainer.devices=2"), "run_id=mine", "runs/plainmodel/mine"),
+        ((), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3"),
+    ],
+    ids=["a run", "a job of a sweep"],
+)
+def test_what_a_run_says_to_type_next_can_be_pasted(
+    devices: tuple[str, ...], place: str, run_dir: str, train: Train
+) -> None:
+    first = train(*PLAIN, *devices, place, *OF_TRAINING, "model.width=8")
+    evaluate, go_on = _command(first, "evaluate"), _command(first, "go on")
+    best = f"ckpt_path={run_dir}/checkpoints/best.ckpt"
+    assert evaluate == [*PLAIN, *devices, "model.width=8", "mode=test", best]
+    tested = train(*evaluate, "name=tested", folder=first.folder)
+    assert f"reads      {run_dir}/checkpoints/best.ckpt, at step " in tested.out
+    assert go_on[-1] == "trainer.max_epochs=4"
+    gone_on = train(*go_on, folder=first.folder)
+    assert f"resumes    {run_dir}/checkpoints/step_6.ckpt, at step 6" in gone_on.out
+    assert "at step 12" in train(*go_on, folder=first.folder).out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "starts"),
+    [
+        pytest.param({}, "python", id="a shell"),
+        pytest.param(SRUN, "srun --nodes=2 --ntasks-per-node=2 python", id="srun"),
+        pytest.param(TORCHRUN, "torchrun --nproc-per-node=4", id="torchrun"),
+    ],
+)
+def test_commands_begin_with_the_launcher(
+    launcher: dict[str, str], starts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py", "strategy=ddp", "mode=fit", "seed=7"])
+    assert commands.evaluate("best.ckpt") == f"{starts} train.py strategy=ddp seed=7 mode=test ckpt_path=best.ckpt"
+
+
+NAMES = (
+    *("1234_5", "1e3", "0x10", "007", "12", "1.5", "true", "null", "nan", "2026-11-21", "1_000.5", "_", "mine"),
+    *("a,b", "a=b", "a=b,c=d", "-x", ".x", "--", "lr=1e-3,seed=2", "auto", "1-2_3"),
+)
+VALUES = (
+    *("'a b'", '"it\'s"', r"'it\'s'", "''", "'a,b'", r"a\,b", "$HOME", "'$HOME `id` $(id)'", "[a,'b c',1]"),
+    *("{a:1,b:[x,'y z']}", "'a=b'", r"'a\\b'", r"'a\\'", "'*.txt'", "'a/b'", "'é/b'", "'a/b c'", "'!x'", "1_0"),
+    *("'a & b; c | d > e'", "'(x) [y] {z}'", "'true'", "'1_0'", r"'\\${x}'"),
+)
+OVERRIDES = (
+    *(f"model.note{number}={value}" for number, value in enumerate(VALUES)),
+    *("+note='~'", "~callbacks.throughput", "logger=[default,mlflow]", "precision=64-true", "optimizer.lr=1e-3"),
+)
+PATHS = (
+    *("runs/gpt/mine/checkpoints/best.ckpt", "runs/gpt/a=b,c/checkpoints/best.ckpt", "runs/my run/it's/best.ckpt"),
+    *("/data/größe/1_000/last.ckpt", r"runs/a\'b\/best.ckpt", "runs/$HOME/[x]/{y}/best.ckpt", "best.ckpt", "1_0"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _conf() -> Iterator[None]:
+    resolvers.register()
+    with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
+        yield
+
+
+def _composed(words: list[str]) -> DictConfig:
+    return compose("config", normalised(words), return_hydra_config=True)
+
+
+def _values(cfg: DictConfig) -> Any:
+    return {key: value for key, value in OmegaConf.to_container(cfg).items() if key != "hydra"}
+
+
+def _pasted(line: str) -> list[str]:
+    """The arguments behind the script's name, as bash hands them on."""
+    programs = "".join(f'{name}() {{ printf "%s\\0" "$@"; }}; ' for name in ("python", "torchrun", "srun"))
+    words = subprocess.check_output(["bash", "-c", f"{programs}{line}"], text=True).split("\0")[:-1]
+    return words[words.index("train.py") + 1 :]
+
+
+@pytest.mark.parametrize("launcher", [{}, SRUN, TORCHRUN], ids=["a shell", "srun", "torchrun"])
+def test_a_pasted_line_composes_what_the_run_had(launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    for number in range(len(NAMES) if not launcher else 1):
+        run_id, name = NAMES[number], NAMES[-number - 1]
+        typed = [*PLAIN, *(OVERRIDES if number == 0 else ()), f"run_id={run_id}", f"name={name}"]
+        monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
+        cfg = _composed(typed)
+        assert (cfg.run_id, cfg.name) == (run_id, name)
+        line = commands.again(cfg)
+        assert _values(_composed(_pasted(line))) == _values(cfg), line
+
+
+def test_a_pasted_evaluation_reads_that_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *PLAIN])
+    for path in PATHS:
+        assert _composed(_pasted(commands.evaluate(path))).ckpt_path == path
+
+
+@pytest.mark.parametrize(("run_id", "name"), [("1234_5", "gpt"), ("a=b,c", "1e3")])
+def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name: str, train: Train) -> None:
+    first = train(*PLAIN, f"run_id={run_id}", f"name={name}", "trainer.max_steps=2", "trainer.val_check_interval=2")
+    told = dict(line.split(maxsplit=1) for line in first.out.replace("go on", "go_on").splitlines() if " " in line)
+    words = [shlex.split(told[what])[2:] for what in ("go_on", "evaluate")]
+    gone_on = train(*words[0], folder=first.folder)
+    assert f"resumes    runs/{name}/{run_id}/checkpoints/step_2.ckpt, at step 2" in gone_on.out
+    assert f"reads      runs/{name}/{run_id}/checkpoints/best.ckpt" in train(*words[1], folder=first.folder).out

@@ -1,0 +1,174 @@
+"""Two processes, started by each launcher for real: one run, in one run directory."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engine.conftest import CHECKOUT, PLAIN, Train
+from tests.engine.launch.conftest import Start
+from tests.engine.launch.witness import WITNESS, witnesses
+
+RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
+TRAIN_PY = str(CHECKOUT / "train.py")
+TIMEOUT_SECONDS = 120
+
+
+def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
+    refused = train(*RUN, "trainer.devices=3", "global_batch_size=66", ranks=2, check=False)
+    line = (
+        "error: torchrun started 1 node × 2 processes, and the trainer has num_nodes=1, devices=3; "
+        "leave both out, they follow the launcher\n"
+    )
+    assert (refused.returncode, refused.err) == (2, line)  # told by one of the two
+    assert not (refused.folder / "runs").exists()
+
+
+def test_srun_must_start_as_many_processes_on_each_node(start: Start) -> None:
+    tasks = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
+    tasks |= {"SLURM_NTASKS": "5", "SLURM_NODELIST": "node[1-2]", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    process = start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", **tasks, SLURM_PROCID="0")
+    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 2
+    assert out == (
+        "error: slurm started 3,2 processes on 2 nodes, and each must have as many as the others; "
+        "use --ntasks-per-node=2\n"
+    )
+
+
+def test_torchrun_must_start_as_many_processes_on_each_node(start: Start) -> None:
+    counts = {"TORCHELASTIC_RUN_ID": "mine", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    second = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    process = start(sys.executable, TRAIN_PY, *RUN, **counts, **second)
+    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 2
+    assert out == (
+        "error: torchrun started 3 (here 1) processes on 2 nodes, and each must have as many as the others; "
+        "give every torchrun the same --nproc-per-node\n"
+    )
+
+
+def test_ranks_that_were_given_different_values_are_told_once(start: Start, tmp_path: Path, port: str) -> None:
+    (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
+    (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
+    outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
+    host = socket.gethostname()
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert outs[0].endswith(
+        f"\nerror: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
+    )
+    assert outs[1] == ""
+    assert (tmp_path / "runs/plainmodel/mine/config.yaml").read_text() == "an earlier run's"
+
+
+BY_HAND = (*RUN, "strategy=ddp", "trainer.num_nodes=2", "cluster=manual", "run_id=mine", "meet_timeout_seconds=1")
+
+
+def test_a_rank_that_does_not_come_is_named(train: Train, port: str) -> None:
+    place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={port}")
+    alone = train(*BY_HAND, *place, check=False)
+    assert alone.returncode == 2
+    assert alone.err.startswith(f"error: rank 1 of 2 did not come to localhost:{port} in 1 s; look whether all")
+
+
+def test_a_main_address_that_nothing_answers_at_is_told(train: Train, port: str) -> None:
+    place = ("cluster.node_rank=1", "cluster.main_address=localhost", f"cluster.main_port={port}")
+    alone = train(*BY_HAND, *place, check=False)
+    assert alone.returncode == 2
+    assert f"rank 1 on {socket.gethostname()} could not reach rank 0 at localhost:{port} in 1 s: " in alone.err
+
+
+def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        used = other.getsockname()[1]
+        place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={used}")
+        refused = train(*BY_HAND, *place, check=False)
+    assert refused.returncode == 2
+    assert refused.err == (
+        f"error: port {used} of {socket.gethostname()} is in use; give every process another: "
+        f"cluster.main_port={used + 1} with cluster=manual, else MASTER_PORT={used + 1}\n"
+    )
+
+
+def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port: str) -> None:
+    nodes = [
+        start(
+            *(sys.executable, TRAIN_PY, *RUN, "strategy=ddp", "run_id=mine", "trainer.num_nodes=2", "cluster=manual"),
+            *(f"cluster.node_rank={node}", "cluster.main_address=localhost", f"cluster.main_port={port}"),
+        )
+        for node in (0, 1)
+    ]
+    outs = [finish(node) for node in nodes]
+    run_dir = the_run(tmp_path)
+    assert run_dir.name == "mine"
+    seen = witnesses(run_dir)
+    assert [place["node_rank"] for place in seen] == [0, 1]
+    assert [place["cluster"] for place in seen] == ["LightningEnvironment"] * 2
+    assert [out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for out in outs] == [1, 0]
+
+
+def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port: str) -> None:
+    ranks = [
+        start(
+            *(sys.executable, TRAIN_PY, *RUN, "cluster=env", "run_id=mine"),
+            **{"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    outs = [finish(rank) for rank in ranks]
+    seen = witnesses(the_run(tmp_path))
+    assert [(place["world_size"], place["local_rank"], place["strategy"]) for place in seen] == [
+        (2, 0, "DDP"),
+        (2, 1, "DDP"),
+    ]
+    assert ["strategy   DDP" in out for out in outs] == [True, False]
+    told = [line for line in outs[0].splitlines() if line.startswith(("go on ", "evaluate "))]
+    assert {re.sub(" +", " ", line[:17]) for line in told} == {"evaluate python", "go on python"}
+    assert seen[1]["cluster"] == "ExportedEnvironment"
+
+
+def test_processes_started_one_by_one_need_a_run_id(start: Start, tmp_path: Path) -> None:
+    process = start(
+        *(sys.executable, TRAIN_PY, *RUN, "cluster=env"),
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"},
+    )
+    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 2
+    assert out == (
+        "error: processes started one by one: the processes can't agree on a run directory by themselves; "
+        "give each the same run_id=NAME\n"
+    )
+
+
+def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "tiny.yaml").write_text("# @package _global_\ntrainer:\n  devices: 2\n")
+    out = finish(
+        start(sys.executable, TRAIN_PY, *RUN, "strategy=ddp", "experiment=tiny", "--config-dir", str(tmp_path / "mine"))
+    )
+    seen = witnesses(the_run(tmp_path))
+    assert [place["local_rank"] for place in seen] == [0, 1]
+    assert seen[0]["launcher"] == "Scripts"
+    assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, out
+    return out
+
+
+def the_run(folder: Path) -> Path:
+    """The one run directory, with one configuration and one log."""
+    (run_dir,) = folder.glob("runs/*/*")
+    assert len(list(folder.rglob(".hydra"))) == 1
+    log = (run_dir / "train.log").read_text()
+    assert len([line for line in log.splitlines() if "strategy   " in line]) == 1
+    assert (run_dir / "metrics.csv").exists()
+    assert (run_dir / "checkpoints" / "last.ckpt").exists()
+    return run_dir

@@ -1,0 +1,96 @@
+"""One name for all processes of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from lightswitch.errors import RefusedRequest
+from lightswitch.runs.run_id import new_run_id
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # of srun
+BATCH = {"ENVIRONMENT": "BATCH"}  # in an sbatch script, and in what it starts
+EXPORTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**BATCH, "SLURM_JOB_ID": "17"}, "17"),
+        ({**BATCH, "SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}, "17_2"),
+        ({**STEP, "SLURM_JOB_ID": "17"}, "17"),
+        ({**BATCH, **STEP, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3"}, "17"),
+        ({**STEP, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3"}, "17.3"),
+        ({**STEP, "SLURM_JOB_ID": "17", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4321"}, "17"),
+        ({**TORCHRUN, **STEP, "SLURM_JOB_ID": "17"}, "17"),
+        ({**TORCHRUN, "SLURM_JOB_ID": "17", "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
+        ({"LIGHTSWITCH_RUN_ID": "inherited", "SLURM_JOB_ID": "17"}, "inherited"),
+    ],
+)
+def test_a_launcher_names_the_run(environ: dict[str, str], expected: str) -> None:
+    assert new_run_id(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param({}, id="no launcher"),
+        pytest.param({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2"}, id="salloc's shell"),
+        pytest.param({**STEP, "SLURM_JOB_ID": "17", "SLURM_PTY_PORT": "4321"}, id="srun --pty bash"),
+    ],
+)
+def test_the_clock_names_a_run_that_is_typed_in_a_shell(environ: dict[str, str]) -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}", new_run_id(dict(environ)))
+
+
+def test_the_clock_names_a_run_that_is_typed_in_a_terminal_of_a_batch_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, other_end = os.openpty()
+    with os.fdopen(other_end) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert new_run_id({**BATCH, "SLURM_JOB_ID": "17"}) != "17"
+    os.close(terminal)
+
+
+def test_two_runs_in_the_same_second_differ() -> None:
+    assert len({new_run_id({}) for _ in range(100)}) == 100
+
+
+def test_a_process_asks_once_and_its_children_inherit_the_answer() -> None:
+    environ: dict[str, str] = {}
+    named = new_run_id(environ)
+    assert new_run_id(environ) == named
+    assert new_run_id(dict(environ)) == named
+
+
+def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
+    script = (
+        "from lightswitch.runs.run_id import new_run_id\n"
+        "import os; print(new_run_id({**os.environ, 'RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '2',"
+        "'TORCHELASTIC_RUN_ID': 'none'}))"
+    )
+    names = {subprocess.check_output([sys.executable, "-c", script], text=True).strip() for _ in range(2)}
+    (named,) = names
+    assert named.endswith(f"_{psutil.Process().pid}")
+
+
+def test_torchrun_on_several_nodes_needs_an_id() -> None:
+    with pytest.raises(
+        RefusedRequest, match=r"torchrun on several nodes without --rdzv-id.*give each the same run_id=NAME"
+    ):
+        new_run_id({**TORCHRUN, "WORLD_SIZE": "4"})
+
+
+def test_processes_started_one_by_one_need_an_id() -> None:
+    with pytest.raises(RefusedRequest, match=r"processes started one by one.*give each the same run_id=NAME"):
+        new_run_id(dict(EXPORTED))
+
+
+def test_a_single_process_with_exported_variables_needs_none() -> None:
+    assert new_run_id({**EXPORTED, "WORLD_SIZE": "1"})

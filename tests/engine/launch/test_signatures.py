@@ -1,0 +1,180 @@
+"""Signatures read from source, with nothing imported."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightswitch.preflight.signatures import Signature, signature
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A package with a name of its own, as what was read of a module is kept."""
+    package = f"package_{abs(hash(request.node.name))}"
+    (tmp_path / package).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / package / "parts.py").write_text(PARTS)
+    (tmp_path / package / "__init__.py").write_text(
+        "import imported_nowhere\nfrom .parts import Part\nfrom .parts import Sub as Renamed\n"
+    )
+    return package
+
+
+PARTS = """
+import torch_that_is_not_there
+from typing import Literal, Optional, Sequence, Union
+
+Mode = Literal["fast", "slow"]
+
+class Part:
+    def __init__(self, width: int, mode: Mode = "fast", rate: "float | None" = None, *, sizes: Sequence[int] = ()):
+        ...
+
+class Sub(Part):
+    def other(self, nothing): ...
+
+class Open(Part):
+    def __init__(self, depth: Optional[int] = None, **kwargs): ...
+
+class Odd(torch_that_is_not_there.Base): ...
+
+def make(params, lr: Union[float, str] = 0.1, *, mode: Mode): ...
+
+if True:
+    class Conditional:
+        def __init__(self, x: bool = False): ...
+else:
+    Conditional = None
+"""
+
+
+def test_a_class_tells_its_parameters(source: str) -> None:
+    found = _read(f"{source}.parts.Part")
+    assert list(found.parameters) == ["width", "mode", "rate", "sizes"]
+    assert found.required == {"width"}
+    assert not found.open_ended
+
+
+def test_annotations_tell_types_and_literals(source: str) -> None:
+    parameters = _read(f"{source}.parts.Part").parameters
+    assert (parameters["width"].kinds, parameters["width"].literals) == ({int}, set())
+    assert (parameters["mode"].kinds, parameters["mode"].literals) == (set(), {"fast", "slow"})
+    assert parameters["rate"].kinds == {float, type(None)}
+    assert parameters["sizes"].kinds == {list}
+
+
+def test_a_function_tells_its_parameters(source: str) -> None:
+    found = _read(f"{source}.parts.make")
+    assert list(found.parameters) == ["params", "lr", "mode"]
+    assert found.required == {"params", "mode"}
+    assert found.parameters["params"].kinds is None
+    assert found.parameters["lr"].kinds == {float, str}
+
+
+def test_a_subclass_inherits_its_constructor(source: str) -> None:
+    assert _read(f"{source}.parts.Sub") == _read(f"{source}.parts.Part")
+
+
+def test_keywords_of_any_name_are_open_ended(source: str) -> None:
+    found = _read(f"{source}.parts.Open")
+    assert found.open_ended
+    assert list(found.parameters) == ["depth"]
+    assert found.parameters["depth"].kinds == {int, type(None)}
+
+
+def test_a_package_hands_on_names_of_its_modules(source: str) -> None:
+    assert _read(f"{source}.Part") == _read(f"{source}.parts.Part")
+    assert _read(f"{source}.Renamed") == _read(f"{source}.parts.Part")
+
+
+def test_folders_without_init_are_packages(source: str, tmp_path: Path) -> None:
+    (tmp_path / source / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / source / "deep" / "deeper" / "part.py").write_text(PARTS)
+    assert list(_read(f"{source}.deep.deeper.part.Part").parameters) == ["width", "mode", "rate", "sizes"]
+
+
+def test_a_name_is_found_under_a_condition(source: str) -> None:
+    assert list(_read(f"{source}.parts.Conditional").parameters) == ["x"]
+
+
+def test_a_base_that_cannot_be_read_tells_nothing(source: str) -> None:
+    assert signature(f"{source}.parts.Odd") is None
+
+
+def test_a_missing_name_is_an_error(source: str) -> None:
+    with pytest.raises(LookupError, match=rf"{source}\.parts has no Prat"):
+        signature(f"{source}.parts.Prat")
+
+
+@pytest.mark.parametrize("module", ["parst", "parts.deeper"])
+def test_a_missing_module_is_an_error(source: str, module: str) -> None:
+    with pytest.raises(LookupError, match=rf"there is no module {source}\.{module}"):
+        signature(f"{source}.{module}.Part")
+    with pytest.raises(LookupError, match="there is no module nowhere_at_all"):
+        signature("nowhere_at_all.Part")
+
+
+def test_what_has_no_python_source_tells_nothing() -> None:
+    assert signature("math.sqrt") is None
+
+
+def test_a_name_from_a_star_import_tells_nothing() -> None:
+    assert signature("torch.nn.Linear") is None
+
+
+REAL = {
+    "lightning.pytorch.Trainer": (
+        "max_steps",
+        "limit_val_batches",
+        "gradient_clip_algorithm",
+        "use_distributed_sampler",
+    ),
+    "lightning.pytorch.callbacks.ModelCheckpoint": ("monitor", "save_last", "enable_version_counter"),
+    "lightning.pytorch.loggers.TensorBoardLogger": ("save_dir", "default_hp_metric"),
+    "lightning.pytorch.strategies.DDPStrategy": ("start_method", "process_group_backend"),
+    "torch.optim.AdamW": ("params", "lr", "betas", "weight_decay"),
+    "torch.optim.lr_scheduler.CosineAnnealingLR": ("optimizer", "T_max"),
+}
+
+
+@pytest.fixture(scope="module")
+def read_elsewhere() -> dict[str, object]:
+    """What a process reads of real classes, and what it imported to do so."""
+    script = (
+        "import json, sys\nfrom lightswitch.preflight.signatures import signature\n"
+        f"found = {{target: sorted(signature(target).parameters) for target in {list(REAL)}}}\n"
+        "heavy = sorted({'torch', 'lightning', 'numpy', 'torchmetrics'} & sys.modules.keys())\n"
+        "print(json.dumps({'found': found, 'heavy': heavy}))"
+    )
+    return json.loads(subprocess.check_output([sys.executable, "-c", script]))
+
+
+@pytest.mark.parametrize("target", REAL)
+def test_real_classes_tell_the_parameters_that_python_sees(target: str, read_elsewhere: dict[str, dict]) -> None:
+    found = read_elsewhere["found"][target]
+    assert set(REAL[target]) <= set(found)
+    module, _, name = target.rpartition(".")
+    seen = inspect.signature(getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)).parameters
+    assert set(found) == {p.name for p in seen.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def test_nothing_is_imported_to_read_a_signature(read_elsewhere: dict[str, list]) -> None:
+    assert read_elsewhere["heavy"] == []
+
+
+def test_the_precisions_of_a_trainer_are_known() -> None:
+    precision = _read("lightning.pytorch.Trainer").parameters["precision"]
+    assert precision.literals is not None
+    assert {"16-mixed", "bf16-true", 32} <= precision.literals
+
+
+def _read(target: str) -> Signature:
+    found = signature(target)
+    assert found is not None
+    return found

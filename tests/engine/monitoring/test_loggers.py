@@ -1,0 +1,104 @@
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from tests.engine.monitoring.test_metrics import columns
+from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "toy" / "first"
+
+
+@pytest.fixture
+def hydra_home(directory: Path) -> Iterator[None]:
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = compose(overrides=[f"hydra.runtime.output_dir={directory}"], return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        yield
+
+
+def logger(choice: str) -> Any:
+    root = OmegaConf.create({"name": "toy", "run_id": "first"})
+    node = OmegaConf.load(CONF / "logger" / f"{choice}.yaml")
+    return instantiate(OmegaConf.merge(root, node)[choice])
+
+
+def fit(directory: Path, choice: str) -> None:
+    run = trainer(directory, logger=logger(choice), callbacks=[Engine()])
+    run.logger.log_hyperparams({"optimizer": {"lr": 0.01}})
+    run.fit(Regression(), loader(), loader(16))
+
+
+@pytest.mark.usefixtures("hydra_home")
+def test_csv_is_at_the_top_of_the_run_directory(directory: Path) -> None:
+    fit(directory, "csv")
+    assert columns(directory) == ["step", "samples", "epoch", "train/loss", "val/loss"]
+
+
+@pytest.mark.usefixtures("hydra_home")
+def test_tensorboard_events_are_in_the_run_directory(directory: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(directory, "tensorboard")
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [4, 9, 14, 19]
+    assert {event.value for event in events.Scalars("samples")} == {40, 80, 120, 160}
+
+
+@pytest.mark.skipif(
+    find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
+)
+@pytest.mark.usefixtures("hydra_home")
+def test_mlflow_keeps_metrics_and_parameters_in_a_local_store(directory: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    fit(directory, "mlflow")
+    fit(directory, "mlflow")  # a resumed run goes on in the same MLflow run
+    client = MlflowClient(f"sqlite:///{directory.parents[1]}/mlflow.db")
+    experiment = client.get_experiment_by_name("toy")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "first"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"optimizer/lr": "0.01"}
+    assert {"train/loss", "val/loss", "samples"} <= run.data.metrics.keys()
+    assert {metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")} == {
+        4,
+        9,
+        14,
+        19,
+    }
+
+
+@pytest.mark.usefixtures("hydra_home")
+def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightswitch.monitoring.mlflow
+
+    monkeypatch.setattr(lightswitch.monitoring.mlflow, "find_spec", lambda name: None)
+    with pytest.raises(
+        InstantiationException, match=r"not installed: mlflow, sqlalchemy, alembic; type: pip install -e"
+    ):
+        logger("mlflow")
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is an extra")
+@pytest.mark.usefixtures("hydra_home")
+def test_wandb_runs_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fit(directory, "wandb")
+    wandb.finish()
+    assert list((directory / "wandb").glob("offline-run-*-first/run-first.wandb"))

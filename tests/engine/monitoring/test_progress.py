@@ -1,0 +1,171 @@
+import logging
+import os
+import pty
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lightswitch.monitoring.progress import Progress
+from tests.engine.monitoring.test_metrics import SaveAt
+from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
+
+
+class Slow(Callback):
+    """Makes each step last, so that a run has something to show."""
+
+    def __init__(self, step_seconds: float, validation_seconds: float = 0.0) -> None:
+        self._step_seconds, self._validation_seconds = step_seconds, validation_seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self._step_seconds)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        time.sleep(self._validation_seconds)
+
+
+def run_of(directory: Path, *callbacks: Callback, tokens: int | None = None, **options: Any) -> Trainer:
+    progress = Progress(samples_per_step=BATCH, tokens_per_sample=tokens)
+    return trainer(directory, callbacks=[Engine(), *callbacks, progress], **options)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lightswitch")]
+
+
+@pytest.fixture(autouse=True)
+def info_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def test_a_log_gets_a_line_a_tenth_of_the_run_and_one_a_validation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, max_steps=50, val_check_interval=5).fit(Regression(), loader(), loader(16))
+    lines = lines_of(caplog)
+    training = [line for line in lines if "samples/s" in line]
+    assert [line.split()[1] for line in training] == [f"{step}/50" for step in range(5, 51, 5)]
+    assert len([line for line in lines if "val/loss" in line]) == 10
+    assert re.fullmatch(r"step 25/50 · loss [\d.e-]+ · [\d.]+k? samples/s · 0:00 left", training[4])
+    out, err = capfd.readouterr()
+    assert "\r" not in out + err
+    assert "\x1b" not in out + err
+
+
+def test_steps_are_optimizer_steps_under_accumulation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = run_of(tmp_path, max_steps=-1, max_epochs=4, accumulate_grad_batches=2)
+    run.fit(Regression(), loader(), loader(16))
+    steps = [line.split()[1] for line in lines_of(caplog) if "val/loss" not in line]
+    assert steps == [f"{step}/20" for step in range(2, 21, 2)]
+
+
+def test_a_resumed_run_counts_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = tmp_path / "at_10.ckpt"
+    run_of(tmp_path, SaveAt(10, checkpoint), max_steps=10).fit(Regression(), loader(), loader(16))
+    caplog.clear()
+    run_of(tmp_path).fit(Regression(), loader(), loader(16), ckpt_path=checkpoint)
+    assert lines_of(caplog)[0].startswith("step 12/20")
+    assert lines_of(caplog)[-2].startswith("step 20/20")
+
+
+def test_a_run_without_a_known_end_is_shown_by_its_last_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+        def __iter__(self) -> Any:
+            return (((torch.ones(BATCH, 4)), torch.ones(BATCH, 1)) for _ in range(10))
+
+    endless = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    run = run_of(tmp_path, max_steps=-1, max_epochs=2, limit_val_batches=0)
+    run.fit(Regression(), endless, loader(16))
+    assert [line.split(" · ")[0] for line in lines_of(caplog)] == ["step 20"]
+
+
+def test_the_speed_leaves_validation_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow(step_seconds=0.01, validation_seconds=0.3)
+    run = run_of(tmp_path, slow, tokens=1000, max_steps=20, val_check_interval=5)
+    run.fit(Regression(), loader(), loader(16))
+    last = [line for line in lines_of(caplog) if "tokens/s" in line][-1]
+    thousands_a_second = float(re.search(r"([\d.]+)k tokens/s", last)[1])
+    assert 8 / 0.07 < thousands_a_second < 8 / 0.01
+
+
+def test_a_terminal_shows_one_line_that_moves(tmp_path: Path) -> None:
+    def fit() -> None:
+        run = run_of(tmp_path, Slow(0.02), tokens=64, max_steps=40, val_check_interval=10)
+        run.fit(Regression(), loader(), loader(16))
+
+    frames = terminal_frames(fit)
+    training = [frame for frame in frames if frame.startswith("train ")]
+    assert len(training) > 5
+    assert any(re.search(r"\d+% \|█+ *\| \d+/40 · .* left$", frame) for frame in training)
+    last = r"train 100% \|█{4,20}\| 40/40 · loss [\d.e-]+ · val [\d.e-]+ · [\d.]+k tokens/s · 0:00 left"
+    assert re.fullmatch(last, training[-1])
+
+
+def test_records_logged_meanwhile_get_lines_of_their_own(tmp_path: Path) -> None:
+    class Says(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 20:
+                logging.getLogger("says").warning("half of it")
+
+    def fit() -> None:
+        logging.root.handlers = [logging.StreamHandler(sys.stdout)]
+        run_of(tmp_path, Slow(0.02), Says(), max_steps=40).fit(Regression(), loader(), loader(16))
+
+    assert "half of it" in terminal_frames(fit)
+
+
+def test_evaluation_alone_has_its_own_bar_and_clears_it(tmp_path: Path) -> None:
+    class SlowTest(Callback):
+        def on_test_batch_start(self, *_: Any) -> None:
+            time.sleep(0.05)
+
+    frames = terminal_frames(lambda: run_of(tmp_path, SlowTest()).test(Regression(), loader(80), verbose=False))
+    assert any(re.fullmatch(r"test +\d+% \|█+ +\| \d/10", frame) for frame in frames)
+    assert frames[-1] == ""
+
+
+def test_only_rank_0_shows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with capfd.disabled():
+        frames = terminal_frames(
+            lambda: run_of(tmp_path, Slow(0.02), strategy="ddp_fork", devices=2).fit(Regression(), loader(), loader(16))
+        )
+    assert len([frame for frame in frames if frame.startswith("train 100%")]) <= 2
+
+
+def terminal_frames(work: Callable[[], object]) -> list[str]:
+    """What a forked process sends to a terminal of 80 columns, split where the cursor goes back or down."""
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.environ["COLUMNS"] = "80"
+            sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    output = _read_all(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, output
+    return [frame.rstrip("\n") for frame in output.replace("\x1b[K", "").replace("\r\n", "\r").split("\r")]
+
+
+def _read_all(terminal: int) -> str:
+    chunks = []
+    try:
+        while chunk := os.read(terminal, 1 << 16):
+            chunks.append(chunk)
+    except OSError:  # Linux's way to say that the other end is closed
+        pass
+    return b"".join(chunks).decode()

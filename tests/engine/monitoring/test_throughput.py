@@ -1,0 +1,90 @@
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightswitch.monitoring.memory import peak_bytes
+from lightswitch.monitoring.meter import Meter
+from lightswitch.monitoring.metrics import MetricsFile
+from lightswitch.monitoring.throughput import Throughput
+from tests.engine.monitoring.test_metrics import column, columns
+from tests.engine.monitoring.test_progress import Slow
+from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
+
+
+def speeds(directory: Path, *callbacks: Callback, tokens: int | None = None, **options: object) -> list[float]:
+    """Seconds a step, as logged."""
+    throughput = Throughput(samples_per_step=BATCH, tokens_per_sample=tokens)
+    run = trainer(directory, logger=MetricsFile(directory), callbacks=[throughput, Engine(), *callbacks], **options)
+    run.fit(Regression(), loader(), loader(16))
+    return [float(value) for value in column(directory, "throughput/step_seconds") if value]
+
+
+class SlowSave(Callback):
+    """A checkpoint after each step, which takes five times as long as the step."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+        time.sleep(0.1)
+
+
+def test_a_step_takes_the_wall_time_that_it_takes(tmp_path: Path) -> None:
+    assert 0.02 < median(speeds(tmp_path, Slow(0.02))) < 0.05  # a loaded machine sleeps longer
+
+
+def test_validation_is_left_out(tmp_path: Path) -> None:
+    slow = Slow(0.02, validation_seconds=0.2)
+    assert 0.02 < median(speeds(tmp_path, slow, val_check_interval=5)) < 0.05
+
+
+def test_checkpoints_are_left_out(tmp_path: Path) -> None:
+    assert 0.02 < median(speeds(tmp_path, Slow(0.02), SlowSave())) < 0.05
+
+
+def test_a_step_of_two_micro_batches_takes_both(tmp_path: Path) -> None:
+    assert 0.04 < median(speeds(tmp_path, Slow(0.02), accumulate_grad_batches=2)) < 0.1
+
+
+def test_samples_and_tokens_follow_from_the_step(tmp_path: Path) -> None:
+    step_seconds = speeds(tmp_path, tokens=64)
+    samples = [float(value) for value in column(tmp_path, "throughput/samples_per_second")]
+    tokens = [float(value) for value in column(tmp_path, "throughput/tokens_per_second")]
+    assert samples == pytest.approx([BATCH / seconds for seconds in step_seconds])
+    assert tokens == pytest.approx([64 * speed for speed in samples])
+
+
+def test_samples_that_are_no_sequences_have_no_tokens(tmp_path: Path) -> None:
+    speeds(tmp_path)
+    assert "throughput/tokens_per_second" not in columns(tmp_path)
+
+
+def test_peak_memory_grows_by_what_is_allocated() -> None:
+    before = peak_bytes(torch.device("cpu"))
+    held = torch.ones(before // 4 + 2**26)  # as many bytes as the process had, and 256 MiB
+    assert peak_bytes(torch.device("cpu")) >= before + 2**26
+    del held
+
+
+def test_the_first_steps_do_not_count() -> None:
+    meter = Meter()
+    meter.start(100)
+    for step in range(101, 101 + Meter.WARMUP_STEPS):
+        time.sleep(0.02)
+        meter.update(step)
+    assert meter.read(step) is None
+    time.sleep(0.01)
+    assert 50 < meter.read(step + 1) < 100
+
+
+def test_time_left_includes_validations_to_come() -> None:
+    meter = Meter()
+    meter.update(Meter.WARMUP_STEPS)
+    time.sleep(0.05)
+    meter.pause()
+    time.sleep(0.05)
+    meter.resume()
+    assert 50 < meter.read(Meter.WARMUP_STEPS + 5) < 100
+    assert 0.1 < meter.seconds_for(5) < 0.2

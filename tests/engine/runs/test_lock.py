@@ -1,0 +1,228 @@
+"""One writer of a run directory: processes of this machine, of containers on it, and of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightswitch.errors import Refused
+from lightswitch.runs import holder, lock
+
+# takes the lock for each folder that it reads, and says how that went; what it has it keeps to its end
+TAKER = """
+import sys
+from pathlib import Path
+from lightswitch.errors import Refused
+from lightswitch.runs import lock
+held = []
+for line in sys.stdin:
+    try:
+        held.append(lock.take(Path(line.strip()), on_lost=lambda told: print(told, flush=True)))
+        print("taken", flush=True)
+    except Refused as refused:
+        print(refused, flush=True)
+"""
+
+
+class Taker:
+    def __init__(self, *command: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-c", TAKER],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, folder: Path) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{folder}\n")
+        self.process.stdin.flush()
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def take(self, folder: Path) -> str:
+        self.ask(folder)
+        return self.said()
+
+
+@pytest.fixture
+def takers() -> Iterator[list[Taker]]:
+    started: list[Taker] = [Taker(), Taker()]
+    yield started
+    for taker in started:
+        taker.process.kill()
+        taker.process.communicate()
+
+
+def _never(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_of_two_at_once_exactly_one_has_it(takers: list[Taker], tmp_path: Path) -> None:
+    for number in range(50):
+        folder = tmp_path / str(number)
+        if number % 2:  # where a dead process has left its own
+            folder.mkdir()
+            _left_by(folder, pid=2**22 + 1)
+        for taker in takers:
+            taker.ask(folder)
+        said = [taker.said() for taker in takers]
+        pid = takers[said.index("taken")].process.pid
+        assert sum(f"is being written by process {pid} on " in answer for answer in said) == 1, said
+
+
+def test_it_is_given_back(takers: list[Taker], tmp_path: Path) -> None:
+    held = lock.take(tmp_path, on_lost=_never)
+    assert f"process {os.getpid()} on {os.uname().nodename}, since 20" in takers[0].take(tmp_path)
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+    assert takers[0].take(tmp_path) == "taken"
+
+
+def test_it_outlives_no_kill(takers: list[Taker], tmp_path: Path) -> None:
+    assert takers[0].take(tmp_path) == "taken"
+    takers[0].process.kill()  # and nobody has waited for it yet
+    time.sleep(0.2)
+    assert takers[1].take(tmp_path) == "taken"
+
+
+def test_a_process_that_has_the_same_number_later_is_another(tmp_path: Path) -> None:
+    _left_by(tmp_path, pid=os.getpid(), started="1")
+    lock.take(tmp_path, on_lost=_never).release()
+
+
+def test_what_a_dead_process_has_forked_is_waited_for(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"{TAKER}\nimport os, time\nos.fork() or time.sleep(1.5)\n"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = parent.communicate(f"{tmp_path}\n")
+    assert out == "taken\n"
+    start = time.monotonic()
+    lock.take(tmp_path, on_lost=_never).release()
+    assert time.monotonic() - start < 10
+
+
+def test_a_holder_in_a_container_of_this_machine_is_seen(takers: list[Taker], tmp_path: Path) -> None:
+    unshare = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no new namespaces here")
+    contained = Taker(*unshare)
+    takers.append(contained)
+    assert contained.take(tmp_path) == "taken"
+    assert "is being written by process 1 on " in takers[0].take(tmp_path)
+    contained.process.kill()
+    time.sleep(0.2)
+    assert takers[0].take(tmp_path) == "taken"
+
+
+def test_a_silent_holder_on_another_machine_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_SILENT_SECONDS", 2.0)
+    path = _left_by(tmp_path, host="far", boot="another")
+    start = time.monotonic()
+    held = lock.take(tmp_path, on_lost=_never)
+    assert 1.5 < time.monotonic() - start < 5
+    assert json.loads(path.read_text())["host"] == os.uname().nodename
+    held.release()
+
+
+def test_one_that_has_been_silent_for_long_is_taken_over_at_once(tmp_path: Path) -> None:
+    path = _left_by(tmp_path, host="far", boot="another")
+    os.utime(path, (time.time() - 100,) * 2)
+    start = time.monotonic()
+    lock.take(tmp_path, on_lost=_never).release()
+    assert time.monotonic() - start < 1
+
+
+def test_one_whose_heart_beats_is_not(tmp_path: Path) -> None:
+    path = _left_by(tmp_path, host="far", boot="another")
+    beat = threading.Timer(0.5, path.touch)
+    beat.start()
+    with pytest.raises(Refused, match="is being written by process 17 on far, since 2026-11-21 10:00:00; wait until"):
+        lock.take(tmp_path, on_lost=_never)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+    ],
+    ids=["Slurm's requeue", "torchrun's restart"],
+)
+def test_a_job_that_is_started_again_elsewhere_takes_it_at_once(
+    before: dict[str, str], now: dict[str, str], tmp_path: Path
+) -> None:
+    _left_by(tmp_path, host="far", boot="another", starts=holder.starts_of(before))
+    start = time.monotonic()
+    lock.take(tmp_path, on_lost=_never, environ=now).release()
+    assert time.monotonic() - start < 1
+
+
+def test_two_torchruns_of_one_id_are_two(tmp_path: Path) -> None:
+    mine = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "far"}
+    path = _left_by(tmp_path, host="far", boot="another", starts=holder.starts_of(mine))
+    threading.Timer(0.5, path.touch).start()
+    with pytest.raises(Refused):
+        lock.take(tmp_path, _never, environ=mine | {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "near"})
+
+
+def test_a_holder_that_stood_still_learns_that_it_was_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 0.1)
+    told: list[str] = []
+    held = lock.take(tmp_path, on_lost=told.append)
+    path = _left_by(tmp_path, host="far", boot="another")
+    time.sleep(0.5)
+    assert told == [
+        "process 17 on far, since 2026-11-21 10:00:00 has taken the run directory over, and this process ends"
+    ]
+    held.release()
+    assert path.exists(), "it is the other's"
+
+
+def test_a_copy_of_the_directory_is_free(takers: list[Taker], tmp_path: Path) -> None:
+    assert takers[0].take(tmp_path / "mine") == "taken"
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+    assert takers[1].take(tmp_path / "copy") == "taken"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"host": "fa', b"\xff\xfe", b"[]"])
+def test_one_that_was_cut_short_is_nobodys(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / lock.FILE).write_bytes(content)
+    lock.take(tmp_path, on_lost=_never).release()
+
+
+def test_a_process_that_stands_still_keeps_it(takers: list[Taker], tmp_path: Path) -> None:
+    assert takers[0].take(tmp_path) == "taken"
+    takers[0].process.send_signal(signal.SIGSTOP)
+    assert f"is being written by process {takers[0].process.pid} on " in takers[1].take(tmp_path)
+
+
+def _left_by(folder: Path, **other: object) -> Path:
+    """The lock of a process that has gone, or is elsewhere."""
+    path = folder / lock.FILE
+    path.touch()
+    descriptor = os.open(path, os.O_RDONLY)
+    own = holder.here(folder, descriptor, {})
+    os.close(descriptor)
+    left = dataclasses.replace(own, **({"pid": 17, "started": "1", "since": "2026-11-21 10:00:00"} | other))
+    path.write_text(json.dumps(dataclasses.asdict(left)))
+    return path

@@ -1,0 +1,33 @@
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import CHECKOUT
+from tests.engine.slurm.cluster import Cluster, why_not
+
+
+@pytest.fixture(scope="session", autouse=True)
+def slurm() -> None:
+    """No test of this folder begins where no cluster can come up; CI may skip none."""
+    if reason := why_not():
+        required = os.environ.get("LIGHTSWITCH_REQUIRE_ALL") == "1"
+        (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[Cluster]:
+    """Four nodes of 8 processors and 2 fake GPUs."""
+    with Cluster(nodes=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The checkout seen from a folder of the test's own, so that its runs stay there."""
+    for name in ("train.py", "conf", "slurm"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path

@@ -1,0 +1,45 @@
+"""Jobs on a test cluster, submitted as a user does."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.engine.slurm.cluster import Cluster
+
+UNFINISHED = {"COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "RUNNING", "SIGNALING", "SUSPENDED"}
+
+
+@dataclass(frozen=True)
+class Job:
+    cluster: Cluster
+    id: str
+
+    def details(self) -> dict[str, str]:
+        """What scontrol shows: JobState, ExitCode, Restarts, NodeList, StdOut, …"""
+        shown = self.cluster.run("scontrol", "--oneliner", "show", "job", self.id)
+        return dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
+
+    def wait(self, timeout_seconds: float = 120) -> str:
+        """The state in which the job ended; it is cancelled when that takes too long."""
+        deadline = time.monotonic() + timeout_seconds
+        while (state := self.details()["JobState"]) in UNFINISHED:
+            if time.monotonic() > deadline:
+                self.cluster.run("scancel", self.id)
+                raise TimeoutError(f"job {self.id} is {state} after {timeout_seconds} s: {self.output()}")
+            time.sleep(0.5)
+        return state
+
+    def output(self) -> str:
+        path = Path(self.details()["StdOut"])
+        return path.read_text() if path.exists() else ""
+
+
+def submit(cluster: Cluster, script: Path, *arguments: str, cwd: Path, **options: str | int) -> Job:
+    """Runs sbatch in `cwd`; ntasks_per_node=2 becomes --ntasks-per-node=2, and no_requeue=True --no-requeue."""
+    flags = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in options.items()]
+    submitted = cluster.run("sbatch", "--parsable", *flags, str(script), *arguments, cwd=cwd)
+    assert submitted.returncode == 0, submitted.stderr
+    return Job(cluster, submitted.stdout.strip().split(";")[0])

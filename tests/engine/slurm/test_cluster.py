@@ -1,0 +1,111 @@
+"""The test cluster is a real one, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightswitch.trees import remove_tree
+from tests.engine.slurm.cluster import Cluster
+from tests.engine.slurm.jobs import submit
+
+pytestmark = pytest.mark.slurm
+
+
+def test_srun_reaches_every_node(slurm_cluster: Cluster) -> None:
+    answer = slurm_cluster.run("srun", "--nodes=4", "hostname")
+    assert sorted(answer.stdout.split()) == ["node1", "node2", "node3", "node4"], answer.stderr
+
+
+def test_a_node_knows_the_others_by_name(slurm_cluster: Cluster) -> None:
+    answer = slurm_cluster.run("srun", "--nodes=1", "--nodelist=node1", "getent", "hosts", "node2")
+    assert answer.stdout.split() == ["10.77.0.2", "node2"], answer.stderr
+
+
+def test_a_job_says_how_it_ended(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "fail.sh"
+    script.write_text('#!/bin/sh\necho "given $1 on $SLURM_NNODES"\nexit 3\n')
+    job = submit(slurm_cluster, script, "this", cwd=tmp_path, nodes=2)
+    assert job.wait() == "FAILED"
+    assert job.details()["ExitCode"] == "3:0"
+    assert job.output() == "given this on 2\n"
+
+
+def test_gpus_are_handed_out(slurm_cluster: Cluster) -> None:
+    answer = slurm_cluster.run("srun", "--nodes=2", "--gpus-per-node=2", "printenv", "CUDA_VISIBLE_DEVICES")
+    assert answer.stdout.split() == ["0,1", "0,1"], answer.stderr
+
+
+def test_a_crashed_node_is_lost_and_comes_back() -> None:
+    with Cluster(nodes=2) as cluster:
+        cluster.crash(2)
+        assert "node2" not in cluster.run("srun", "--nodes=1", "hostname").stdout
+        cluster.boot(2)
+        answer = cluster.run("srun", "--nodes=2", "hostname")
+        assert sorted(answer.stdout.split()) == ["node1", "node2"], answer.stderr
+
+
+def test_two_clusters_do_not_meet_and_leave_nothing() -> None:
+    networks_before = os.listdir("/sys/class/net")
+    processes_before = _below(psutil.Process())
+    with Cluster(nodes=1) as first, Cluster(nodes=2) as second:
+        assert (first.idle_nodes(), second.idle_nodes()) == (1, 2)
+        assert os.listdir("/sys/class/net") == networks_before
+        roots = [first.root, second.root]
+        started = {p: name for p, name in _below(psutil.Process()).items() if p not in processes_before}
+    assert {"munged", "slurmctld", "slurmd"} <= set(started.values())
+    assert not _alive(started)
+    assert not any(root.exists() for root in roots)
+
+
+def test_a_cluster_dies_with_the_process_that_started_it() -> None:
+    start_and_hang = """
+from lightswitch.trees import remove_tree
+from tests.engine.slurm.cluster import Cluster
+with Cluster(nodes=1) as cluster:
+    print(cluster.root, flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", start_and_hang], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        root = starter.stdout.readline().strip()
+        assert root, "the cluster did not come up"
+        started = _below(psutil.Process(starter.pid))
+        starter.kill()
+    remove_tree(Path(root))
+    assert {"munged", "slurmctld", "slurmd"} <= set(started.values())
+    assert not _alive(started)
+
+
+def _below(parent: psutil.Process) -> dict[psutil.Process, str]:
+    """The names of all processes below one."""
+    names = {}
+    for process in parent.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names[process] = process.name()
+    return names
+
+
+def _alive(processes: Iterable[psutil.Process], timeout_seconds: float = 5) -> list[psutil.Process]:
+    """Those that do not end in time; a zombie that waits for its new parent has ended."""
+    deadline = time.monotonic() + timeout_seconds
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,73 @@
+"""What names a run on a real cluster, and who may write its directory."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightswitch.runs import lock
+from tests.engine.conftest import CHECKOUT, PLAIN
+from tests.engine.slurm.cluster import Cluster
+from tests.engine.slurm.jobs import Job, submit
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+RUN = (
+    *PLAIN,
+    "name=plain",
+    "logger=csv",
+    "~callbacks.lr_monitor",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+)
+PACE = ("callbacks.pace._target_=tests.engine.launch.pace.Pace", "callbacks.pace.seconds=0.2")
+
+
+@pytest.fixture(autouse=True)
+def _tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+
+
+def test_what_is_typed_in_an_allocation_is_a_run_each(slurm_cluster: Cluster, checkout: Path) -> None:
+    """By `python` and, as a step each, by `srun python`."""
+    (checkout / "swept.py").symlink_to(CHECKOUT / "tests/engine/launch/swept.py")
+    python = f"{sys.executable} swept.py"
+    commands = (f"{python} seed=1", f"{python} seed=2", f"srun -n1 {python} seed=3", f"srun -n1 {python} seed=4")
+    done = slurm_cluster.run("salloc", "-n1", "bash", "-ec", "; ".join(commands), cwd=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = {json.loads(path.read_text())["val/loss"] * 4: path.parent.name for path in checkout.glob("runs/*/*/*.json")}
+    assert runs[3].isdecimal()
+    assert runs[4] == f"{runs[3]}.1"
+    assert runs[1] != runs[2]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_.*", runs[seed]) for seed in (1, 2))
+
+
+def test_a_job_that_is_requeued_to_another_node_has_its_run_directory_at_once(
+    slurm_cluster: Cluster, checkout: Path
+) -> None:
+    run = (*RUN, *PACE, "trainer.max_steps=20", "callbacks.last_checkpoint.every_n_steps=2")
+    job = submit(slurm_cluster, CHECKOUT / "slurm/multinode.sh", *run, cwd=checkout, nodes=1, ntasks=1)
+    path = checkout / "runs/plain" / job.id / lock.FILE
+    first = _holder_with_steps(path, job)
+    slurm_cluster.run("scontrol", "update", f"NodeName={first['host']}", "State=DRAIN", "Reason=test")
+    # the node is gone with all on it, and no end of its processes was seen: its machine is another one for the next
+    path.write_text(json.dumps({**first, "boot": "gone"}))
+    slurm_cluster.run("scontrol", "requeue", job.id)
+    assert job.wait() == "COMPLETED", job.output()
+    slurm_cluster.run("scontrol", "update", f"NodeName={first['host']}", "State=RESUME")
+    assert "resumes    " in job.output()
+    assert "waiting    " not in job.output()
+    assert not path.exists()
+
+
+def _holder_with_steps(path: Path, job: Job) -> dict[str, object]:
+    deadline = time.monotonic() + 120
+    while not list(path.parent.glob("checkpoints/step_*.ckpt")):
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.2)
+    return dict(json.loads(path.read_text()))

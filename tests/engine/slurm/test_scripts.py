@@ -1,0 +1,70 @@
+"""What the job scripts make of sbatch's options, against what they made of them before: tests/engine/slurm/golden."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import CHECKOUT
+from tests.engine.slurm.cluster import Cluster
+from tests.engine.slurm.jobs import submit
+
+pytestmark = pytest.mark.slurm
+
+GOLDEN = Path(__file__).parent / "golden"
+OPTIONS = {
+    "defaults": {},
+    "four_nodes_of_one_gpu": {"nodes": 4, "gpus_per_node": 1},
+    "tasks_on_each_node": {"nodes": 1, "ntasks_per_node": 4},
+    "tasks_in_all": {"ntasks": 6, "cpus_per_task": 1},
+    "a_gpu_for_each_task": {"ntasks": 2, "gpus_per_task": 1},
+    "gres": {"nodes": 2, "gres": "gpu:2"},
+}
+# in the place of srun: what it was asked for, then a command that shows what a task of it would see
+SITE = """
+unset OMP_NUM_THREADS
+srun() {
+  echo "srun $*" | sed "s#[^ ]*/python #python #; s/:2[0-9]\\{4\\}/:PORT/; s/--rdzv-id=[0-9]*/--rdzv-id=JOB/"
+  echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"
+}
+"""
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("script", ["multinode", "torchrun"])
+def test_what_sbatch_is_asked_for_reaches_srun(
+    script: str, options: str, slurm_cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
+    (tmp_path / "slurm/site.sh").write_text(SITE)
+    (tmp_path / "train.py").touch()
+    path = CHECKOUT / f"slurm/{script}.sh"
+    job = submit(slurm_cluster, path, "strategy=fsdp", "model.x='a b'", cwd=tmp_path, **OPTIONS[options])
+    assert job.wait() == "COMPLETED", job.output()
+    golden = GOLDEN / f"{script}_{options}.txt"
+    if "LIGHTSWITCH_WRITE_GOLDEN" in os.environ:
+        golden.write_text(job.output())
+    assert job.output() == golden.read_text()
+
+
+def test_tasks_see_what_their_node_has(slurm_cluster: Cluster, checkout: Path) -> None:
+    (checkout / "train.py").unlink()
+    (checkout / "train.py").write_text(
+        "from os import environ as e; print(e['CUDA_VISIBLE_DEVICES'], e['SLURM_NTASKS'])"
+    )
+    job = submit(slurm_cluster, CHECKOUT / "slurm/multinode.sh", cwd=checkout, nodes=2, ntasks_per_node=2)
+    assert job.wait() == "COMPLETED", job.output()
+    assert job.output() == 4 * "0,1 4\n"
+
+
+def test_a_site_can_start_python_in_a_container(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
+    (tmp_path / "slurm/site.sh").write_text("python=(echo inside image.sif python)\n")
+    (tmp_path / "train.py").touch()
+    job = submit(slurm_cluster, CHECKOUT / "slurm/multinode.sh", "seed=1", cwd=tmp_path, nodes=1)
+    assert job.wait() == "COMPLETED", job.output()
+    assert set(job.output().splitlines()) == {"inside image.sif python train.py seed=1"}

@@ -1,0 +1,132 @@
+"""Whatever a module is made of, it trains under every strategy as in one process, or is refused in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightswitch
+from lightswitch.export.__main__ import main as export
+from tests.engine.strategies.shapes import modules
+from tests.engine.strategies.shapes.walk import END, SAVED, Cell, walk
+
+pytest.importorskip("deepspeed")
+
+SHAPES = [
+    name
+    for name, found in vars(modules).items()
+    if isinstance(found, type) and issubclass(found, modules.Plain) and found is not modules.Plain
+]
+WITH_UNUSED = ("Branch", "BranchOfUnits", "Unused")
+RING = ("ddp", "ddp find_unused", "fsdp", "fsdp_grad_op", "fsdp1", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
+
+_DDP = (
+    "{} took no part in the loss, and ddp waits for every gradient; freeze what is not used (requires_grad=False), or "
+    "type trainer.strategy.find_unused_parameters=true"
+)
+_STEPPED = (
+    "{} took no part in the loss of step {}, and DeepSpeed steps also what has no gradient; freeze what is not used "
+    "(requires_grad=False), or use strategy=fsdp"
+)
+_ONE_DTYPE = "{} is of {}, and DeepSpeed keeps all parameters in one real dtype; use strategy=fsdp or ddp"
+_OF_DEEPSPEED = {
+    "Branch": _STEPPED.format("side.bias, side.weight", 1),
+    "BranchOfUnits": _STEPPED.format(
+        "net.blocks.1.down.bias, net.blocks.1.down.weight, net.blocks.1.norm.bias and 3 more parameters", 1
+    ),
+    "Unused": _STEPPED.format("spare.bias, spare.weight", 0),
+    "Complex": _ONE_DTYPE.format("turn", "torch.complex64"),
+    "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
+    "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
+}
+REFUSED = {
+    "ddp": {
+        "Branch": _DDP.format("side.weight, side.bias"),
+        "BranchOfUnits": _DDP.format(
+            "net.blocks.1.norm.weight, net.blocks.1.norm.bias, net.blocks.1.up.weight and 3 more parameters"
+        ),
+        "Unused": _DDP.format("spare.weight, spare.bias"),
+    },
+    "deepspeed_stage_1": _OF_DEEPSPEED,
+    "deepspeed_stage_2": _OF_DEEPSPEED,
+    "deepspeed_stage_3": {
+        **_OF_DEEPSPEED,
+        "OddSizes": "empty has no elements, which stage 3 can't gather; use strategy=deepspeed_stage_2 or fsdp",
+    },
+}
+# sums in bfloat16 differ by the number of devices
+TOLERANCE = {"HalfBlocks": 5e-3}
+
+Walked = Callable[[str], tuple[dict[str, Cell], Path]]
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
+    """Of a strategy, what came of each shape, and where its checkpoints are; each strategy resumes what the one before
+    it in the ring has saved, or the nearest that has saved it."""
+    folder = tmp_path_factory.mktemp("shapes")
+
+    def checkpoint(strategy: str, shape: str) -> Path:
+        before = ["single", *RING][: 1 + RING.index(strategy)] if strategy in RING else RING
+        saver = next(name for name in reversed(before) if shape in _shapes(name) - REFUSED.get(name, {}).keys())
+        walked(saver)
+        return folder / saver / shape / f"checkpoints/step_{SAVED}.ckpt"
+
+    @cache
+    def walked(strategy: str) -> tuple[dict[str, Cell], Path]:
+        if strategy == "single":
+            return walk("single", dict.fromkeys(SHAPES), folder / "single"), folder / "single"
+        under = "single" if strategy == "single again" else strategy
+        starts: dict[str, Path | None] = {shape: checkpoint(strategy, shape) for shape in sorted(_shapes(strategy))}
+        return walk(under, starts, folder / strategy), folder / strategy
+
+    return walked
+
+
+def _shapes(strategy: str) -> set[str]:
+    return set(WITH_UNUSED if strategy == "ddp find_unused" else SHAPES)
+
+
+CELLS = [(strategy, shape) for strategy in (*RING, "single again") for shape in SHAPES if shape in _shapes(strategy)]
+
+
+@pytest.mark.timeout(600)  # the first of a strategy waits for all shapes, and for the strategies before
+@pytest.mark.parametrize(("strategy", "shape"), CELLS)
+def test_a_shape_trains_resumes_tests_and_exports_as_in_one_process(strategy: str, shape: str, walked: Walked) -> None:
+    (alone, folder_alone), (under, folder) = walked("single"), walked(strategy)
+    cell, expected = under[shape], alone[shape]
+    if line := REFUSED.get(strategy, {}).get(shape):
+        assert cell == {"error": line, "refused": True}
+        return
+    assert "error" not in cell, cell["error"]
+    assert len(cell["losses"]) == len(expected["losses"]) == END
+    differences = [abs(one - other) for one, other in zip(cell["losses"], expected["losses"], strict=True)]
+    assert max(*differences, abs(cell["test"] - expected["test"])) <= TOLERANCE.get(shape, 1e-5)
+    assert cell["extra"] == expected["extra"]
+    assert_same_export(folder / shape, folder_alone / shape, shape)
+
+
+def assert_same_export(folder: Path, alone: Path, shape: str) -> None:
+    found, expected = exported(folder, shape), exported(alone, shape)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if not isinstance(value, torch.Tensor):
+            assert found[name] == value, name
+            continue
+        assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
+        tolerance = 0.05 if value.dtype == torch.bfloat16 else TOLERANCE.get(shape, 1e-4)
+        assert torch.allclose(found[name], value, rtol=0, atol=tolerance), name
+
+
+def exported(folder: Path, shape: str) -> dict[str, Any]:
+    file = folder / "exported.pt"
+    if not file.exists():
+        (folder / "config.yaml").write_text(f"model:\n  _target_: {modules.__name__}.{shape}\n")
+        export([str(folder / f"checkpoints/step_{END}.ckpt"), "-o", str(file)])
+        lightswitch.load(file)
+    return torch.load(file)

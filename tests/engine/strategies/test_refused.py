@@ -1,0 +1,98 @@
+"""What a strategy can't do is told in a line: before a process is started, or, of a module, before it is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.conftest import PLAIN, Train
+from tests.engine.tiny import GPT, NO_CHECKPOINTS, VIT
+
+CPU = (*NO_CHECKPOINTS, "trainer.accelerator=cpu", "trainer.devices=2")
+OPTIONS = {
+    "ddp static_graph=true find_unused_parameters=true": "trainer.strategy.static_graph finds unused parameters "
+    "itself; leave find_unused_parameters out",
+    "ddp timeout_seconds=0": "trainer.strategy.timeout_seconds=0: use a number greater than 0, or leave it out",
+    "ddp process_group_backend=nccl": "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the "
+    "CPU; use gloo",
+    "ddp process_group_backend=mpi": "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; "
+    "use gloo or nccl",
+    "ddp process_group_backend=ucc": "trainer.strategy.process_group_backend=ucc: found str, "
+    "expected gloo, mpi, nccl, null. Did you mean nccl?",
+    "ddp comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, powersgd, null. "
+    "Did you mean fp16?",
+    "ddp start_powerSGD_iter=9": "trainer.strategy.start_powerSGD_iter is PowerSGD's; "
+    "also type trainer.strategy.comm_hook=powersgd",
+    "ddp comm_hook=powersgd start_powerSGD_iter=1": "trainer.strategy.start_powerSGD_iter=1: ddp rebuilds its buckets "
+    "after the first step, and PowerSGD can start after that; use 2 or more",
+    "ddp comm_hook=powersgd matrix_approximation_rank=0": "trainer.strategy.matrix_approximation_rank=0: use 1 or more",
+    "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout. Did you mean timeout_seconds?",
+    "fsdp1 device_mesh=[1,2]": "trainer.strategy.device_mesh is for HYBRID_SHARD, and "
+    "sharding_strategy=FULL_SHARD; leave it out",
+    "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,2]": "trainer.strategy.device_mesh=[2, 2]: [replicas, devices "
+    "of each] has to make the 2 devices of the run",
+    "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,1]": "sharding_strategy=HYBRID_SHARD with 2 replicas of 1 "
+    "device each shards nothing; use strategy=ddp, or give trainer.strategy.device_mesh=[replicas,devices of each]",
+    "fsdp1 sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
+    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2. Did you mean FULL_SHARD?",
+    "fsdp1 mixed_precision={param:float32}": "trainer.strategy.mixed_precision.param: use param_dtype, "
+    "reduce_dtype or buffer_dtype",
+    "fsdp1 mixed_precision={param_dtype:fp8}": "trainer.strategy.mixed_precision.param_dtype=fp8: "
+    "use float32, bfloat16 or float16",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_of_options(options: str, train: Train) -> None:
+    strategy, *typed = options.split()
+    run = train(*PLAIN, *CPU, f"strategy={strategy}", *(f"trainer.strategy.{option}" for option in typed), check=False)
+    assert (run.returncode, run.err) == (2, f"error: {OPTIONS[options]}\n")
+
+
+BY_HAND = "optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
+DIGITS = ("data=digits", "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
+TENSOR_PARALLEL = ("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
+MODULES = {
+    "Manual fsdp": f"Manual {BY_HAND}use strategy=ddp",
+    "Manual fsdp1": f"Manual {BY_HAND}use strategy=ddp",
+    "OwnSharding fsdp": "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the "
+    "strategy",
+    "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
+    "NothingToShard fsdp1": "there is nothing to shard in NothingToShard; use strategy=ddp",
+    "Late fsdp model.stray=true": "offset: a tensor made in configure_model that is neither parameter nor buffer has "
+    "no values on ranks other than 0; use register_buffer",
+    "StateAtOnce fsdp1": "Adagrad makes its state before the first step, where it would not be sharded; "
+    "use strategy=fsdp, or another optimizer",
+    "Adversaries deepspeed_stage_2": "DeepSpeed steps one optimizer with at most one scheduler, and "
+    "configure_optimizers of Adversaries returns 2 and 0; use strategy=ddp",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_of_modules(module: str, train: Train) -> None:
+    name, strategy, *options = module.split()
+    model = (f"model._target_=tests.engine.foreign.{name}", *options, *DIGITS)
+    run = train(*model, *CPU, f"strategy={strategy}", ranks=2, check=False)
+    assert run.returncode == 2
+    assert run.err.splitlines()[0] == f"error: {MODULES[module]}"
+    assert "Traceback" not in run.err
+
+
+PLANS = {
+    "no plan": (VIT, "strategy=fsdp_tp has no plan for VisionTransformer, only for GPT; use strategy=fsdp, or"),
+    "devices": (
+        (*GPT, "trainer.strategy.tensor_parallel_size=3"),
+        "trainer.strategy.tensor_parallel_size=3 does not divide 1 × 2 devices; use trainer.devices=3",
+    ),
+    "heads": (
+        (*GPT, "model.heads=1"),
+        "the GPT's heads 1 does not divide over a tensor-parallel group of 2; use model.heads=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_of_tensor_parallel_plans(plan: str, train: Train) -> None:
+    overrides, line = PLANS[plan]
+    run = train(*CPU, *TENSOR_PARALLEL, *overrides, ranks=2, check=False)
+    assert run.returncode == 2
+    assert {told.startswith(f"error: {line}") for told in run.err.splitlines()} == {True}

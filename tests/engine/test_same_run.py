@@ -1,0 +1,114 @@
+"""Promise 2: the switch does not change the run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.tiny import MODELS, NO_CHECKPOINTS
+
+RUN = (
+    *PLAIN,
+    "global_batch_size=24",
+    "trainer.max_steps=50",
+    "trainer.val_check_interval=20",
+    "trainer.log_every_n_steps=1",
+    "callbacks.record._target_=tests.engine.plain.Record",
+    "callbacks.record.folder=${hydra:runtime.output_dir}",
+)
+SWITCHES = {
+    "ddp": ("strategy=ddp", "trainer.devices=2"),
+    "ddp_spawn": ("strategy=ddp_spawn", "trainer.devices=2"),
+    "ddp_fork": ("strategy=ddp_fork", "trainer.devices=2"),
+    "three devices": ("strategy=ddp_fork", "trainer.devices=3"),
+    "accumulation": ("strategy=single", "micro_batch_size=6"),
+    "accumulation and two devices": ("strategy=ddp_fork", "trainer.devices=2", "micro_batch_size=4"),
+    "loader workers": ("strategy=single", "data.workers=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
+    switched = train(*RUN, *SWITCHES[switch])
+
+    for metric in ("train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy", "samples"):
+        expected, found = alone.column(metric), switched.column(metric)
+        assert found.keys() == expected.keys(), metric
+        assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, metric
+    assert len(switched.column("train/loss")) == 50
+    assert _samples_of_steps(switched.run_dir) == _samples_of_steps(alone.run_dir)
+    first, *others = (torch.load(path) for path in sorted(switched.run_dir.glob("weights_*.pt")))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+REPLICAS = {
+    "ddp": ("strategy=ddp", 2),
+    "ddp, four devices": ("strategy=ddp", 4),
+    "ddp_fork": ("strategy=ddp_fork", 0),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finished]:
+    train = runs_in(tmp_path_factory.mktemp(request.param))
+    return request.param, train(*MODELS[request.param], *NO_CHECKPOINTS, "strategy=single")
+
+
+@pytest.mark.parametrize("switch", REPLICAS)
+def test_replicas_keep_the_losses_of_a_model(switch: str, model_alone: tuple[str, Finished], train: Train) -> None:
+    model, alone = model_alone
+    strategy, ranks = REPLICAS[switch]
+    devices = () if ranks else ("trainer.devices=2",)
+    run = train(*MODELS[model], *NO_CHECKPOINTS, strategy, *devices, ranks=ranks)
+
+    expected, found = alone.column("train/loss"), run.column("train/loss")
+    assert len(found) == 50
+    assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5
+
+
+def test_an_epoch_reads_each_sample_once(alone: Finished) -> None:
+    steps = _samples_of_steps(alone.run_dir)
+    epochs = [Counter() for _ in range(6)]
+    for (epoch, _), ids in steps.items():
+        epochs[epoch].update(ids)
+    for epoch in epochs[:-1]:
+        assert epoch == Counter(range(200))  # 8 full batches of 24 and one of 8
+    assert alone.column("samples")[8] == 200
+
+
+def test_epochs_are_shuffled_differently(alone: Finished) -> None:
+    steps = _samples_of_steps(alone.run_dir)
+    assert steps[0, 0] != steps[1, 9]
+    assert steps[0, 0] != tuple(range(24))
+
+
+def test_a_loader_that_cannot_be_remade_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
+    run = train(*RUN, "data._target_=tests.engine.plain.OwnBatchesData", "strategy=ddp_fork", "trainer.devices=2")
+    assert (
+        "a data loader runs as it is, because it has a batch sampler of its own, OwnBatches: batch size and order are "
+        "its own, and a resumed run starts its epoch anew; every rank reads the same samples"
+    ) in run.out
+    assert _samples_of_steps(run.run_dir)[0, 0] == tuple(sorted([*range(10), *range(10)]))
+
+
+def _samples_of_steps(run_dir: Path) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Sorted sample ids by (epoch, step), over all ranks and micro batches.
+
+    A rank without a share of a last, small batch reads one sample at weight 0: it is not among the ids.
+    """
+    steps: dict[tuple[int, int], list[int]] = {}
+    for path in sorted(run_dir.glob("samples_*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            steps.setdefault((line["epoch"], line["step"]), []).extend(line["ids"])
+    return {key: tuple(sorted(ids)) for key, ids in steps.items()}

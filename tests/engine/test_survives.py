@@ -1,0 +1,139 @@
+"""Promise 3: the run survives. Started again under its id, it goes on exactly where it stood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+
+RUN = (
+    *PLAIN,
+    "model.dropout=0.3",  # a resumed run must draw what the uninterrupted one draws
+    "run_id=mine",
+    "global_batch_size=24",
+    "trainer.val_check_interval=8",
+    "trainer.log_every_n_steps=1",
+    "callbacks.last_checkpoint.every_n_steps=4",
+)
+KEPT = ("samples", "train/loss", "val/loss", "val/accuracy", "test/loss")
+STEPS = 40  # of 9 an epoch
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, f"trainer.max_steps={STEPS}")
+
+
+@pytest.mark.parametrize(
+    ("stops", "switches"),
+    [
+        pytest.param([4], ((), ()), id="in an epoch"),
+        pytest.param([9], ((), ()), id="at an epoch's end"),
+        pytest.param([8], ((), ()), id="at a validation"),
+        pytest.param([5, 18, 31], ((), (), (), ()), id="three times"),
+        pytest.param([13], (("data.workers=2",), ()), id="with loader workers"),
+        pytest.param([13], (("micro_batch_size=6",), ("micro_batch_size=6",)), id="with accumulation"),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    stops: list[int], switches: tuple[tuple[str, ...], ...], uninterrupted: Finished, train: Train
+) -> None:
+    reference = uninterrupted
+    if "micro_batch_size=6" in switches[0]:  # dropout draws anew for each micro batch
+        reference = train(*RUN, f"trainer.max_steps={STEPS}", *switches[0])
+    resumed = None
+    for stop, switch in zip([*stops, STEPS], switches, strict=True):
+        resumed = train(*RUN, f"trainer.max_steps={stop}", *switch, folder=resumed and resumed.folder)
+    assert resumed is not None
+    assert "resumes    runs/plainmodel/mine/checkpoints/" in resumed.out
+    for name in KEPT[:-1]:
+        assert resumed.column(name) == reference.column(name), name
+    assert resumed.column("test/loss")[STEPS] == reference.column("test/loss")[STEPS]
+
+
+def test_a_run_goes_on_at_another_world_size_and_accumulation(train: Train) -> None:
+    legs = (
+        ("strategy=ddp_fork", "trainer.devices=2"),
+        ("strategy=single", "micro_batch_size=6"),
+        ("strategy=ddp_fork", "trainer.devices=3"),
+        ("strategy=ddp_fork", "trainer.devices=2", "micro_batch_size=4"),
+    )
+    run = (*RUN, "model.dropout=0")
+    reference = train(*run, f"trainer.max_steps={STEPS}")
+    resumed = None
+    for stop, leg in zip((7, 17, 27, STEPS), legs, strict=True):
+        resumed = train(*run, f"trainer.max_steps={stop}", *leg, folder=resumed and resumed.folder)
+    assert resumed is not None
+    for name in KEPT[:-1]:
+        expected, found = reference.column(name), resumed.column(name)
+        assert found.keys() == expected.keys(), name
+        assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, name
+
+
+def test_a_finished_run_started_again_does_nothing_on_any_rank(uninterrupted: Finished, train: Train) -> None:
+    written = _written(uninterrupted)
+    again = train(*RUN, f"trainer.max_steps={STEPS}", folder=uninterrupted.folder, ranks=2)
+    finished, go_on = again.out.splitlines()
+    assert finished == f"finished   fit and test have ended at step {STEPS}; resume=never starts anew"
+    assert go_on.endswith(f"run_id=mine trainer.max_steps={2 * STEPS}")
+    assert _written(again) == written
+
+
+def _written(run: Finished) -> dict[Path, int]:
+    files = {path for path in run.run_dir.rglob("*") if path.name != "train.log"}
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_run_that_was_killed_in_its_test_tests_and_trains_nothing(train: Train) -> None:
+    killed = train(*RUN, "trainer.max_steps=8", "callbacks.kill._target_=tests.engine.plain.KilledInTest", check=False)
+    assert killed.returncode == 9
+    losses = killed.column("train/loss")
+    again = train(*RUN, "trainer.max_steps=8", folder=killed.folder)
+    assert "tests      runs/plainmodel/mine/checkpoints/best.ckpt" in again.out
+    assert (again.column("train/loss"), list(again.column("test/loss"))) == (losses, [8])
+
+
+def test_a_checkpoint_cut_short_is_passed_over_and_the_one_before_it_used(train: Train) -> None:
+    first = train(*RUN, "trainer.max_steps=17")
+    last = first.run_dir / "checkpoints" / "last.ckpt"
+    tensors = last / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:-1000])
+    second = train(*RUN, "trainer.max_steps=18", folder=first.folder)
+    assert (
+        "step_17.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says; it is passed over"
+    ) in second.out
+    assert "resumes    runs/plainmodel/mine/checkpoints/best.ckpt" in second.out
+
+
+def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternatives(train: Train) -> None:
+    first = train(*RUN, "trainer.max_steps=8")
+    refused = train(*RUN, "global_batch_size=48", "trainer.max_steps=9", folder=first.folder, check=False)
+    assert refused.returncode == 2
+    assert refused.err == (
+        "error: runs/plainmodel/mine/checkpoints/best.ckpt can't be resumed: it was trained with "
+        "global_batch_size=24, this run has 48; start anew with resume=never or another run_id, or from its weights "
+        "alone with init_from=runs/plainmodel/mine/checkpoints/best.ckpt and another run_id\n"
+    )
+    path = first.run_dir / "checkpoints" / "last.ckpt"
+    moved = train(*RUN, "run_id=other", f"resume={path}", "trainer.max_steps=10", "name=elsewhere")
+    assert sorted(moved.column("train/loss")) == [8, 9]
+    anew = train(*RUN, "resume=never", "trainer.max_steps=3", folder=first.folder)
+    assert sorted(anew.column("train/loss")) == [0, 1, 2]
+
+
+def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Train) -> None:
+    model = (
+        "model._target_=tests.engine.plain.PartialModel",
+        "model.optimizer={_target_: torch.optim.SGD, _partial_: true}",
+    )
+    data = (
+        "data._target_=tests.engine.plain.PlainData",
+        "model.optimizer.lr=0.1",
+        "run_id=mine",
+        "global_batch_size=20",
+    )
+    first = train(*model, *data, "trainer.max_steps=3")
+    second = train(*model, *data, "trainer.max_steps=6", folder=first.folder)
+    assert "resumes    runs/partialmodel/mine/checkpoints/step_3.ckpt" in second.out
