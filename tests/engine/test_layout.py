@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from hydra.utils import get_object
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.engine.conftest import CHECKOUT
+
 SOURCES = sorted((CHECKOUT / "src").rglob("*.py"))
 CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 

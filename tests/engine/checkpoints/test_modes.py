@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.tiny import GPT
+from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import WAYS
 
-RUN = (*GPT, "micro_batch_size=6")
+RUN = (*LANGUAGE, "micro_batch_size=6")
 FIT = ("run_id=mine", "trainer.max_steps=16", "trainer.val_check_interval=8")
 SHARED = ("ddp × 2", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2", "fsdp_tp 2 × 2")
 

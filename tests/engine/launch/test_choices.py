@@ -14,6 +14,7 @@ import torch
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
 ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
 SHORT = (*ON_CPU, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
@@ -117,29 +118,12 @@ def test_mlflow_stands_beside_the_default_loggers(train: Train) -> None:
 # optimizer and scheduler
 
 
-TINY_GPT = (
-    "trainer.accelerator=cpu",
-    "data=text",
-    "model.context=8",
-    "model.width=16",
-    "model.layers=1",
-    "model.sample_tokens=0",
-    "run_id=mine",
-)
+TINY = (*LANGUAGE_MODEL, TEXT, "model.layers=1", "model.width=16", "trainer.accelerator=cpu", "run_id=mine")
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> str:
-    (tmp_path / "book.txt").write_text(
-        "It was a bright cold day in April, and the clocks were striking thirteen. " * 99
-    )
-    return f"data.files={tmp_path / 'book.txt'}"
-
-
-def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(train: Train, book: str) -> None:
+def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(train: Train) -> None:
     run = train(
-        *TINY_GPT,
-        book,
+        *TINY,
         "trainer.max_steps=6",
         "trainer.log_every_n_steps=1",
         "trainer.val_check_interval=6",
@@ -156,9 +140,9 @@ def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(tra
     assert rates == pytest.approx({0: 0.025, 1: 0.025, 2: 0.0125, 3: 0.0125, 4: 0.00625, 5: 0.00625})
 
 
-def test_a_constant_schedule_leaves_the_rate_as_it_is(train: Train, book: str) -> None:
+def test_a_constant_schedule_leaves_the_rate_as_it_is(train: Train) -> None:
     steps = ("trainer.max_steps=3", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1")
-    run = train(*TINY_GPT, book, *steps, "scheduler=constant")
+    run = train(*TINY, *steps, "scheduler=constant")
     assert set(run.column("lr-AdamW/pg1").values()) == {3e-3}
 
 

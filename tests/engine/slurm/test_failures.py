@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import CHECKOUT, PLAIN_DATA
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slurm
 
 RUN = (
     *(
-        "model._target_=tests.engine.failing.FailingModel",
+        "model._target_=tests.engine.fault_tolerance.failing.FailingModel",
         "model.how=nothing",
         "model.step_seconds=0.1",
         "name=failing",
     ),
     *(
-        "data._target_=tests.engine.plain.PlainData",
+        PLAIN_DATA,
         "strategy=ddp",
         "trainer.max_steps=1000",
         "trainer.log_every_n_steps=2",

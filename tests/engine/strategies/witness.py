@@ -82,9 +82,3 @@ def tensors(run: Finished, when: str, rank: int) -> dict[str, bytes]:
     """To the bit."""
     saved = torch.load(run.run_dir / f"{when}_{rank}.pt")
     return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in saved.items()}
-
-
-def largest_difference(found: Finished, expected: Finished, metric: str) -> float:
-    a, b = found.column(metric), expected.column(metric)
-    assert a.keys() == b.keys()
-    return max(abs(a[step] - b[step]) for step in b)
