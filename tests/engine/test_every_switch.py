@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch import build, resolvers
 from lightswitch.preflight import targets
@@ -67,7 +68,7 @@ class Composed:
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Iterator[Composed]:
-    resolvers.register()
+    resolvers.register(placement.detect())
     with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
         yield Composed(tmp_path)
     HydraConfig.instance().cfg = None
