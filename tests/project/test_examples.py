@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
+from lightswitch.cluster import placement
 from lightswitch.launch import resolvers
 from lightswitch.preflight import targets
 
@@ -36,7 +37,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def _conf(tmp_path: Path) -> Iterator[None]:
-    resolvers.register()
+    resolvers.register(placement.detect())
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
     HydraConfig.instance().cfg = None

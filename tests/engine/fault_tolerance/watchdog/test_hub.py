@@ -15,7 +15,8 @@ from dataclasses import asdict
 import psutil
 import pytest
 
-from lightswitch.fault_tolerance.failure import Failure, Rank, cut
+from lightswitch.errors import Failure
+from lightswitch.fault_tolerance.failure import Rank, cut
 from lightswitch.fault_tolerance.watchdog import door, sockets
 from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
 from lightswitch.fault_tolerance.watchdog.member import Member

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightswitch.fault_tolerance.failure import Failure, Rank, of_error
+from lightswitch.errors import Failure
+from lightswitch.fault_tolerance.failure import Rank, of_error
 from lightswitch.fault_tolerance.stacks import Stand, stand
 from lightswitch.fault_tolerance.watchdog.verdict import Heard, Limits, verdict
 
