@@ -44,7 +44,8 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         *("lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"),
-        *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel", "deepspeed")),
+        *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel")),
+        "lightswitch.deepspeed.strategy",
         *(f"tests.engine.models.{name}" for name in ("language", "pictures")),
     ]
 )

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 CHECKOUT = Path(__file__).parents[2]
+TRAIN_PY = str(CHECKOUT / "train.py")
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

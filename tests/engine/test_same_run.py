@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
-from tests.engine.tiny import MODELS, NO_CHECKPOINTS
+from tests.engine.tiny import MODELS, NO_CHECKPOINTS, RECORD
 
 RUN = (
     *PLAIN,
@@ -19,8 +19,7 @@ RUN = (
     "trainer.max_steps=50",
     "trainer.val_check_interval=20",
     "trainer.log_every_n_steps=1",
-    "callbacks.record._target_=tests.engine.plain.Record",
-    "callbacks.record.folder=${hydra:runtime.output_dir}",
+    *RECORD,
 )
 SWITCHES = {
     "ddp": ("strategy=ddp", "trainer.devices=2"),

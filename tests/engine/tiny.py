@@ -23,3 +23,4 @@ CLASSIFIER = ("model._target_=tests.engine.models.pictures.PatchClassifier", PIC
 MODELS = {"language": LANGUAGE, "classifier": CLASSIFIER}
 
 NO_CHECKPOINTS = ("~callbacks.best_checkpoint", "~callbacks.last_checkpoint", "++trainer.enable_checkpointing=false")
+RECORD = ("callbacks.record._target_=tests.engine.plain.Record", "callbacks.record.folder=${hydra:runtime.output_dir}")

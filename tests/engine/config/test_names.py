@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT, PLAIN, Train
-from tests.engine.processes import Start, said
+from tests.engine.conftest import PLAIN, Train
+from tests.engine.processes import TRAIN_PY, Start, said
 
-TRAIN_PY = str(CHECKOUT / "train.py")
 NO_NAMES = {
     "run_id=../../x": "run_id='../../x' is no name: letters, digits and . _ - = , are allowed; type run_id=NAME",
     "run_id=a/b": "run_id='a/b' is no name: letters, digits and . _ - = , are allowed; type run_id=NAME",

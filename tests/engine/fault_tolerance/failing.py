@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.engine.plain import PlainData, PlainModel
 
+FAILING_MODEL = "model._target_=tests.engine.fault_tolerance.failing.FailingModel"
+
 How = Literal[
     "raises",
     "refuses",

@@ -10,6 +10,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+PACE_TARGET = "callbacks.pace._target_=tests.engine.fault_tolerance.pace.Pace"
+FAILS_ONCE = "callbacks.fails._target_=tests.engine.fault_tolerance.pace.FailsOnce"
+
 
 class Pace(pl.Callback):
     def __init__(self, seconds: float) -> None:

@@ -9,9 +9,10 @@ import socket
 import pytest
 
 from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Finished, Train, runs_in
+from tests.engine.fault_tolerance.failing import FAILING_MODEL
 
 RUN = (
-    *("model._target_=tests.engine.fault_tolerance.failing.FailingModel", PLAIN_DATA, "run_id=mine"),
+    *(FAILING_MODEL, PLAIN_DATA, "run_id=mine"),
     *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4"),
 )
 # Beside the tests of ranks that are killed, as the kernel's count of processes killed for memory is the machine's.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.fault_tolerance.pace import PACE_TARGET
 
 STEPS = 40
 RUN = (
@@ -22,7 +23,7 @@ RUN = (
     "trainer.val_check_interval=7",
     "trainer.log_every_n_steps=1",
     "callbacks.last_checkpoint.every_n_steps=100",
-    "callbacks.pace._target_=tests.engine.fault_tolerance.pace.Pace",
+    PACE_TARGET,
 )
 SLOWLY, HANGING = "callbacks.pace.seconds=0.1", "callbacks.pace.seconds=1000"
 FAST = "callbacks.pace.seconds=0"

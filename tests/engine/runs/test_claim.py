@@ -16,10 +16,11 @@ import pytest
 
 from lightswitch.runs import lock
 from tests.engine.conftest import CHECKOUT, PLAIN, Train, runs_in
+from tests.engine.fault_tolerance.pace import PACE_TARGET
 from tests.engine.processes import Start, said
 
 RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "logger=csv", "~callbacks.lr_monitor", "trainer.max_steps=6")
-PACE = ("callbacks.pace._target_=tests.engine.fault_tolerance.pace.Pace", "callbacks.pace.seconds=0.2")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
 
 Processes = list[multiprocessing.process.BaseProcess]
 

@@ -12,6 +12,7 @@ import torch
 
 from lightswitch.runs import lock
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.fault_tolerance.pace import FAILS_ONCE
 
 RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")
 MORE = "trainer.max_steps=4"
@@ -38,7 +39,7 @@ REFUSED = {
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run that has failed once, gone on, and ended."""
     train = runs_in(tmp_path_factory.mktemp("earlier"))
-    fails = ("callbacks.fails._target_=tests.engine.fault_tolerance.pace.FailsOnce", "callbacks.fails.step=1")
+    fails = (FAILS_ONCE, "callbacks.fails.step=1")
     failed = train(*RUN, *fails, "trainer.max_steps=2", check=False)
     ended = train(*RUN, "trainer.max_steps=2", folder=failed.folder)
     (ended.folder / "notes.txt").write_text("no checkpoint")

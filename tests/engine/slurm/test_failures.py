@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN_DATA
+from tests.engine.fault_tolerance.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.slurm
 
 RUN = (
     *(
-        "model._target_=tests.engine.fault_tolerance.failing.FailingModel",
+        FAILING_MODEL,
         "model.how=nothing",
         "model.step_seconds=0.1",
         "name=failing",

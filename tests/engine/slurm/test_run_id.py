@@ -12,6 +12,7 @@ import pytest
 
 from lightswitch.runs import lock
 from tests.engine.conftest import CHECKOUT, PLAIN
+from tests.engine.fault_tolerance.pace import PACE_TARGET
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 
@@ -25,7 +26,7 @@ RUN = (
     "trainer.max_steps=2",
     "trainer.val_check_interval=2",
 )
-PACE = ("callbacks.pace._target_=tests.engine.fault_tolerance.pace.Pace", "callbacks.pace.seconds=0.2")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
 
 
 @pytest.fixture(autouse=True)

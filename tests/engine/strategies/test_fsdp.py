@@ -11,11 +11,10 @@ import torch
 from lightswitch.preflight.strategies import Request, problems
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference
-from tests.engine.strategies.witness import GRAD_NORM, WITNESS, held, tensors
-from tests.engine.tiny import MODELS, NO_CHECKPOINTS, PICTURES
+from tests.engine.strategies.witness import COMMON, held, tensors
+from tests.engine.tiny import MODELS, PICTURES
 from tests.engine.ways import WAYS
 
-COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 SWITCHES = {  # overrides, ranks, and the part of the model that each rank holds
     "one device": (("strategy=fsdp",), 1, 1.0),
     "FULL_SHARD": (("strategy=fsdp",), 2, 0.5),

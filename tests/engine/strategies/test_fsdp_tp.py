@@ -6,11 +6,10 @@ import torch
 
 from tests.engine.conftest import Train
 from tests.engine.curves import largest_difference
-from tests.engine.strategies.witness import GRAD_NORM, WITNESS, held, tensors
-from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+from tests.engine.strategies.witness import COMMON, held, tensors
+from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import TENSOR_PARALLEL
 
-COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 TP = (*COMMON, *TENSOR_PARALLEL)
 
 

@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from lightswitch.checkpoints.names import own_name
 from tests.engine.conftest import Finished
+from tests.engine.tiny import NO_CHECKPOINTS
 
 WITNESS = (
     "callbacks.witness._target_=tests.engine.strategies.witness.Witness",
     "callbacks.witness.folder=${hydra:runtime.output_dir}",
 )
 GRAD_NORM = ("callbacks.grad_norm._target_=lightswitch.monitoring.grad_norm.GradNorm",)
+COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 
 
 class Witness(pl.Callback):

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from tests.engine.conftest import CHECKOUT, PLAIN_DATA, PLAIN_MODEL
+from tests.engine.fault_tolerance.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 from tests.engine.tables import documents
@@ -42,7 +43,7 @@ class Case:
 
 
 def in_model(how: str, *arguments: str) -> tuple[str, ...]:
-    model = ("model._target_=tests.engine.fault_tolerance.failing.FailingModel", f"model.how={how!r}")
+    model = (FAILING_MODEL, f"model.how={how!r}")
     return *model, PLAIN_DATA, *arguments
 
 
