@@ -1,3 +1,5 @@
+"""Replicas: what DDP's options change, and what they do not."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""torch's older FSDP: each of its shardings and options is the run of one process."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
