@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config import confidential, names
+from lightswitch.config import confidential, moved, names
 from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, launchers, precision, root_keys, strategies, targets
 
@@ -35,6 +35,7 @@ def check(cfg: DictConfig) -> BatchPlan:
     """
     hydra = HydraConfig.get()
     _raise(root_keys.missing(cfg))
+    moved.follow(cfg)
     plain: Any = _resolved(cfg)
     typed = confidential.overrides(hydra)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}

@@ -1,0 +1,85 @@
+"""Code that a config of an older engine names where it was: it is found where it is now, and a line says so.
+
+python -m lightswitch.config.moved FOLDER      # the lines of a folder's configs that are to be changed
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
+
+from lightswitch.cluster import placement
+
+log = logging.getLogger(__name__)
+
+# Modules that configs name, before and now, and the version that knows the old name no more.
+MOVED = {
+    "lightswitch.launch.cluster": "lightswitch.cluster.environments",
+    "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
+}
+UNTIL = "0.3"
+
+
+def follow(cfg: DictConfig) -> None:
+    """Put today's names into a composed config, in place, and log a line of advice where there was an older one."""
+    found = dict(_older(cfg))
+    for path, name in found.items():
+        with read_write(cfg):
+            OmegaConf.update(cfg, f"{path}._target_", _today(name))
+    if found and placement.detect().rank == 0:
+        told = "; ".join(
+            f"{_where(path, name)} names {name}, which moved to {_today(name)}" for path, name in found.items()
+        )
+        log.info("advice     %s: change it there, as the old name works until lightswitch %s alone", told, UNTIL)
+
+
+def in_folder(folder: Path) -> Iterator[str]:
+    """Of each file that has an older name, what to write in its place."""
+    for path in sorted(folder.rglob("*.yaml")):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            name = line.partition("_target_:")[2].partition("#")[0].strip()
+            if _today(name) != name:
+                yield f"{path}:{number}: {name} is now {_today(name)}"
+
+
+def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Paths and older names of the nodes that have one; interpolations stay unresolved."""
+    if (
+        not isinstance(node, DictConfig | ListConfig)
+        or node._is_none()
+        or node._is_missing()
+        or node._is_interpolation()
+    ):
+        return
+    for key in range(len(node)) if isinstance(node, ListConfig) else node:
+        child = node._get_node(key)
+        if key == "_target_" and isinstance(name := child._value(), str) and _today(name) != name:  # type: ignore[union-attr]  # it is one node
+            yield path, name
+        yield from _older(child, f"{path}.{key}".lstrip("."))
+
+
+def _today(name: str) -> str:
+    module, _, attribute = name.rpartition(".")
+    return f"{MOVED[module]}.{attribute}" if module in MOVED else name
+
+
+def _where(path: str, name: str) -> str:
+    """The first file of the configs with that name, as far as one can be found; else the node."""
+    for source in HydraConfig.get().runtime.config_sources:
+        if source.schema != "file":
+            continue
+        for file in sorted(Path(source.path).rglob("*.yaml")):
+            if f"_target_: {name}" in file.read_text():
+                return str(file.relative_to(Path(source.path).parent))
+    return path
+
+
+if __name__ == "__main__":
+    for line in in_folder(Path(sys.argv[1])):
+        print(line)
