@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 
-from lightswitch.cluster import placement
+from lightswitch.context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +25,18 @@ MOVED = {
 UNTIL = "0.3"
 
 
-def follow(cfg: DictConfig) -> None:
+def follow(cfg: DictConfig, run: RunContext) -> None:
     """Put today's names into a composed config, in place, and log a line of advice where there was an older one."""
     found = dict(_older(cfg))
     for path, name in found.items():
         with read_write(cfg):
             OmegaConf.update(cfg, f"{path}._target_", _today(name))
-    if found and placement.detect().rank == 0:
-        told = "; ".join(
-            f"{_where(path, name)} names {name}, which moved to {_today(name)}" for path, name in found.items()
-        )
-        log.info("advice     %s: change it there, as the old name works until lightswitch %s alone", told, UNTIL)
+    if found and run.placement.rank == 0:
+        folders = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
+        told = [
+            f"{_file(name, folders) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()
+        ]
+        log.info("advice     %s; change it: lightswitch %s knows the old name no more", "; ".join(told), UNTIL)
 
 
 def in_folder(folder: Path) -> Iterator[str]:
@@ -69,15 +69,13 @@ def _today(name: str) -> str:
     return f"{MOVED[module]}.{attribute}" if module in MOVED else name
 
 
-def _where(path: str, name: str) -> str:
-    """The first file of the configs with that name, as far as one can be found; else the node."""
-    for source in HydraConfig.get().runtime.config_sources:
-        if source.schema != "file":
-            continue
-        for file in sorted(Path(source.path).rglob("*.yaml")):
+def _file(name: str, folders: list[Path]) -> str | None:
+    """The first file with that name, as seen from beside its folder."""
+    for folder in folders:
+        for file in sorted(folder.rglob("*.yaml")):
             if f"_target_: {name}" in file.read_text():
-                return str(file.relative_to(Path(source.path).parent))
-    return path
+                return str(file.relative_to(folder.parent))
+    return None
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""A project of one's own, made from a checkout of lightswitch, and the engine in it, which can be replaced by a newer."""
+"""A project of one's own, made from a checkout of lightswitch, and a newer engine put into it."""

@@ -90,7 +90,7 @@ def _without_examples(text: str, fork: Fork) -> str:
 
 
 def _filled(text: str, fork: Fork) -> str:
-    """A template's sections, each begun by a line {{#WHEN}} and ended by {{/WHEN}}, and what stands in double braces."""
+    """Sections of a template, from a line {{#WHEN}} to {{/WHEN}}, kept or left out, and values for {{WORDS}}."""
     shown = {"examples": not fork.is_bare, "bare": fork.is_bare, "folder": fork.pin is None, "package": bool(fork.pin)}
     for when, is_shown in shown.items():
         kept = r"\1" if is_shown else ""
