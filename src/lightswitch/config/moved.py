@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightswitch.context import RunContext
 
@@ -49,18 +49,15 @@ def in_folder(folder: Path) -> Iterator[str]:
 
 
 def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Paths and older names of the nodes that have one; interpolations stay unresolved."""
-    if (
-        not isinstance(node, DictConfig | ListConfig)
-        or node._is_none()
-        or node._is_missing()
-        or node._is_interpolation()
-    ):
-        return
-    for key in range(len(node)) if isinstance(node, ListConfig) else node:
-        child = node._get_node(key)
-        if key == "_target_" and isinstance(name := child._value(), str) and _today(name) != name:  # type: ignore[union-attr]  # it is one node
+    """Paths and older names of the nodes that have one; what is interpolated stays so."""
+    plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+    if isinstance(plain, dict):
+        name = plain.get("_target_")
+        if isinstance(name, str) and _today(name) != name:
             yield path, name
+    children = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    key: object
+    for key, child in children:
         yield from _older(child, f"{path}.{key}".lstrip("."))
 
 

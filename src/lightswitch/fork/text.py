@@ -67,7 +67,14 @@ def edited(path: str, text: str, fork: Fork) -> str:
 def _renamed(text: str, name: str) -> str:
     text = re.sub(r"(?<![\w.-])project(?=\.[a-z_])", name, text)
     text = re.sub(r"\b((?:src|tests)[/.])project\b", rf"\1{name}", text)
-    return re.sub(r"\b(from|import) project\b", rf"\1 {name}", text)
+    text = re.sub(r"\b(from|import) project\b", rf"\1 {name}", text)
+    block = rf"(?:^from (?:{name}|tests)[\w.]* import [^(\n]+\n)+"
+    return re.sub(block, lambda lines: _sorted(lines[0]), text, flags=re.MULTILINE)
+
+
+def _sorted(imports: str) -> str:
+    """As ruff wants them, by the new name."""
+    return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
 
 
 def _config(path: str) -> tuple[str, str]:
@@ -96,10 +103,21 @@ def _filled(text: str, fork: Fork) -> str:
         kept = r"\1" if is_shown else ""
         text = re.sub(rf"^{{{{#{when}}}}}\n(.*?)^{{{{/{when}}}}}\n", kept, text, flags=re.MULTILINE | re.DOTALL)
     values = {"name": fork.name, "model": fork.choice("model"), "data": fork.choice("data"), "pin": fork.pin or ""}
-    values["examples"] = " \\\n      ".join(renamed_path(path, fork.name) for path in fork.examples)
+    values["examples"] = " \\\n      ".join(_braced([renamed_path(path, fork.name) for path in fork.examples]))
     for word, value in values.items():
         text = text.replace(f"{{{{{word}}}}}", value)
     return text
+
+
+def _braced(paths: Sequence[str]) -> list[str]:
+    """As a shell expands them: files of a folder and a suffix together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path in map(PurePosixPath, paths):
+        groups.setdefault((str(path.parent), path.suffix), []).append(path.stem)
+    return [
+        f"{folder}/{{{','.join(stems)}}}{suffix}" if len(stems) > 1 else f"{folder}/{stems[0]}{suffix}"
+        for (folder, suffix), stems in groups.items()
+    ]
 
 
 def _makefile(text: str, fork: Fork) -> str:
@@ -134,7 +152,7 @@ def _pyproject(text: str, fork: Fork) -> str:
     text = _replaced(text, r'^description = ".*"$', f'description = "{fork.name}"')
     text = _replaced(text, r'^files = \["src", ', f'files = ["src/{fork.name}", ')
     text = re.sub(r'^    "(slow|slurm): .*\n', "", text, flags=re.MULTILINE)
-    packages = [fork.name, *([] if fork.pin else ["lightswitch*"])]
+    packages = [f"{fork.name}*", *([] if fork.pin else ["lightswitch*"])]
     text = _replaced(text, r"^include = \[.*\]$", f"include = {packages}".replace("'", '"'))
     if fork.is_bare:
         text = re.sub(r"^digits = .*\n", "", text, flags=re.MULTILINE)

@@ -10,7 +10,6 @@ What a fork takes, what of it are examples, and what it gets instead lies in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from lightswitch.fork import checkout, engine, text
@@ -52,7 +51,7 @@ def _edited(path: str, file: File, fork: text.Fork) -> File:
         return file
 
 
-def _engine(root: Path) -> Mapping[str, File]:
+def _engine(root: Path) -> dict[str, File]:
     """The folder as it is, the changelog in it, and the manifest."""
     inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
     files = _read(root, inside)
