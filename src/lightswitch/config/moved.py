@@ -55,8 +55,7 @@ def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
         name = plain.get("_target_")
         if isinstance(name, str) and _today(name) != name:
             yield path, name
-    children = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
-    key: object
+    children: Any = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
     for key, child in children:
         yield from _older(child, f"{path}.{key}".lstrip("."))
 
