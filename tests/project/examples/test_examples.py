@@ -19,7 +19,7 @@ from lightswitch.cluster import placement
 from lightswitch.launch import resolvers
 from lightswitch.preflight import targets
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 LANGUAGE_DATA = ("python_source", "text", "tokens")
 
 
