@@ -144,6 +144,7 @@ class Watch(Callback):
             self.report.tell(failure)
             self.report.add_rank(member.rank, self.batch.place(self._trainer), self._own)
         elif failure.rank == member.rank.number:
+            self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
             self.report.log_mistake(failure.details)
 
