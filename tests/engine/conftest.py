@@ -22,15 +22,18 @@ from types import MappingProxyType
 import pytest
 import torch
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.engine.processes import CHECKOUT, port, start  # noqa: F401  # fixtures, for all folders
+
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
-    *(f"checkpoints/test_{name}.py" for name in ("export", "foreign", "fuzzed", "killed", "last", "modes", "portable")),
-    *(f"launch/test_{name}.py" for name in ("blame", "choices", "failures", "preemption", "run_directory", "sweep")),
-    *("batches/test_combined.py", "launch/test_torchrun.py", "strategies/test_module_shapes.py"),
-    *(f"strategies/test_{name}.py" for name in ("deepspeed", "foreign_modules", "fsdp", "fsdp1", "refused")),
+    *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
+    *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
+    *(f"strategies/test_{name}.py" for name in ("foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused")),
+    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py"),
+    *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
-PLAIN = ("model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData")
+PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
+PLAIN = (PLAIN_MODEL, PLAIN_DATA)
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, whose jobs hand that on
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,8 +44,9 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         *("lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"),
-        *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel", "deepspeed")),
-        *("project.models.gpt", "project.models.vit", "project.data.text", "project.data.digits", "sklearn.datasets"),
+        *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel")),
+        "lightswitch.deepspeed.strategy",
+        *(f"tests.engine.models.{name}" for name in ("language", "pictures")),
     ]
 )
 
@@ -65,8 +69,10 @@ class Finished:
             return list(csv.DictReader(file))
 
     def column(self, name: str) -> dict[int, float]:
-        """Values by step, where there are any."""
-        return {int(row["step"]): float(row[name]) for row in self.metrics() if row.get(name)}
+        """Values by step, of which there must be some: two empty columns would be alike, and say nothing."""
+        found = {int(row["step"]): float(row[name]) for row in self.metrics() if row.get(name)}
+        assert found, f"{self.run_dir}/metrics.csv has no {name}"
+        return found
 
 
 Train = Callable[..., Finished]

@@ -14,8 +14,8 @@ from pathlib import Path
 from lightswitch import versions
 from lightswitch.cluster import variables
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode
-from lightswitch.fault_tolerance.failure import Failure, Rank
+from lightswitch.errors import ExitCode, Failure
+from lightswitch.fault_tolerance.failure import Rank
 from lightswitch.fault_tolerance.stacks import all_stacks
 from lightswitch.runs import log as run_log
 

@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 
 from lightswitch.config.confidential import Cleaner
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, ToldElsewhere
+from lightswitch.errors import ExitCode, Failure, RanksFailed, ToldElsewhere
 from lightswitch.fault_tolerance import classify, crash_report, telling
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Failure, RanksFailed, in_words, shown
+from lightswitch.fault_tolerance.failure import in_words, shown
 from lightswitch.process.state import Process
 
 

@@ -23,9 +23,8 @@ from lightswitch.config import composition
 from lightswitch.config.hydra_errors import check_flags, of_composition
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, RefusedRequest, Stopped
+from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
 from lightswitch.fault_tolerance import requeue
-from lightswitch.fault_tolerance.failure import RanksFailed
 from lightswitch.launch import commands, ending, resolvers
 from lightswitch.preflight import environment
 from lightswitch.process import signals

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from lightswitch.errors import ExitCode
+
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
 _GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
 
@@ -153,7 +155,7 @@ class Process:
                     if os.environ["LOCAL_RANK"] == "1":  # one line for all
                         line = f"rank 0 failed: process {parent} was killed before it trained"
                         print(line, file=sys.stderr, flush=True)
-                    self.leave_now(1)
+                    self.leave_now(ExitCode.FAILED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
@@ -169,7 +171,7 @@ class Process:
                 time.sleep(1)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_GRACE_SECONDS)
-            self.leave_now(128 + signal.SIGTERM)
+            self.leave_now(ExitCode.STOPPED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
-from lightswitch.errors import RefusedRequest
+from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.process.signals import REQUEUED
 from lightswitch.runs import results
 from lightswitch.sweeps import record
@@ -85,7 +85,8 @@ def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: st
     failure.unlink(missing_ok=True)
     value = _end(job, folder, place.rank)
     if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit is the job's alone
-        raise SystemExit(ended.exit_code if ended.exit_code > 0 else 128 + ended.signals[0])
+        code = ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0])
+        raise SystemExit(code)
     return value
 
 

@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, ExitCode, Stopped
+from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Stopped
 from lightswitch.fault_tolerance import classify, crash_report, loader_workers
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Failure, Rank, RanksFailed, node_name
+from lightswitch.fault_tolerance.failure import Rank, node_name
 from lightswitch.fault_tolerance.stacks import oom_kills
 from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.member import Member
