@@ -10,17 +10,18 @@ sbatch slurm/multinode.sh strategy=ddp
 
 from omegaconf import DictConfig
 
+from lightswitch.context import RunContext
 from lightswitch.launch.entry import entry
 from lightswitch.preflight.check import check
 from lightswitch.runs import claim, finished
 
 
 @entry(config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> None:
-    plan = check(cfg)  # what is wrong with the config is told before torch is imported
-    if finished.before(cfg):
+def main(cfg: DictConfig, run: RunContext) -> None:
+    plan = check(cfg, run)  # what is wrong with the config is told before torch is imported
+    if finished.before(cfg, run):
         return
-    claim.take(cfg)  # no other start writes the run directory meanwhile
+    claim.take(cfg, run)  # no other start writes the run directory meanwhile
 
     from lightning.pytorch import seed_everything
 
@@ -28,16 +29,16 @@ def main(cfg: DictConfig) -> None:
     from lightswitch.runs import resume
 
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
-    model, data, trainer = build.build(cfg, plan)
-    start = resume.find(cfg)
-    report.begin(cfg, trainer, plan, start)
+    model, data, trainer = build.build(cfg, run, plan)
+    start = resume.find(cfg, run)
+    report.begin(cfg, run, trainer, plan, start)
 
     if cfg.mode == "fit":
-        metrics = stages.fit(model, data, trainer, start.path)
-        metrics |= stages.test_best(model, data, trainer)
+        metrics = stages.fit(run, model, data, trainer, start.path)
+        metrics |= stages.test_best(run, model, data, trainer)
     else:
-        metrics = stages.evaluate(cfg.mode, model, data, trainer, start.path)
-    report.end(cfg, trainer, plan, metrics)
+        metrics = stages.evaluate(run, model, data, trainer, start.path)
+    report.end(cfg, run, trainer, metrics)
 
 
 if __name__ == "__main__":

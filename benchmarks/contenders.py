@@ -19,9 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
+from lightswitch.context import RunContext
 from lightswitch.launch import build, resolvers
 from lightswitch.preflight.check import check
+from lightswitch.process.signals import Signals
+from lightswitch.process.state import Process
 
 CONF = Path(__file__).parents[1] / "conf"
 WARMUP_STEPS = 20
@@ -48,7 +52,9 @@ def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[
 def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
     """`python train.py`, with all that is on by default."""
     with composed(overrides, folder, turns.steps) as cfg:
-        model, data, trainer = build.build(cfg, check(cfg))
+        process = Process()
+        run = RunContext.of(cfg, HydraConfig.get(), placement.detect(), process, Signals(process))
+        model, data, trainer = build.build(cfg, run, check(cfg, run))
         _fit(trainer, model, data, turns)
 
 
@@ -70,7 +76,7 @@ def with_peer(model: LightningModule, data: LightningDataModule, folder: Path, t
 @contextlib.contextmanager
 def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictConfig]:
     """A run's config, without the process that a run is."""
-    resolvers.register()
+    resolvers.register(placement.detect())
     common = [
         f"hydra.run.dir={folder}",
         f"trainer.max_steps={steps}",

@@ -107,7 +107,8 @@ class Stopped(SystemExit):
 
     def __init__(self, by: signal.Signals) -> None:
         self.by = by
-        super().__init__(ExitCode.INTERRUPTED if by == signal.SIGINT else ExitCode.STOPPED)
+        self.exit_code = ExitCode.INTERRUPTED if by == signal.SIGINT else ExitCode.STOPPED
+        super().__init__(self.exit_code)
 
 
 class Ended(SystemExit):

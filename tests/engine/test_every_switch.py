@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch.cluster import placement
 from lightswitch.launch import build, resolvers
 from lightswitch.preflight import targets
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
@@ -93,7 +94,7 @@ def _files_for(data: str, folder: Path) -> list[str]:
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Iterator[Composed]:
-    resolvers.register()
+    resolvers.register(placement.detect())
     with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
         yield Composed(tmp_path)
     HydraConfig.instance().cfg = None

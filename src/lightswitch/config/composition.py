@@ -18,7 +18,8 @@ from lightswitch.config.overrides import asks_for_a_sweep
 from lightswitch.errors import RefusedRequest
 
 
-def shorten() -> None:
+def patch_composition() -> None:
+    """Have Hydra compose a config once, and copy no more than it must."""
     if hydra.__version__.startswith("1.3."):
         _share_store()
         _compose_once()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote, quote_plus
 
-from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -91,12 +90,6 @@ def written(cfg: DictConfig) -> DictConfig:
         node[last] = found.written
     unresolved: DictConfig = OmegaConf.create(plain)
     return unresolved
-
-
-def overrides(hydra: HydraConf) -> list[str]:
-    """Those of the command line, as they were typed: read one by one, their interpolations would be resolved."""
-    typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    return list(typed)
 
 
 def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:

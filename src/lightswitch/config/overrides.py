@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from lightswitch.cluster import placement
+from hydra.conf import HydraConf
+from omegaconf import OmegaConf
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
@@ -15,12 +17,10 @@ _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
 _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
 _VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
-
-
 _SWEEPS = {"-m", "--multirun"}
 
 
-def normalised(arguments: list[str]) -> list[str]:
+def normalised(arguments: list[str], rank: int = 0) -> list[str]:
     """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied.
 
     `torch.distributed.launch` adds a flag that says what LOCAL_RANK says as well.
@@ -28,7 +28,7 @@ def normalised(arguments: list[str]) -> list[str]:
     flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
     is_sweep = asks_for_a_sweep(arguments)
     overrides = [_addable(_choosing(_named(override, is_sweep))) for override in overrides]
-    return flags + _emptied(overrides) + overrides + _quiet_ranks()
+    return flags + _emptied(overrides) + overrides + _quiet_ranks(rank)
 
 
 def shortened(override: str) -> str:
@@ -96,8 +96,14 @@ def _emptied(overrides: list[str]) -> list[str]:
     return [f"~{group}" for group in replaced] + partial
 
 
-def _quiet_ranks() -> list[str]:
+def _quiet_ranks(rank: int) -> list[str]:
     """Of the processes that a launcher started, one writes the run's log and configuration."""
-    if placement.detect().rank == 0:
+    if rank == 0:
         return []
     return ["hydra.job_logging.root.handlers=[console]"]
+
+
+def typed_overrides(hydra: HydraConf) -> list[str]:
+    """Those of the command line, as they were typed: read one by one, their interpolations would be resolved."""
+    typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return list(typed)

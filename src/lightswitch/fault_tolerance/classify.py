@@ -16,7 +16,7 @@ from types import FrameType
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.cluster import placement, processes
+from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, LostRank, Refused
 from lightswitch.fault_tolerance.crash_report import CrashReport
@@ -26,9 +26,9 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
-def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
+def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun: bool) -> Failure:
     cleaned = Cleaner.of(cfg).cleaned
-    if not (problems := mistakes(error, cfg)):
+    if not (problems := mistakes(error, cfg, steps_have_begun)):
         bug = Failure(str(error), shown(error)) if isinstance(error, LostRank) else of_error(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
     lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
@@ -36,7 +36,7 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank) -> Failure:
     return Failure(lines, cleaned(details), ExitCode.REFUSED, rank=rank.number)
 
 
-def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
+def mistakes(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:
     """Lines for what the user can mend; none for a bug.
 
     The engine refuses by exceptions of its own. The model's and the data's code speaks to the user where it raises a
@@ -47,7 +47,7 @@ def mistakes(error: BaseException, cfg: DictConfig) -> list[str]:
         return error.problems
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         return [f"the disk is full: {error.strerror}{f': {error.filename}' if error.filename else ''}"]
-    if processes.steps_have_begun.is_set() or type(error) not in _ON_PURPOSE:
+    if steps_have_begun or type(error) not in _ON_PURPOSE:
         return []
     frame = raised_in(error)
     node = _owner(str(frame.f_globals.get("__name__")), cfg) if frame is not None else None
@@ -86,9 +86,8 @@ def add_report(error: BaseException, own: Failure, rank: Rank, place: str, repor
             error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
 
-def rank_of(cfg: DictConfig) -> Rank:
+def rank_of(cfg: DictConfig, place: Placement) -> Rank:
     """As far as a process knows that has not met the others."""
-    place = placement.detect()
     if place.is_external:
         return Rank(place.rank, place.nodes * (place.devices_per_node or 1), node_name(), os.getpid())
     world, node, local = (

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-
-from hydra.core.hydra_config import HydraConfig
 
 from lightswitch import versions
 from lightswitch.cluster import variables
+from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode
 from lightswitch.fault_tolerance.failure import Failure, Rank
 from lightswitch.fault_tolerance.stacks import all_stacks
@@ -31,13 +28,22 @@ class CrashReport:
 
     For its owner's eyes alone.
 
-    Args:
+    Attributes:
         logs: the run's log files, which one rank writes, and which are told of the failure by whichever tells it.
     """
 
-    def __init__(self, run_dir: Path, logs: Iterable[Path] = ()) -> None:
-        self.folder = run_dir / "crash" / time.strftime("%Y-%m-%d_%H-%M-%S")
-        self.logs = list(logs)
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        handlers = run.hydra.job_logging.get("handlers") or {}
+        self.logs = [Path(str(handler.filename)) for handler in handlers.values() if handler.get("filename")]
+        if run.process.crash_folder is None:
+            run.process.crash_folder = run.run_dir / "crash" / time.strftime("%Y-%m-%d_%H-%M-%S")
+
+    @property
+    def folder(self) -> Path:
+        """One for all ranks, from the time they have met."""
+        assert self.run.process.crash_folder is not None
+        return self.run.process.crash_folder
 
     def tell(self, failure: Failure) -> int:
         """What the run failed of, to the user, once for all processes of the run; the exit code."""
@@ -98,14 +104,6 @@ class CrashReport:
     @property
     def _first_failure(self) -> Path:
         return self.folder / "failure.txt"
-
-
-@functools.cache
-def of(run_dir: Path) -> CrashReport:
-    """This process's one. The ranks agree on rank 0's."""
-    handlers = HydraConfig.get().job_logging.get("handlers") or {}
-    names = (handler.get("filename") for handler in handlers.values())
-    return CrashReport(run_dir, (Path(str(name)) for name in names if name))
 
 
 def to_torchrun(failure: Failure) -> None:

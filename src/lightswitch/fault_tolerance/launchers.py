@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,46 +14,76 @@ from dataclasses import asdict
 from pathlib import Path
 from pickle import PicklingError
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightswitch.cluster import processes
+from lightswitch.config.overrides import quoted
+from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Refused, Stopped
 from lightswitch.fault_tolerance.failure import Failure, RanksFailed, node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
-from lightswitch.fault_tolerance.watchdog.callback import Watch, verdict
+from lightswitch.fault_tolerance.watchdog.callback import Watch
+from lightswitch.process.state import Process
 from lightswitch.runs import log as run_log
+
+StartMethod = Literal["spawn", "fork", "forkserver"]
 
 
 class Scripts(_SubprocessScriptLauncher):
-    """Lightning's, less its observer, which kills this process when another has failed, without a word."""
+    """Lightning's, less its observer, which kills this process when another has failed, without an error message."""
+
+    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int, run: RunContext) -> None:
+        super().__init__(cluster, num_processes, num_nodes)
+        self.run = run
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            processes.ranks[:] = self.procs
+            self.run.process.ranks[:] = self.procs
             threading.Thread(target=self._observe, name="ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
+    def _call_children_scripts(self) -> None:
+        """Start this command again for each of the other ranks, as Lightning does, but in this run's directory."""
+        self._check_can_spawn_children()
+        cluster, world_size = self.cluster_environment, self.num_processes * self.num_nodes
+        os.environ.update(MASTER_ADDR=cluster.main_address, MASTER_PORT=str(cluster.main_port))
+        os.environ.update(WORLD_SIZE=str(world_size), NODE_RANK=str(cluster.node_rank()))
+        os.environ["LOCAL_RANK"] = str(cluster.local_rank())
+        run_dir = quoted(str(self.run.run_dir))
+        own = [f"run_id={self.run.run_id}", f"hydra.run.dir={run_dir}", "hydra.output_subdir=null"]
+        command = [sys.executable, *_script(), *sys.argv[1:], *own]
+        for local_rank in range(1, self.num_processes):
+            environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            self.procs.append(subprocess.Popen(command, env=environment))
+
     def _observe(self) -> None:
-        while not processes.are_watched.wait(0.2):
+        while not self.run.process.is_watched.wait(0.2):
             for local_rank, process in enumerate(self.procs, start=1):
                 if code := process.poll():
-                    _end_with(self.cluster_environment.node_rank() * self.num_processes + local_rank, process.pid, code)
+                    rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+                    self._end_with(rank, process.pid, code)
+
+    def _end_with(self, rank: int, pid: int, code: int) -> None:
+        process = self.run.process
+        if code < 0:  # else it has told its error itself
+            line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
+            print(line, file=sys.stderr, flush=True)
+        process.leave_now(ExitCode.REFUSED if code == ExitCode.REFUSED else ExitCode.FAILED)
 
 
-def _end_with(rank: int, pid: int, code: int) -> None:
-    if code < 0:  # else it has told its error itself
-        line = f"rank {rank} on {node_name()} failed: process {pid} {processes.how_ended(pid)} before it trained"
-        print(line, file=sys.stderr, flush=True)
-    processes.leave_now(ExitCode.REFUSED if code == ExitCode.REFUSED else ExitCode.FAILED)
+def _script() -> list[str]:
+    module = sys.modules["__main__"].__spec__  # where it was started by `python -m`
+    return [os.path.abspath(sys.argv[0])] if module is None else ["-m", module.name]
 
 
 class Workers(_MultiProcessingLauncher):
@@ -60,6 +92,10 @@ class Workers(_MultiProcessingLauncher):
     torch hands on the text of a traceback alone. A rank that fails knows more: it leaves a record of it in a folder,
     where this process, which started it, finds it.
     """
+
+    def __init__(self, strategy: ParallelStrategy, start_method: StartMethod, process: Process) -> None:
+        super().__init__(strategy, start_method)
+        self._process = process
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """
@@ -79,7 +115,7 @@ class Workers(_MultiProcessingLauncher):
                 raise
             finally:
                 run_log.follow()
-        processes.steps_have_begun.set()
+        self._process.steps_have_begun.set()
         return results
 
     def _unsendable(self, trainer: Trainer | None) -> Refused | None:
@@ -106,9 +142,9 @@ class Workers(_MultiProcessingLauncher):
         kwargs: Any,
         *rest: Any,
     ) -> None:
-        processes.end_with_parent()
+        self._process.end_with_parent()
         if self._already_fit:  # by other processes
-            processes.steps_have_begun.set()
+            self._process.steps_have_begun.set()
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
         except (Stopped, Ended):
@@ -119,10 +155,10 @@ class Workers(_MultiProcessingLauncher):
             watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]  # set past Lightning's declaration
             first = watch.failure(error, trainer)
             self._leave_record(process_idx, first)
-            processes.leave_now(first.exit_code)  # torch would tell the other process of the error, once more
+            self._process.leave_now(first.exit_code)  # torch would tell the other process of the error, once more
 
     def _leave_record(self, process_idx: int, failure: Failure) -> None:
-        record = {"failure": asdict(failure), "is_told": verdict() is not None, "seconds": time.time()}
+        record = {"failure": asdict(failure), "is_told": self._process.has_failed.is_set(), "seconds": time.time()}
         partial = self._records / f"{process_idx}.partial"
         partial.write_text(json.dumps(record))
         partial.rename(partial.with_suffix(".json"))
@@ -144,12 +180,13 @@ class Workers(_MultiProcessingLauncher):
         return RanksFailed(Failure(line, details), False, exit_code)
 
 
-def with_word(trainer: Trainer) -> Trainer:
-    """Whose launcher says a word of ranks that fail."""
+def install_launcher(trainer: Trainer, run: RunContext) -> Trainer:
+    """Use a launcher that reports which rank failed, in place of Lightning's of the same kind."""
     launcher = trainer.strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
-        trainer.strategy._launcher = Scripts(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        cluster = launcher.cluster_environment
+        trainer.strategy._launcher = Scripts(cluster, launcher.num_processes, launcher.num_nodes, run)
     elif type(launcher) is _MultiProcessingLauncher:
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it ends the others, which we say
-        trainer.strategy._launcher = Workers(launcher._strategy, launcher._start_method)
+        trainer.strategy._launcher = Workers(launcher._strategy, launcher._start_method, run.process)
     return trainer

@@ -15,24 +15,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, Stopped, UnwrittenCheckpoint
-from lightswitch.fault_tolerance import signals
+from lightswitch.process.signals import REQUEUED, Signals
 
 log = logging.getLogger(__name__)
 
 # where ranks heard of several, the last of these: a scheduler that gives notice wants the job back
-_RANKING = (None, signal.SIGINT, signal.SIGTERM, *signals.REQUEUED)
+_RANKING = (None, signal.SIGINT, signal.SIGTERM, *REQUEUED)
 
 
 class Preemption(Callback):
     """Training ends with `Stopped` between two optimizer steps, or two batches of a validation, once any rank
     has been asked to end. All ranks agree on which, as they go on together or not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
         self._common_batches = 0  # of a validation: ranks may have read others
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        signals.catch()
+        self._signals.catch(trainer.is_global_zero)
         # Lightning saves and broadcasts inside handlers, and asks at each batch, over the GPUs, whether one has run
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]  # of this trainer
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]  # of this trainer
@@ -41,7 +42,7 @@ class Preemption(Callback):
             self._ranks = dist.new_group(backend="gloo", timeout=timeout)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.defer()
+        self._signals.defer()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:  # here, all hooks of the step before have run
@@ -60,10 +61,10 @@ class Preemption(Callback):
             self._end_if_asked(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.obey()  # all is written; what follows can be done again
+        self._signals.obey()  # all is written; what follows can be done again
 
     def _end_if_asked(self, trainer: Trainer) -> None:
-        asked = _RANKING[int(self._most(_RANKING.index(signals.received())))]
+        asked = _RANKING[int(self._most(_RANKING.index(self._signals.received)))]
         if asked is not None:
             _save(trainer)
             raise Stopped(asked)

@@ -8,15 +8,14 @@ import shutil
 import subprocess
 from signal import SIGTERM
 
-from lightswitch.cluster import placement
 from lightswitch.errors import ExitCode, Stopped
-from lightswitch.fault_tolerance import signals
+from lightswitch.process import signals
 from lightswitch.runs.run_id import slurm_job
 
 log = logging.getLogger(__name__)
 
 
-def after(stopped: Stopped) -> Stopped:
+def after(stopped: Stopped, is_first: bool) -> Stopped:
     """Requeue the job if it was Slurm's notice that stopped the run, and say with which code to exit.
 
     SIGTERM is one where Slurm preempts the job: it starts only such a job again that has not ended before its time of
@@ -28,9 +27,7 @@ def after(stopped: Stopped) -> Stopped:
     if shutil.which("scontrol") is None:
         if stopped.by in signals.REQUEUED:
             stopped.code = ExitCode.REQUEUE
-    elif placement.detect().rank == 0 and (
-        stopped.by in signals.REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))
-    ):
+    elif is_first and (stopped.by in signals.REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))):
         _requeue(job)
     return stopped
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from lightswitch.errors import Refused
-from lightswitch.fault_tolerance import signals
+from lightswitch.process import signals
 from lightswitch.trees import make_tree, remove_tree
 
 _PATIENCE_SECONDS = 3.0  # for the others, which have started together

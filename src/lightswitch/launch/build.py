@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import gc
 import logging
-from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
-from lightswitch.cluster import processes
+from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
-from lightswitch.fault_tolerance import classify, crash_report
+from lightswitch.fault_tolerance import classify
 from lightswitch.fault_tolerance.failure import shown
-from lightswitch.fault_tolerance.launchers import with_word
+from lightswitch.fault_tolerance.launchers import install_launcher
 from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watch
 from lightswitch.fault_tolerance.watchdog.verdict import Limits
 from lightswitch.launch import meeting
 from lightswitch.monitoring.model_size import ModelSize
+from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
@@ -45,25 +44,25 @@ _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 _NOT_THE_USERS = ("lightning", "lightswitch", "torch")  # what these say of their arguments needs no traceback
 
 
-def build(cfg: DictConfig, plan: BatchPlan) -> Built:
+def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     """
     Raises:
         RefusedRequest: with what each constructor says of its arguments, all at once, and where the user's own say it.
     """
     gc.freeze()  # what was imported stays: it is not to be looked through again and again
     gc.enable()
-    processes.leave_group_at_exit()
-    record = RunRecord(cfg)  # of what was asked for
+    leave_group_at_exit()
+    record = RunRecord(cfg, run)  # of what was asked for
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals: list[Refused] = []
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(refusals)
-    batch, report = GlobalBatch(plan, cfg.seed), crash_report.of(Path(HydraConfig.get().runtime.output_dir))
-    watch = Watch(cfg, report, batch, Limits(**cfg.watch))
-    engine: list[Callback] = [record, watch, batch, Preemption(), PredictionWriter(), ModelSize()]
-    engine += [ProcessLogging(_job_logging()), CleanHyperparameters(cfg)]
+    batch = GlobalBatch(plan, cfg.seed)
+    watch = Watch(cfg, run, batch, Limits(**cfg.watch))
+    engine: list[Callback] = [record, watch, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
+    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(
@@ -78,8 +77,8 @@ def build(cfg: DictConfig, plan: BatchPlan) -> Built:
     )
     _raise(refusals)
     record.hold_loggers(trainer)
-    meeting.arrange(cfg, trainer, watch)
-    return model, data, with_word(trainer)
+    meeting.arrange(cfg, run, trainer, watch)
+    return model, data, install_launcher(trainer, run)
 
 
 def _raise(refusals: list[Refused]) -> None:
@@ -126,11 +125,6 @@ def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str
     else:
         return {"plugins": cluster}
     return {"plugins": [one for one in (cluster, plugin) if one is not None], "precision": None}
-
-
-def _job_logging() -> dict[str, Any]:
-    settings: Any = OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)
-    return dict(settings)
 
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:

@@ -9,7 +9,7 @@ import sys
 from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
-from lightswitch.cluster import placement
+from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import quoted, shortened
 
 _PLACE = ("run_id", "resume", "init_from", "hydra.mode")  # where a run starts: it goes on in its own directory
@@ -23,7 +23,7 @@ _READ_BY_FIT_ALONE = (
 )
 
 
-def go_on(cfg: DictConfig, position: Position) -> str | None:
+def go_on(cfg: DictConfig, place: Placement, position: Position) -> str | None:
     """With the limits that the run has reached, doubled; None where it ended before them."""
     reached = {"max_steps": position.global_step, "max_epochs": position.epoch}
     limits = {name: cfg.trainer.get(name) for name in reached}
@@ -31,18 +31,20 @@ def go_on(cfg: DictConfig, position: Position) -> str | None:
     if not raised:
         return None
     typed = _overrides(without=(*_PLACE, *raised))
-    return shlex.join([*_program(), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)])
+    return shlex.join(
+        [*_program(place), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)]
+    )
 
 
-def again(cfg: DictConfig) -> str:
+def again(cfg: DictConfig, place: Placement) -> str:
     """The same, in the same directory."""
-    return shlex.join([*_program(), *_overrides(without=_PLACE), f"run_id={cfg.run_id}"])
+    return shlex.join([*_program(place), *_overrides(without=_PLACE), f"run_id={cfg.run_id}"])
 
 
-def evaluate(checkpoint: str) -> str:
+def evaluate(checkpoint: str, place: Placement) -> str:
     """With what makes the model and its data, and spreads them over devices."""
     typed = _overrides(without=_READ_BY_FIT_ALONE)
-    return shlex.join([*_program(), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
+    return shlex.join([*_program(place), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
 
 
 def _holds(limit: int | None, reached: int) -> bool:
@@ -59,9 +61,8 @@ def _sets(key: str, wanted: str) -> bool:
     return key == wanted or key.startswith((f"{wanted}.", f"{wanted}/", f"{wanted}@"))
 
 
-def _program() -> list[str]:
+def _program(place: Placement) -> list[str]:
     """What starts the script, with its launcher."""
-    place = placement.detect()
     script = sys.orig_argv[_script_index(sys.orig_argv)]
     if place.launcher == "torchrun":
         return ["torchrun", *_options_of_torchrun(place), script]
@@ -70,7 +71,7 @@ def _program() -> list[str]:
     return ["python", script]
 
 
-def _options_of_torchrun(place: placement.Placement) -> list[str]:
+def _options_of_torchrun(place: Placement) -> list[str]:
     """As they were typed on this node: the processes themselves do not know how the nodes met."""
     import psutil  # when needed: a mistake is to be told at once
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import NoReturn
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.cluster import processes
 from lightswitch.config.confidential import Cleaner
+from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, ToldElsewhere
 from lightswitch.fault_tolerance import classify, crash_report, telling
 from lightswitch.fault_tolerance.crash_report import CrashReport
 from lightswitch.fault_tolerance.failure import Failure, RanksFailed, shown
+from lightswitch.process.state import Process
 
 
 def exit_with(problems: list[str]) -> NoReturn:
@@ -23,13 +22,11 @@ def exit_with(problems: list[str]) -> NoReturn:
     raise SystemExit(ExitCode.REFUSED)
 
 
-def leave_watchdog() -> None:
-    """The run is done: wait for all ranks, and end the watch of the ranks over one another."""
-    if processes.are_watched.is_set():
-        from lightswitch.fault_tolerance.watchdog import callback  # it imports torch, as this process has
-
+def leave_watchdog(process: Process) -> None:
+    """Wait for all ranks, where they watch one another, and end that: the run is done."""
+    if process.is_watched.is_set():
         _finish_uploads()
-        callback.leave()
+    process.leave_watchdog()
 
 
 def _finish_uploads() -> None:
@@ -39,36 +36,30 @@ def _finish_uploads() -> None:
         wandb.finish()
 
 
-def withdraw_from_watchdog() -> None:
-    """The run is asked to stop: no rank waits for another."""
-    if processes.are_watched.is_set():
-        from lightswitch.fault_tolerance.watchdog import callback  # it imports torch, as this process has
-
-        callback.withdraw()
+def is_known(process: Process) -> bool:
+    """Whether the ranks have agreed on what failed first."""
+    return process.watchdog is not None and process.has_failed.is_set()
 
 
-def is_known() -> bool:
-    """The ranks have agreed on what failed first."""
-    if not processes.are_watched.is_set():
-        return False
-    from lightswitch.fault_tolerance.watchdog import callback  # it imports torch, as this process has
+def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None:
+    """Tell the user of an error, and return the exit code.
 
-    return callback.verdict() is not None
-
-
-def answer(error: BaseException, cfg: DictConfig) -> int | None:
-    """The exit code, once the user is told; None for a bug in a run of one process, which keeps its traceback."""
+    None for a bug in a run of one process: Python prints its traceback.
+    """
     if isinstance(error, ToldElsewhere):
         return ExitCode.REFUSED
-    if processes.are_watched.is_set():
-        from lightswitch.fault_tolerance.watchdog import callback  # it imports torch, as this process has
+    has_begun = run.process.steps_have_begun.is_set()
+    if (member := run.process.watchdog) is not None:
+        from lightswitch.fault_tolerance.watchdog.member import Member  # takes a while to import, and is by now
 
-        return callback.answered(error, cfg).exit_code
-    report = crash_report.of(Path(HydraConfig.get().runtime.output_dir))
+        assert isinstance(member, Member)
+        first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
+        return first.exit_code
+    report = CrashReport(run)
     if isinstance(error, RanksFailed):
         return error.failure.exit_code if error.is_told or report.is_told else _tell(error.failure, report)
-    rank = classify.rank_of(cfg)
-    first = classify.failure(error, cfg, rank)
+    rank = classify.rank_of(cfg, run.placement)
+    first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
         return _tell(first, report)
     classify.add_report(error, first, rank, "outside of the Trainer", report)
@@ -85,6 +76,6 @@ def _tell(first: Failure, report: CrashReport) -> int:
     return report.tell(first)
 
 
-def log(error: BaseException, cfg: DictConfig) -> None:
-    """In the run's log alone."""
-    crash_report.of(Path(HydraConfig.get().runtime.output_dir)).log(Cleaner.of(cfg).cleaned(shown(error)))
+def log(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
+    """Write it to the run's log alone."""
+    CrashReport(run).log(Cleaner.of(cfg).cleaned(shown(error)))

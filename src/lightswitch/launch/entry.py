@@ -18,97 +18,128 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.cluster import placement, processes
+from lightswitch.cluster import placement
 from lightswitch.config import composition
 from lightswitch.config.hydra_errors import check_flags, of_composition
 from lightswitch.config.overrides import normalised
+from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RefusedRequest, Stopped
-from lightswitch.fault_tolerance import requeue, signals
+from lightswitch.fault_tolerance import requeue
+from lightswitch.fault_tolerance.failure import RanksFailed
 from lightswitch.launch import commands, ending, resolvers
 from lightswitch.preflight import environment
+from lightswitch.process import signals
+from lightswitch.process.signals import Signals, stopped_with
+from lightswitch.process.state import Process
 from lightswitch.runs import claim
 from lightswitch.sweeps import job, multirun
 
 log = logging.getLogger(__name__)
 
-Main = Callable[[DictConfig], None]
+Main = Callable[[DictConfig, RunContext], None]
 
 
 def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
-    """`hydra.main`, with arguments as people type them and errors as people read them.
+    """Decorate a script's main function as `hydra.main` does, with arguments as people type them and errors as people
+    read them, and hand it the context of its run beside the config.
 
     What a user can mend ends with exit code 2 and no traceback; a bug keeps its traceback.
     """
 
     def decorate(main: Main) -> Callable[[], None]:
-        composed = False
-        typed: list[str] = []
-
         @functools.wraps(main)
-        def guarded(cfg: DictConfig) -> float | None:
-            nonlocal composed
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                gc.enable()
-                return job.run(typed, cfg)
-            composed = True
-            try:
-                main(cfg)
-                ending.leave_watchdog()
-            except Stopped as stopped:
-                _stop(stopped, cfg)
-            except Ended:
-                signals.ignore()
-                processes.end_ranks()
-                raise
-            except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
-                _answer(error, cfg)
-            return None
-
-        hydra_main = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(guarded)
-
         def run() -> None:
-            # Threads that wait by spinning slow a run tenfold where it shares its cores; they cost nothing asleep.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
-            signals.catch()
-            gc.disable()  # until all is imported (lightswitch.launch.build): many objects, and little garbage
-            composition.shorten()
-            multirun.oversee()
-            resolvers.register()
-            try:
-                environment.check()
-                if placement.detect().launcher == "local" and "LOCAL_RANK" in os.environ:
-                    processes.follow_parent()
-                sys.argv[1:] = normalised(sys.argv[1:])
-                check_flags(sys.argv[1:])
-                typed[:] = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
-                hydra_main()
-                signals.ignore()
-            except Stopped as stopped:
-                signals.ignore()
-                raise requeue.after(stopped) from None
-            except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
-                if composed:
-                    raise
-                ending.exit_with(of_composition(error))
-            finally:
-                claim.give_back()
+            Entry(main).run(config_path, config_name)
 
         return run
 
     return decorate
 
 
-def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
-    behind = None if ending.is_known() else signals.behind(error)  # launchers end the ranks left over
-    if behind is not None:
-        ending.log(error, cfg)
-        _stop(behind, cfg)
-    code = ending.answer(error, cfg)
+class Entry:
+    """The way of one process into a script's main function. A sweep's launcher may send a copy to another machine."""
+
+    def __init__(self, main: Main) -> None:
+        self.main = main
+        self.process = Process()
+        self.signals = Signals(self.process)
+        self.is_composed = False
+        self.typed: list[str] = []  # the script and its arguments
+
+    def run(self, config_path: str, config_name: str) -> None:
+        """Compose the config and run the main function on it, or each job of a sweep.
+
+        Raises:
+            SystemExit: it did not come to its end.
+        """
+        # Threads that wait by spinning slow a run tenfold where it shares its cores; they cost nothing asleep.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
+        self.signals.catch(is_first=False)  # as far as is known
+        gc.disable()  # until all is imported (lightswitch.launch.build): many objects, and little garbage
+        composition.patch_composition()
+        multirun.patch_multirun(self.process)
+        try:
+            self._run_hydra(config_path, config_name)
+            signals.ignore()
+        except Stopped as stopped:
+            signals.ignore()
+            raise requeue.after(stopped, self.signals.is_first) from None
+        except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
+            if self.is_composed:
+                raise
+            ending.exit_with(of_composition(error))
+        finally:
+            self.process.release_locks()
+
+    def _run_hydra(self, config_path: str, config_name: str) -> None:
+        environment.check()
+        place = placement.detect()
+        self.signals.catch(is_first=place.rank == 0)
+        resolvers.register(place)
+        if place.launcher == "local" and "LOCAL_RANK" in os.environ:
+            self.process.follow_parent()
+        sys.argv[1:] = normalised(sys.argv[1:], place.rank)
+        check_flags(sys.argv[1:])
+        self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
+
+        @functools.wraps(self.main)  # by which Hydra finds the script, and conf beside it
+        def composed(cfg: DictConfig) -> float | None:
+            return self._run_composed(cfg)
+
+        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(composed)()
+
+    def _run_composed(self, cfg: DictConfig) -> float | None:
+        place = placement.detect()  # a cluster's job is another process than the one that has sent it
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            gc.enable()
+            return job.run(self.typed, cfg, place)
+        self.is_composed = True
+        run = RunContext.of(cfg, HydraConfig.get(), place, self.process, self.signals)
+        try:
+            self.main(cfg, run)
+            ending.leave_watchdog(run.process)
+        except Stopped as stopped:
+            _stop(stopped, cfg, run)
+        except Ended:
+            signals.ignore()
+            run.process.end_ranks()
+            raise
+        except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
+            _answer(error, cfg, run)
+        return None
+
+
+def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
+    stopped = None if ending.is_known(run.process) else _stop_cause(error, run)  # launchers end the ranks left over
+    if stopped is not None:
+        ending.log(error, cfg, run)
+        _stop(stopped, cfg, run)
+    code = ending.answer(error, cfg, run)
     signals.ignore()  # of the ranks' launcher, which ends those that are left when one has ended
-    processes.end_ranks()
-    claim.give_back()
-    claim.remove_if_empty(Path(HydraConfig.get().runtime.output_dir))  # Hydra makes it at once
+    run.process.end_ranks()
+    run.process.release_locks()
+    claim.remove_if_empty(run.run_dir)  # Hydra makes it at once
     if code is not None:
         raise SystemExit(code) from None
     if isinstance(error, Exception):
@@ -116,10 +147,17 @@ def _answer(error: BaseException, cfg: DictConfig) -> NoReturn:
     raise RuntimeError(f"the run was ended before it was finished, by {error!r}") from error
 
 
-def _stop(stopped: Stopped, cfg: DictConfig) -> NoReturn:
-    ending.withdraw_from_watchdog()
-    processes.end_ranks()
-    if placement.detect().rank == 0:
+def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
+    """What an error comes of, where this process or one that Python started for it was asked to end."""
+    if run.signals.received is not None:
+        return Stopped(run.signals.received)
+    return stopped_with(error.exit_code) if isinstance(error, RanksFailed) else None
+
+
+def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
+    run.process.withdraw_from_watchdog()
+    run.process.end_ranks()
+    if run.is_first:
         log.info("stopped    by %s", stopped.by.name)
-        log.info("go on      %s", commands.again(cfg))
+        log.info("go on      %s", commands.again(cfg, run.placement))
     raise stopped from None

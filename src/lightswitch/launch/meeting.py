@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
@@ -20,27 +19,26 @@ from lightswitch.cluster.handshake import agree
 from lightswitch.cluster.rendezvous import Place
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
+from lightswitch.context import RunContext
 from lightswitch.errors import Refused, ToldElsewhere
 from lightswitch.fault_tolerance.watchdog.callback import Watch
-from lightswitch.runs import claim
 
 _OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
 
 
-def arrange(cfg: DictConfig, trainer: Trainer, watch: Watch) -> None:
+def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watch: Watch) -> None:
     """Let the processes of a Trainer meet before its strategy makes a group of them, which then watches over itself.
 
     That group may hang at its first word where versions of NCCL differ, and at any other where something else does.
     """
     strategy = trainer.strategy
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
         meeting = Meeting(
             trainer,
             strategy,
             trainer.num_nodes,
-            run_dir,
-            _evidence(cfg, trainer),
+            run,
+            _evidence(cfg, run, trainer),
             confidential.values(cfg, without=_OTHERWISE_BY_DESIGN),
             cfg.meet_timeout_seconds,
             watch,
@@ -48,8 +46,8 @@ def arrange(cfg: DictConfig, trainer: Trainer, watch: Watch) -> None:
         strategy.setup_environment = meeting  # type: ignore[method-assign]  # of this strategy alone
 
 
-def _evidence(cfg: DictConfig, trainer: Trainer) -> Evidence:
-    conf = [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
+def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
+    conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
     code = [Path(sys.argv[0]).resolve(), *conf, *consistency.package(__name__)]
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
         code += consistency.package(node._target_)
@@ -64,7 +62,7 @@ class Meeting:
     trainer: Trainer
     strategy: ParallelStrategy
     nodes: int
-    run_dir: Path
+    run: RunContext
     evidence: Evidence
     values: Values
     timeout_seconds: float
@@ -87,7 +85,13 @@ class Meeting:
         store = rendezvous.come(place, "meeting")
         is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
         verdict = agree(
-            store, place, self.evidence, self.values, self.run_dir, tell=not is_spawned, refusal=claim.refusal()
+            store,
+            place,
+            self.evidence,
+            self.values,
+            self.run.run_dir,
+            tell=not is_spawned,
+            refusal=self.run.process.refusal,
         )
         if verdict and is_spawned:
             raise Refused(verdict)  # the process that started this one tells it

@@ -9,13 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import psutil
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
+from lightswitch.context import RunContext
 from lightswitch.launch import commands
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @rank_zero_only
-def begin(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
+def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     log.info(
         "strategy   %s, precision %s, %d node%s × %d %s",
@@ -34,7 +34,7 @@ def begin(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, start: Start) -> N
         trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
     )  # fmt: skip
     log.info("batch      %s", plan)
-    log.info("run        %s", shown(_run_dir()))
+    log.info("run        %s", shown(run.run_dir))
     if start.path is not None and cfg.mode == "fit":
         changed = changes.since(_run_dir_of(start.path), cfg)
         log.info("resumes    %s%s", start, f", with {changed}" if changed else "")
@@ -43,34 +43,34 @@ def begin(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, start: Start) -> N
 
 
 @rank_zero_only
-def end(cfg: DictConfig, trainer: Trainer, plan: BatchPlan, metrics: Metrics) -> None:
-    results.write(_run_dir(), metrics)
+def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
+    results.write(run.run_dir, metrics)
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
-    last = _run_dir() / "checkpoints" / "last.ckpt"
+    last = run.run_dir / "checkpoints" / "last.ckpt"
     position = position_of(last) if last.exists() else None
-    go_on = commands.go_on(cfg, position) if position else None
-    for what, text in _told(cfg, go_on).items():
+    go_on = commands.go_on(cfg, run.placement, position) if position else None
+    for what, text in _told(run, go_on).items():
         log.info("%-10s %s", what, text)
     if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
         # the counters of processes that were spawned have ended with them
-        finished.keep(cfg, position.global_step if position else trainer.global_step, go_on)
+        finished.keep(cfg, run.run_dir, position.global_step if position else trainer.global_step, go_on)
 
 
-def _told(cfg: DictConfig, go_on: str | None) -> dict[str, str]:
+def _told(run: RunContext, go_on: str | None) -> dict[str, str]:
     """Where everything is, and what to type next."""
-    run_dir = _run_dir()
-    if cfg.mode == "predict":
+    run_dir = run.run_dir
+    if run.mode == "predict":
         return {"written": shown(run_dir / "predictions")}
     told = {"metrics": shown(run_dir / "metrics.csv")}
-    if cfg.mode != "fit":
+    if run.mode != "fit":
         return told
     if go_on:
         told["go on"] = go_on
     best, last = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
     if (checkpoint := best if best.exists() else last).exists():
-        told["evaluate"] = commands.evaluate(shown(checkpoint))
+        told["evaluate"] = commands.evaluate(shown(checkpoint), run.placement)
     if (run_dir / "tensorboard").exists():
         told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
     return told
@@ -78,7 +78,3 @@ def _told(cfg: DictConfig, go_on: str | None) -> dict[str, str]:
 
 def _run_dir_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.parent.name.startswith("checkpoints") else checkpoint.parent
-
-
-def _run_dir() -> Path:
-    return Path(HydraConfig.get().runtime.output_dir)

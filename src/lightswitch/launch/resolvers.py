@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.cluster import placement
+from lightswitch.cluster.placement import Placement
 from lightswitch.errors import RefusedRequest
 from lightswitch.runs.run_id import new_run_id
 
 
-def register() -> None:
-    OmegaConf.register_new_resolver("new_run_id", lambda: new_run_id(), replace=True)
-    OmegaConf.register_new_resolver("run_name", _run_name, replace=True)
-    OmegaConf.register_new_resolver("launched_devices", lambda: placement.detect().devices_per_node or 1, replace=True)
-    OmegaConf.register_new_resolver("launched_nodes", lambda: placement.detect().nodes, replace=True)
+def register(place: Placement) -> None:
+    """Make them known to OmegaConf, for a process that was started as ``place`` tells."""
+    run_id = functools.cache(lambda: new_run_id())  # one for the process: a config is resolved more than once
+    resolvers: dict[str, Callable[..., object]] = {
+        "new_run_id": lambda: run_id(),
+        "run_name": _run_name,
+        "launched_devices": lambda: place.devices_per_node or 1,
+        "launched_nodes": lambda: place.nodes,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _run_name(*, _root_: DictConfig) -> str:
@@ -22,8 +31,7 @@ def _run_name(*, _root_: DictConfig) -> str:
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # a sweep names its directory before it has jobs
     choice = hydra.runtime.choices.get("model")
     if choice is None and "model" not in _root_:
-        raise RefusedRequest(
-            ["model: the config has no such key, and the engine reads it; give it back to config.yaml"]
-        )
+        told = "model: the config has no such key, and the engine reads it; give it back to config.yaml"
+        raise RefusedRequest([told])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # of a choice in a folder of its own

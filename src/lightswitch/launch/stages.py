@@ -10,8 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.context import RunContext
 from lightswitch.errors import Refused
-from lightswitch.fault_tolerance import signals
 from lightswitch.runs.resume import shown
 
 log = logging.getLogger(__name__)
@@ -19,27 +19,33 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
-def fit(model: LightningModule, data: LightningDataModule | None, trainer: Trainer, checkpoint: Path | None) -> Metrics:
+def fit(
+    run: RunContext,
+    model: LightningModule,
+    data: LightningDataModule | None,
+    trainer: Trainer,
+    checkpoint: Path | None,
+) -> Metrics:
     _refuse_to_unpickle(trainer, checkpoint)
-    with signals.forwarded_by(trainer.strategy.launcher):
+    with run.signals.forwarded_by(trainer.strategy.launcher):
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     return _metrics(trainer)
 
 
-def test_best(model: LightningModule, data: LightningDataModule | None, trainer: Trainer) -> Metrics:
+def test_best(run: RunContext, model: LightningModule, data: LightningDataModule | None, trainer: Trainer) -> Metrics:
     """Test the best checkpoint by the monitored metric, or the last weights where nothing was monitored."""
     if trainer.interrupted or not (_has(model, "test_step") and (_has(data, "test_dataloader"))):
         return {}
     best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
     if trainer.is_global_zero:
         log.info("tests      %s", shown(Path(best)) if best else "the last weights")
-    with signals.forwarded_by(trainer.strategy.launcher):
+    with run.signals.forwarded_by(trainer.strategy.launcher):
         trainer.test(model, datamodule=data, ckpt_path=best, verbose=False, weights_only=True)
     return _metrics(trainer)
 
 
 def evaluate(
-    mode: str,
+    run: RunContext,
     model: LightningModule,
     data: LightningDataModule | None,
     trainer: Trainer,
@@ -47,11 +53,11 @@ def evaluate(
 ) -> Metrics:
     _refuse_to_unpickle(trainer, checkpoint)
     read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
-    with signals.forwarded_by(trainer.strategy.launcher):
-        if mode == "predict":
+    with run.signals.forwarded_by(trainer.strategy.launcher):
+        if run.mode == "predict":
             trainer.predict(model, datamodule=data, return_predictions=False, **read)
         else:
-            stage = trainer.validate if mode == "validate" else trainer.test
+            stage = trainer.validate if run.mode == "validate" else trainer.test
             stage(model, datamodule=data, verbose=False, **read)
     return _metrics(trainer)
 

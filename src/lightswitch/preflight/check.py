@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config import confidential, names
+from lightswitch.config import names
+from lightswitch.config.overrides import typed_overrides
+from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, launchers, precision, root_keys, strategies, targets
 
@@ -26,17 +27,16 @@ _FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
 }
 
 
-def check(cfg: DictConfig) -> BatchPlan:
+def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     """How the run's batch is cut, once nothing is wrong with its config.
 
     Raises:
         RefusedRequest: with all problems found. Those in what was typed come first and alone, and before torch is
             imported, as the others may follow from them.
     """
-    hydra = HydraConfig.get()
     _raise(root_keys.missing(cfg))
     plain: Any = _resolved(cfg)
-    typed = confidential.overrides(hydra)
+    typed = typed_overrides(run.hydra)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
     given = {key: plain.get(key) for key in ("name", "run_id")}
     _raise(
@@ -46,16 +46,16 @@ def check(cfg: DictConfig) -> BatchPlan:
         targets.problems(plain, typed_nodes),
     )
     _raise(devices.wrong_counts(plain["trainer"]))
-    _raise(launchers.other_counts(plain["trainer"]))
+    _raise(launchers.other_counts(plain["trainer"], run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
         root_keys.unscaled_rate(cfg, plain),
         _strategy(plain),
-        launchers.absent(plain),
+        launchers.absent(plain, run.placement),
         _checkpoints(plain),
         _loggers(plain),
-        _run_directory(Path(hydra.runtime.output_dir)),
+        _run_directory(run.run_dir),
         _files(plain),
         devices.absent(plain["trainer"]),
         precision.problems(plain, devices.accelerator(plain["trainer"])),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lightswitch.cluster import placement
+from lightswitch.cluster.placement import Placement
 from lightswitch.preflight import devices
 
 _EVENED = {
@@ -16,9 +16,8 @@ _EVENED = {
 }
 
 
-def other_counts(trainer: dict[str, Any]) -> Iterator[str]:
+def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
     nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
-    place = placement.detect()
     if not place.is_external:
         yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
     if place.uneven:
@@ -47,10 +46,10 @@ def _counted(count: int | None, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def absent(cfg: dict[str, Any]) -> Iterator[str]:
+def absent(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
     wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
-    found = placement.detect().launcher
+    found = place.launcher
     if wanted and wanted != found and cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]["devices"]) > 1:
         starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
         yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"

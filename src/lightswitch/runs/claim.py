@@ -10,71 +10,58 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.cluster import placement, processes
+from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Refused
+from lightswitch.process.state import Process
 from lightswitch.runs import lock
-from lightswitch.runs.lock import Lock
-
-_locks: list[Lock] = []  # of this process: of its run, or its sweep
-_refusals: list[str] = []  # for the ranks of this run, once they meet
 
 
-def take(cfg: DictConfig) -> None:
-    """
+def take(cfg: DictConfig, run: RunContext) -> None:
+    """Hold the run directory until this process ends.
+
     Raises:
         Refused: another start writes there. Where a launcher has started several ranks, all are told when they meet.
     """
-    place = placement.detect()
-    if place.rank != 0 or (cfg.get("cluster") or {}).get("node_rank"):  # by hand, each node has a process of its own
+    place = run.placement
+    if not run.is_first or (cfg.get("cluster") or {}).get("node_rank"):  # by hand, each node has a process of its own
         return
     try:
-        take_folder(Path(HydraConfig.get().runtime.output_dir))
+        take_folder(run.run_dir, run.process)
     except Refused as refusal:
         if place.nodes * (place.devices_per_node or 1) == 1:
             raise
-        _refusals.append(str(refusal))
+        run.process.refusal = str(refusal)
 
 
-def take_folder(folder: Path) -> None:
-    """
+def take_folder(folder: Path, process: Process) -> None:
+    """Hold any directory until this process ends.
+
     Raises:
         Refused: another process has it.
     """
-    _locks.append(lock.take(folder, on_lost=_end))
-    if give_back not in processes.last_acts:
-        processes.last_acts.append(give_back)
+
+    def end(line: str) -> None:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        process.leave_now(ExitCode.REFUSED)  # started again, it would be refused as well
+
+    process.locks.append(lock.take(folder, on_lost=end))
 
 
-def refusal() -> str:
-    """Why the ranks of this run may not write in its directory; empty if they may."""
-    return "".join(_refusals)
+def for_child(process: Process) -> Any:
+    """Return the lock in a form that a process being spawned takes along; None where no process is being spawned.
 
-
-def for_child() -> Any:
-    """The lock, for a process that is being spawned: should this one be killed, the lock stays until that one ends."""
-    return DupFd(_locks[0].descriptor) if _locks and get_spawning_popen() is not None else None
-
-
-def is_held() -> bool:
-    """By this process, or by the one that has forked it."""
-    return bool(_locks)
-
-
-def give_back() -> None:
-    while _locks:
-        _locks.pop().release()
+    Should this process be killed, the lock stays until that one ends.
+    """
+    return DupFd(process.locks[0].descriptor) if process.locks and get_spawning_popen() is not None else None
 
 
 def remove_if_empty(folder: Path) -> None:
-    """With those above it, up to the working directory. Each process of a launcher is here at about the same time."""
+    """Remove it with those above it, up to the working directory, as far as they are empty.
+
+    Each process of a launcher is here at about the same time.
+    """
     for path in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, (folder, *folder.parents)):
         with contextlib.suppress(OSError):  # it is an earlier run's, or there are other runs in it
             path.rmdir()
-
-
-def _end(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    processes.leave_now(ExitCode.REFUSED)  # started again, it would be refused as well

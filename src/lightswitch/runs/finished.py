@@ -9,10 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.cluster import placement
+from lightswitch.context import RunContext
 from lightswitch.runs import changes
 from lightswitch.runs.saved import set_aside
 
@@ -21,15 +20,15 @@ log = logging.getLogger(__name__)
 _FILE = "ended.json"
 
 
-def before(cfg: DictConfig) -> bool:
+def before(cfg: DictConfig, run: RunContext) -> bool:
     """Whether fit and test have ended already, under limits that these do not exceed: every process finds the same."""
     if cfg.mode != "fit" or cfg.resume != "auto":
         return False
-    ended = _read()
+    ended = _read(run)
     if ended is None or _exceed(_limits(cfg), ended["limits"]):
         return False
-    if placement.detect().rank == 0:
-        changed = changes.since(_file().parent, cfg)
+    if run.is_first:
+        changed = changes.since(run.run_dir, cfg)
         otherwise = f", and {changed} changes nothing" if changed else ""
         log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended["step"], otherwise)
         if ended["go_on"]:
@@ -37,10 +36,11 @@ def before(cfg: DictConfig) -> bool:
     return True
 
 
-def keep(cfg: DictConfig, step: int, go_on: str | None) -> None:
-    beside = _file().with_suffix(".partial")
+def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
+    file = run_dir / _FILE
+    beside = file.with_suffix(".partial")
     beside.write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
-    beside.replace(_file())
+    beside.replace(file)
 
 
 def forget(run_dir: Path) -> None:
@@ -49,17 +49,18 @@ def forget(run_dir: Path) -> None:
     (run_dir / _FILE).unlink(missing_ok=True)
 
 
-def _read() -> dict[str, Any] | None:
+def _read(run: RunContext) -> dict[str, Any] | None:
     """None where there is none, or a faster rank, which goes on, has just removed it; or where it is harmed."""
+    file = run.run_dir / _FILE
     try:
-        ended = json.loads(_file().read_text())
+        ended = json.loads(file.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):  # it is empty, or cut short, or no text, or no file
         ended = None
     if not _is_whole(ended):
-        if placement.detect().rank == 0:
-            log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(_file()))
+        if run.is_first:
+            log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(file))
         return None
     return dict(ended)
 
@@ -84,7 +85,3 @@ def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
 
 def _count(limit: int | None) -> float:
     return math.inf if limit is None or limit == -1 else limit
-
-
-def _file() -> Path:
-    return Path(HydraConfig.get().runtime.output_dir) / _FILE

@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import versions
-from lightswitch.cluster import placement
 from lightswitch.config import confidential
+from lightswitch.config.overrides import typed_overrides
+from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.runs import claim, finished, results
 from lightswitch.runs import log as run_log
@@ -41,17 +41,18 @@ class RunRecord(Callback):
     the loggers, which would open their files before a checkpoint is read.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self.run_dir = Path(HydraConfig.get().runtime.output_dir)
+    def __init__(self, cfg: DictConfig, run: RunContext) -> None:
+        self.run = run
+        self.run_dir = run.run_dir
         self.mode, self.resume = cfg.mode, cfg.resume
-        self.files = _files(cfg) if placement.detect().rank == 0 else {}
+        self.files = _files(cfg, run) if run.is_first else {}
         self._lock: Any = None
         self._goes_on = False
         self._loggers: list[Logger] = []
         self._logs_hyperparameters = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": claim.for_child()}
+        return {**self.__dict__, "_lock": claim.for_child(self.run.process)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -150,11 +151,11 @@ def _write_all(files: dict[Path, str]) -> None:
         raise Refused(f"the run directory can't be written: {error}") from error
 
 
-def _files(cfg: DictConfig) -> dict[str, str]:
-    hydra = HydraConfig.get()
+def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
+    hydra = run.hydra
     told = {
         "command": shlex.join([sys.executable, *sys.argv]),
-        "overrides": confidential.overrides(hydra),
+        "overrides": typed_overrides(hydra),
         "folder": str(Path.cwd()),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
 from lightswitch.checkpoints.find import newest, position_of
 from lightswitch.checkpoints.reader import shown as shown  # all of launch shows paths so
+from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 
 
@@ -26,7 +26,7 @@ class Start:
         return shown(self.path) + (f", at step {self.position.global_step}" if self.position else "")
 
 
-def find(cfg: DictConfig) -> Start:
+def find(cfg: DictConfig, run: RunContext) -> Start:
     """
     Raises:
         Refused: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
@@ -35,7 +35,7 @@ def find(cfg: DictConfig) -> Start:
         return _read(Path(cfg.ckpt_path))
     if cfg.init_from:
         _read(Path(cfg.init_from))
-    start = _to_resume(cfg.resume, Path(HydraConfig.get().runtime.output_dir))
+    start = _to_resume(cfg.resume, run.run_dir)
     if start.path is None:
         return start
     position, path = start.position, shown(start.path)

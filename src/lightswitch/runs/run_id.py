@@ -6,34 +6,20 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
 
-_INHERITED = "LIGHTSWITCH_RUN_ID"  # handed to the processes that Lightning starts
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
 
 
-def new_run_id(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Slurm's job id in a job's script or step, or torchrun's run id, or else the clock.
+def new_run_id(environ: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's job id in a job's script or step, or torchrun's run id, or else the clock's time.
 
     Raises:
         RefusedRequest: processes that were started apart from each other have nothing in common to name the run by.
     """
-    if _INHERITED not in environ:
-        environ[_INHERITED] = _of_launcher(environ)
-    return environ[_INHERITED]
-
-
-def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
-    """As scontrol takes it: the SLURM_JOB_ID of an array's last task means all tasks of the array."""
-    if "SLURM_ARRAY_JOB_ID" in environ:
-        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return environ.get("SLURM_JOB_ID")
-
-
-def _of_launcher(environ: MutableMapping[str, str]) -> str:
     if (job := _of_slurm(environ)) is not None:
         return job
     place = placement.detect(environ)
@@ -42,6 +28,13 @@ def _of_launcher(environ: MutableMapping[str, str]) -> str:
     if place.launcher == "env" and int(environ["WORLD_SIZE"]) > 1:
         raise RefusedRequest([_nothing_in_common("processes started one by one")])
     return f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in the same second
+
+
+def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """As scontrol takes it: the SLURM_JOB_ID of an array's last task means all tasks of the array."""
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_JOB_ID")
 
 
 def _of_slurm(environ: Mapping[str, str]) -> str | None:

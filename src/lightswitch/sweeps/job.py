@@ -14,11 +14,10 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.cluster import placement
-from lightswitch.config import confidential
-from lightswitch.config.overrides import flags_of_a_job, quoted
+from lightswitch.cluster.placement import Placement
+from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import RefusedRequest
-from lightswitch.fault_tolerance.signals import REQUEUED
+from lightswitch.process.signals import REQUEUED
 from lightswitch.runs import results
 from lightswitch.sweeps import record
 from lightswitch.sweeps.process import run_to_its_end
@@ -27,7 +26,7 @@ from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
 
 
-def run(typed: list[str], cfg: DictConfig) -> float | None:
+def run(typed: list[str], cfg: DictConfig, place: Placement) -> float | None:
     """What Hydra calls for each job, wherever its launcher does: here, or in each task of a cluster's job.
 
     Args:
@@ -43,7 +42,7 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
-    job = Record(hydra.job.num, confidential.overrides(hydra), directory, start=_start())
+    job = Record(hydra.job.num, typed_overrides(hydra), directory, start=_start())
     earlier = record.read(folder)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise RefusedRequest([f"{directory} holds the job with {other}; start this sweep under another run_id"])
@@ -58,11 +57,11 @@ def run(typed: list[str], cfg: DictConfig) -> float | None:
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
-    if placement.detect().rank == 0:
+    if place.rank == 0:
         record.write(job, folder)
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
         print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
-    return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective))
+    return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective), place)
 
 
 def _start() -> str:
@@ -70,26 +69,25 @@ def _start() -> str:
     return ".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
 
 
-def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: str) -> float | None:
-    ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder))
+def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: str, place: Placement) -> float | None:
+    ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, place.is_external))
     if ended.exit_code == 0:
         job = replace(job, state=FINISHED, objective=results.read(folder).get(objective))
     elif ended.signals:
         job = replace(job, state=STOPPED)
     else:
         job = replace(job, state=FAILED, error=ended.error or _how(ended.exit_code))
-    value = _end(job, folder)
+    value = _end(job, folder, place.rank)
     if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit is the job's alone
         raise SystemExit(ended.exit_code if ended.exit_code > 0 else 128 + ended.signals[0])
     return value
 
 
-def _failure_elsewhere(job: Record, folder: Path) -> Callable[[], bool]:
+def _failure_elsewhere(job: Record, folder: Path, has_tasks: bool) -> Callable[[], bool]:
     """Where another task of the job has failed before the two have met, this one waits for it for ever."""
-    alone = not placement.detect().is_external
 
     def failed() -> bool:
-        there = None if alone else record.read(folder)
+        there = record.read(folder) if has_tasks else None
         return there is not None and (there.start, there.state) == (job.start, FAILED)
 
     return failed
@@ -99,9 +97,9 @@ def _how(exit_code: int) -> str:
     return f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
 
 
-def _end(job: Record, folder: Path) -> float | None:
+def _end(job: Record, folder: Path, rank: int) -> float | None:
     """Of a cluster's tasks the first speaks for the job; of a failure, the one that has it."""
-    if placement.detect().rank == 0 or job.state == FAILED:
+    if rank == 0 or job.state == FAILED:
         record.write(job, folder)
     number = job.objective
     return number if number is not None and math.isfinite(number) else None  # Optuna takes no other

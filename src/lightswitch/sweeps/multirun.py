@@ -17,13 +17,12 @@ from lightswitch.config.composition import check_names
 from lightswitch.config.overrides import quoted
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import root_keys
+from lightswitch.process.state import Process
 from lightswitch.runs import claim
 from lightswitch.sweeps import record, table
 
-_FAILED = 1
 
-
-def oversee() -> None:
+def patch_multirun(process: Process) -> None:
     """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 where one of them failed.
 
     Hydra has a hook for the end of a sweep, but not for one that ends early.
@@ -43,7 +42,7 @@ def oversee() -> None:
         check_names(cfg)
         folder = Path(str(cfg.hydra.sweep.dir)).absolute()
         try:
-            claim.take_folder(folder)
+            claim.take_folder(folder, process)
         except Refused as refused:
             raise RefusedRequest(refused.problems) from refused
         submitted_before = _submitted(folder)
@@ -60,7 +59,7 @@ def oversee() -> None:
                 raise
             print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as where Optuna has no trial to go by
         finally:
-            claim.give_back()
+            process.release_locks()
             claim.remove_if_empty(folder)
             jobs = record.read_all(folder)
             print(table.of(jobs, str(cfg.objective)), end="", flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from lightswitch.fault_tolerance.signals import CAUGHT
+from lightswitch.process.signals import CAUGHT
 
 _ENOUGH = 3  # interrupts: the first two are the run's own, to save and to end without it
 _LOOK_EVERY_SECONDS = 1

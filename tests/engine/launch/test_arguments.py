@@ -85,12 +85,9 @@ def test_null_takes_a_group_away(group: str) -> None:
     assert normalised([f"{group}=null"]) == [f"~{group}"]
 
 
-def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MASTER_ADDR": "here", "WORLD_SIZE": "2", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert normalised(["seed=1"]) == ["seed=1"]
-    monkeypatch.setenv("RANK", "1")
-    assert normalised(["seed=1"]) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]
+def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration() -> None:
+    assert normalised(["seed=1"], rank=0) == ["seed=1"]
+    assert normalised(["seed=1"], rank=1) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]
 
 
 def test_the_flag_of_torch_distributed_launch_is_left_out() -> None:

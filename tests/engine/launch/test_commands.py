@@ -12,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch import commands, resolvers
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
@@ -70,7 +71,10 @@ def test_commands_begin_with_the_launcher(
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py", "strategy=ddp", "mode=fit", "seed=7"])
-    assert commands.evaluate("best.ckpt") == f"{starts} train.py strategy=ddp seed=7 mode=test ckpt_path=best.ckpt"
+    assert (
+        commands.evaluate("best.ckpt", placement.detect())
+        == f"{starts} train.py strategy=ddp seed=7 mode=test ckpt_path=best.ckpt"
+    )
 
 
 NAMES = (
@@ -94,7 +98,7 @@ PATHS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _conf() -> Iterator[None]:
-    resolvers.register()
+    resolvers.register(placement.detect())
     with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
         yield
 
@@ -124,14 +128,14 @@ def test_a_pasted_line_composes_what_the_run_had(launcher: dict[str, str], monke
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
         cfg = _composed(typed)
         assert (cfg.run_id, cfg.name) == (run_id, name)
-        line = commands.again(cfg)
+        line = commands.again(cfg, placement.detect())
         assert _values(_composed(_pasted(line))) == _values(cfg), line
 
 
 def test_a_pasted_evaluation_reads_that_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *PLAIN])
     for path in PATHS:
-        assert _composed(_pasted(commands.evaluate(path))).ckpt_path == path
+        assert _composed(_pasted(commands.evaluate(path, placement.detect()))).ckpt_path == path
 
 
 @pytest.mark.parametrize(("run_id", "name"), [("1234_5", "gpt"), ("a=b,c", "1e3")])

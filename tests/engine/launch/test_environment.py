@@ -12,7 +12,6 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightswitch.cluster import environments, placement
 from lightswitch.errors import RefusedRequest
 from lightswitch.preflight import environment, launchers
-from lightswitch.runs import run_id
 from tests.engine.conftest import PLAIN
 from tests.engine.launch.mistaken import Answer, answers
 from tests.engine.launch.test_placement import BATCH_SHELL, EXPORTED, SRUN, TORCHRUN
@@ -175,11 +174,10 @@ def _answer(environ: Mapping[str, str]) -> list[str]:
     os.environ.update(environ)
     try:
         environment.check()
-        run_id.new_run_id({**environ, "LIGHTSWITCH_RUN_ID": "mine"})
     except RefusedRequest as mistakes:
         return mistakes.problems
     place = placement.detect()
-    problems = list(launchers.other_counts({"num_nodes": place.nodes, "devices": place.devices_per_node or 2}))
+    problems = list(launchers.other_counts({"num_nodes": place.nodes, "devices": place.devices_per_node or 2}, place))
     if problems:
         return problems
     met = environments.detect()

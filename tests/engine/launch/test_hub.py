@@ -21,6 +21,7 @@ from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
 from lightswitch.fault_tolerance.watchdog.member import Member
 from lightswitch.fault_tolerance.watchdog.sockets import Way
 from lightswitch.fault_tolerance.watchdog.verdict import Limits
+from lightswitch.process.state import Process
 from tests.engine.conftest import Train
 
 LIMITS = Limits(lost_after_seconds=1000, hung_after_seconds=1000)
@@ -29,7 +30,7 @@ LOCAL = Way("127.0.0.1", is_local=True)
 
 @pytest.fixture
 def rank_0() -> Iterator[Member]:
-    member = Member(Rank(0, 2, "node1", 7), LIMITS, lambda failure: None)
+    member = Member(Rank(0, 2, "node1", 7), LIMITS, Process(), lambda failure: None)
     yield member
     assert member._hub is not None
     with contextlib.suppress(TimeoutError):

@@ -9,8 +9,11 @@ import sys
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
+from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
+from lightswitch.launch import resolvers
 from lightswitch.runs.run_id import new_run_id
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -31,7 +34,6 @@ EXPORTED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
         ({**TORCHRUN, **STEP, "SLURM_JOB_ID": "17"}, "17"),
         ({**TORCHRUN, "SLURM_JOB_ID": "17", "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "mine"}, "mine"),
-        ({"LIGHTSWITCH_RUN_ID": "inherited", "SLURM_JOB_ID": "17"}, "inherited"),
     ],
 )
 def test_a_launcher_names_the_run(environ: dict[str, str], expected: str) -> None:
@@ -62,11 +64,10 @@ def test_two_runs_in_the_same_second_differ() -> None:
     assert len({new_run_id({}) for _ in range(100)}) == 100
 
 
-def test_a_process_asks_once_and_its_children_inherit_the_answer() -> None:
-    environ: dict[str, str] = {}
-    named = new_run_id(environ)
-    assert new_run_id(environ) == named
-    assert new_run_id(dict(environ)) == named
+def test_a_process_asks_for_it_once() -> None:
+    resolvers.register(placement.detect({}))
+    cfg = OmegaConf.create({"run_id": "${new_run_id:}", "dir": "runs/${new_run_id:}"})
+    assert cfg.dir == f"runs/{cfg.run_id}"
 
 
 def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:

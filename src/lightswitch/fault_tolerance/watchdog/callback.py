@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.cluster import processes
+from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Stopped
 from lightswitch.fault_tolerance import classify, crash_report, loader_workers
 from lightswitch.fault_tolerance.crash_report import CrashReport
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 _REACH_SECONDS = 10.0
 
-_member: Member | None = None  # a process is one rank of one run
-
 
 class Watch(Callback):
     """Joins the watch as soon as there is a group, counts the batches begun, and tells of an error before the teardown.
@@ -39,9 +37,10 @@ class Watch(Callback):
     A run of one process has no watch, but a crash report.
     """
 
-    def __init__(self, cfg: DictConfig, report: CrashReport, batch: GlobalBatch, limits: Limits) -> None:
+    def __init__(self, cfg: DictConfig, run: RunContext, batch: GlobalBatch, limits: Limits) -> None:
         self.cfg = cfg
-        self.report = report
+        self.run = run
+        self.report = CrashReport(run)
         self.batch = batch
         self.limits = limits
         self._own: Failure | None = None
@@ -50,24 +49,22 @@ class Watch(Callback):
 
     def join(self, trainer: Trainer) -> None:
         """Once the ranks have formed a group, and before any of the user's code runs in it."""
-        global _member
         self._trainer = trainer
-        if _member is not None:
+        if self._member is not None:
             return
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
-        member = Member(rank, self.limits, self._answer)
+        member = Member(rank, self.limits, self.run.process, self._answer)
         strategy: Any = trainer.strategy
         environment = strategy.cluster_environment
         ways = _ways(trainer, environment.main_address, environment.main_port)
         at = (rank, *member.open_hub(ways), self.report.folder) if trainer.is_global_zero else None
-        first, address, port, token, self.report.folder = strategy.broadcast(at)
+        first, address, port, token, self.run.process.crash_folder = strategy.broadcast(at)
         try:
             member.join(first, address or environment.main_address, port, token)
         except (OSError, TimeoutError) as error:
             log.warning("%s can't reach the watch over the ranks, and goes without: %s", rank, error)
             return
-        _member = member
-        processes.are_watched.set()
+        self.run.process.join_watchdog(member)
         if isinstance(strategy, PortableCheckpoints):
             strategy.ranks_hear_of_failures = True
 
@@ -76,18 +73,24 @@ class Watch(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Stopped):
-            leave()
-        elif _member is not None and not isinstance(exception, Ended):
+            self.run.process.leave_watchdog()
+        elif self._member is not None and not isinstance(exception, Ended):
             self.failure(exception, trainer)
         elif trainer.world_size == 1 and not isinstance(exception, RanksFailed):
             self._report(exception, trainer)  # the rest is done where Python prints the traceback
 
     def failure(self, error: BaseException, trainer: Trainer) -> Failure:
         """What failed first in the run, once this rank's own error is told."""
-        if _member is None:
+        member = self._member
+        if member is None:
             return self._report(error, trainer)
-        self._own = self._failure(error, _member.rank)
-        return _member.fail(self._own)
+        self._own = self._failure(error, member.rank)
+        return member.fail(self._own)
+
+    @property
+    def _member(self) -> Member | None:
+        watchdog = self.run.process.watchdog
+        return watchdog if isinstance(watchdog, Member) else None
 
     def _report(self, error: BaseException, trainer: Trainer) -> Failure:
         """Of a rank that is alone, or has not met the others."""
@@ -98,14 +101,14 @@ class Watch(Callback):
         return own
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
-        own = classify.failure(error, self.cfg, rank)
+        own = classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
         if own.exit_code == ExitCode.FAILED and loader_workers.was_killed(error) and oom_kills() > self._oom_kills:
             return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
         return own
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and not trainer.interrupted:
-            leave()  # this process ends with the stage
+            self.run.process.leave_watchdog()  # this process ends with the stage
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._step()
@@ -126,20 +129,21 @@ class Watch(Callback):
         self._moved()
 
     def _step(self) -> None:
-        processes.steps_have_begun.set()
+        self.run.process.steps_have_begun.set()
         self._moved()
 
     def _moved(self) -> None:
-        if _member is not None:
-            _member.progress += 1
+        if (member := self._member) is not None:
+            member.progress += 1
 
     def _answer(self, failure: Failure) -> None:
-        assert _member is not None
+        member = self._member
+        assert member is not None
         crash_report.to_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
             self.report.tell(failure)
-            self.report.add_rank(_member.rank, self.batch.place(self._trainer), self._own)
-        elif failure.rank == _member.rank.number:
+            self.report.add_rank(member.rank, self.batch.place(self._trainer), self._own)
+        elif failure.rank == member.rank.number:
             print(failure.line, file=sys.stderr, flush=True)
             self.report.log_mistake(failure.details)
 
@@ -150,30 +154,3 @@ def _ways(trainer: Trainer, address: str, port: int) -> list[Way | None]:
     own = None if trainer.is_global_zero else sockets.way_to(address, port, _REACH_SECONDS)
     torch.distributed.all_gather_object(ways, own)
     return ways[1:]
-
-
-def verdict() -> Failure | None:
-    return _member.verdict if _member else None
-
-
-def answered(error: BaseException, cfg: DictConfig) -> Failure:
-    """What failed first in the run, told already."""
-    assert _member is not None
-    return _member.verdict or _member.fail(classify.failure(error, cfg, _member.rank))
-
-
-def withdraw() -> None:
-    """The run is asked to stop: that ranks end is no failure from now on."""
-    global _member
-    if _member is not None and _member.verdict is None:
-        _member.withdraw()
-        _member = None
-        processes.are_watched.clear()
-
-
-def leave() -> None:
-    global _member
-    if _member is not None:
-        _member.leave()
-    _member = None
-    processes.are_watched.clear()

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lightswitch.fault_tolerance.watchdog import sockets
+from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets
 
 _SPARE_STRANGERS = (
     256  # connections that have not shown the token, beside a rank's each; of more, the oldest is dropped
@@ -24,19 +24,23 @@ class Door:
     Args:
         world_size: of the run, whose ranks may all come at once.
         admit: called with the connection of each who has the token; the bytes after it are still to be read.
+        own: the sockets of this process, to which each connection is added.
     """
 
-    def __init__(self, world_size: int, admit: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, world_size: int, admit: Callable[[socket.socket], Coroutine[Any, Any, None]], own: OwnSockets
+    ) -> None:
         self.token = secrets.token_hex(16)
         self._most_strangers = world_size + _SPARE_STRANGERS
         self._admit = admit
+        self._own = own
         self._strangers: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}  # the oldest first
         self._admitted: set[asyncio.Task[None]] = set()
 
     def open(self, listener: socket.socket) -> None:
         """In the running event loop."""
         listener.setblocking(False)
-        sockets.keep_from_children(listener)
+        self._own.keep(listener)
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept())
 
@@ -45,7 +49,7 @@ class Door:
         self._accepting.cancel()
         for stranger in list(self._strangers):
             stranger.cancel()
-        sockets.close(self._listener)
+        self._own.close(self._listener)
 
     async def _accept(self) -> None:
         while True:
@@ -61,7 +65,7 @@ class Door:
 
     def _hear(self, peer: socket.socket) -> None:
         peer.setblocking(False)
-        sockets.keep_from_children(peer)
+        self._own.keep(peer)
         stranger = asyncio.create_task(self._has_token(peer))
         self._strangers[stranger] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, stranger.cancel)
         stranger.add_done_callback(functools.partial(self._decide, peer))
@@ -72,7 +76,7 @@ class Door:
     def _decide(self, peer: socket.socket, stranger: asyncio.Task[bool]) -> None:
         self._strangers.pop(stranger).cancel()
         if stranger.cancelled() or stranger.exception() or not stranger.result():
-            sockets.close(peer)
+            self._own.close(peer)
             return
         admitted = asyncio.create_task(self._admit(peer))
         self._admitted.add(admitted)

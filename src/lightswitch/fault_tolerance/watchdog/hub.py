@@ -6,13 +6,14 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lightswitch.cluster import processes
 from lightswitch.fault_tolerance.failure import Failure, Rank
 from lightswitch.fault_tolerance.stacks import Stand
 from lightswitch.fault_tolerance.watchdog.door import Door
+from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets
 from lightswitch.fault_tolerance.watchdog.verdict import Heard, Limits, suspicious, verdict
 
 LONGEST_LINE_BYTES = 1 << 20  # of a message, which is one line of JSON
@@ -20,12 +21,20 @@ _TICK_SECONDS = 0.2
 
 
 class Hub:
-    """Runs in the event loop that it is opened in. Nobody can connect any more once every rank has."""
+    """Runs in the event loop that it is opened in. Nobody can connect any more once every rank has.
 
-    def __init__(self, limits: Limits, world_size: int) -> None:
+    Args:
+        how_ended: tells, in words, how a process that this one has started ended, by its id; None for any other.
+        own: the sockets of this process.
+    """
+
+    def __init__(
+        self, limits: Limits, world_size: int, how_ended: Callable[[int], str | None], own: OwnSockets
+    ) -> None:
         self.limits = limits
         self.world_size = world_size
-        self.door = Door(world_size, self._serve)
+        self.door = Door(world_size, self._serve, own)
+        self._how_ended = how_ended
         self._ranks: dict[int, Heard] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._asked: float | None = None
@@ -94,7 +103,7 @@ class Hub:
                 self._tell(ask=True)
             for rank in ranks:
                 if rank.gone is not None:
-                    rank.ended = rank.ended or processes.how_ended(rank.rank.pid)
+                    rank.ended = rank.ended or self._how_ended(rank.rank.pid)
             if (failure := verdict(ranks, self._asked, now, self.limits)) is not None:
                 self._tell(verdict=asdict(failure))
                 return

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from threading import Event, Thread, Timer
 from typing import Any, TypeVar
 
-from lightswitch.cluster import processes
 from lightswitch.errors import Ended
 from lightswitch.fault_tolerance.failure import Failure, Rank, cut
 from lightswitch.fault_tolerance.stacks import oom_kills, stand
 from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
-from lightswitch.fault_tolerance.watchdog.sockets import Way
+from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets, Way
 from lightswitch.fault_tolerance.watchdog.verdict import ANSWER_SECONDS, WITHOUT_A_WORD, Limits
+from lightswitch.process.state import Process
 
 T = TypeVar("T")
 
@@ -30,11 +30,14 @@ _GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a l
 class Member:
     """
     Args:
+        process: of this rank.
         answer: called with the verdict, beside the main thread, before the rank is ended.
     """
 
-    def __init__(self, rank: Rank, limits: Limits, answer: Callable[[Failure], None]) -> None:
+    def __init__(self, rank: Rank, limits: Limits, process: Process, answer: Callable[[Failure], None]) -> None:
         self.rank = rank
+        self.process = process
+        self._own = OwnSockets()
         self.limits = limits
         self.progress = 0  # batches begun
         self.verdict: Failure | None = None
@@ -51,7 +54,7 @@ class Member:
             ways: of every other rank to this one.
         """
         listener, address = sockets.listen(ways)
-        self._hub = Hub(self.limits, len(ways) + 1)
+        self._hub = Hub(self.limits, len(ways) + 1, self.process.how_ended, self._own)
         self._do(self._hub.open(listener))
         return address, listener.getsockname()[1], self._hub.door.token
 
@@ -109,7 +112,7 @@ class Member:
     async def _is_welcome(self, address: str, port: int, token: str) -> bool:
         opened = asyncio.open_connection(address, port, limit=LONGEST_LINE_BYTES)
         self._reader, self._writer = await asyncio.wait_for(opened, _CONNECT_SECONDS)
-        sockets.keep_from_children(self._writer.get_extra_info("socket"))
+        self._own.keep(self._writer.get_extra_info("socket"))
         self._writer.write(token.encode())
         await self._say(rank=asdict(self.rank), oom_kills=oom_kills())
         with contextlib.suppress(OSError):
@@ -156,9 +159,9 @@ class Member:
         if self.verdict is not None:
             return
         self.verdict = failure
-        processes.have_failed.set()
+        self.process.has_failed.set()
         timer = Timer(
-            _GRACE_SECONDS, processes.leave_now, [failure.exit_code]
+            _GRACE_SECONDS, self.process.leave_now, [failure.exit_code]
         )  # whatever blocks, in here or in the main thread
         timer.daemon = True
         timer.start()

@@ -19,7 +19,30 @@ class _Socket(Protocol):
         ...
 
 
-_open: set[_Socket] = set()
+class OwnSockets:
+    """Sockets of a rank, kept from what it forks: with them open in a loader worker, nobody would notice that the rank
+    has ended."""
+
+    def __init__(self) -> None:
+        self._open: set[_Socket] = set()
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    def keep(self, own: _Socket) -> None:
+        """Have it closed in children that are forked from now on."""
+        self._open.add(own)
+
+    def close(self, own: socket.socket) -> None:
+        """Close it here, too."""
+        self._open.discard(own)
+        with contextlib.suppress(OSError):
+            own.close()
+
+    def _close_in_child(self) -> None:
+        for inherited in self._open:
+            if inherited.fileno() >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(inherited.fileno())
+        self._open.clear()
 
 
 @dataclass(frozen=True)
@@ -70,25 +93,3 @@ def _allow_files(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-
-
-def keep_from_children(own: _Socket) -> None:
-    """Loader workers are forked: with a rank's sockets open in them, nobody would notice that the rank has ended."""
-    _open.add(own)
-
-
-def close(own: socket.socket) -> None:
-    _open.discard(own)
-    with contextlib.suppress(OSError):
-        own.close()
-
-
-def _close_in_child() -> None:
-    for inherited in _open:
-        if inherited.fileno() >= 0:
-            with contextlib.suppress(OSError):
-                os.close(inherited.fileno())
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

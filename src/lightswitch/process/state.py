@@ -1,0 +1,181 @@
+"""What changes in a process while it runs, in one object that is handed down."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
+_GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
+
+
+class Watchdog(Protocol):
+    """This process's part in the watch of the ranks over one another."""
+
+    def leave(self) -> None:
+        """End it with all ranks, once the run is done."""
+
+    def withdraw(self) -> None:
+        """End it alone: that ranks end is no failure from now on."""
+
+
+class Lock(Protocol):
+    """A hold on a directory, which other processes respect."""
+
+    descriptor: int
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing."""
+
+
+class Process:
+    """The state of one process, made once in it. A copy that reaches another process starts anew there.
+
+    Attributes:
+        ranks: processes that this one has started; it is then rank 0 of its node.
+        watchdog: where the ranks watch one another, and `is_watched` is set.
+        has_failed: the run has, as all ranks know; each ends with the exit code of that failure.
+        steps_have_begun: of this process's run; from then on, no error is a mistake in what was asked.
+        refusal: why this start may not write its run directory; the ranks are told when they meet.
+        locks: what this process holds of run directories, given back at its end.
+        crash_folder: of the crash report of this start, on which the ranks agree when they meet.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.watchdog: Watchdog | None = None
+        self.is_watched = threading.Event()
+        self.has_failed = threading.Event()
+        self.steps_have_begun = threading.Event()
+        self.refusal = ""
+        self.locks: list[Lock] = []
+        self.crash_folder: Path | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"crash_folder": self.crash_folder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Process.__init__(self)
+        self.crash_folder = state["crash_folder"]
+
+    def join_watchdog(self, watchdog: Watchdog) -> None:
+        """Have it watch this process from now on."""
+        self.watchdog = watchdog
+        self.is_watched.set()
+
+    def leave_watchdog(self) -> None:
+        """Wait for all ranks, where they watch one another, and end that: the run is done.
+
+        Raises:
+            Ended: the run has failed.
+        """
+        if self.watchdog is not None:
+            self.watchdog.leave()
+        self._forget_watchdog()
+
+    def withdraw_from_watchdog(self) -> None:
+        """End the watch for this rank without waiting: the run was asked to stop."""
+        if self.watchdog is not None and not self.has_failed.is_set():
+            self.watchdog.withdraw()
+            self._forget_watchdog()
+
+    def _forget_watchdog(self) -> None:
+        self.watchdog = None
+        self.is_watched.clear()
+
+    def release_locks(self) -> None:
+        """Give back what this process holds."""
+        while self.locks:
+            self.locks.pop().release()
+
+    def how_ended(self, pid: int) -> str | None:
+        """Return how one of `ranks` ended, in words; None while it runs, and for any other process."""
+        code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
+        if code is None:
+            return None
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def end_ranks(self) -> None:
+        """Wait 10 s for the ranks that this process started, then kill them."""
+        if threading.current_thread() is threading.main_thread():
+            # torch's handler would raise that the workers below were killed
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        end = time.monotonic() + _PATIENCE_SECONDS
+        for rank in self.ranks:
+            try:
+                rank.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.kill()
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    def leave_now(self, code: int) -> NoReturn:
+        """End this process and its children at once, not by an exception: the main thread may be in a collective that
+        never returns."""
+        import psutil  # at the end alone: it takes its time to import
+
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        for pid in children:  # at once: of loader workers that are gone, torch tells in the main thread
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.release_locks()
+        os._exit(code)
+
+    def follow_parent(self) -> None:
+        """End this rank when the process that started it has ended, until the ranks watch one another.
+
+        It would wait for that one for half an hour.
+        """
+        parent = os.getppid()
+
+        def follow() -> None:
+            while not self.is_watched.wait(1):
+                if os.getppid() != parent:
+                    if os.environ["LOCAL_RANK"] == "1":  # one line for all
+                        line = f"rank 0 failed: process {parent} was killed before it trained"
+                        print(line, file=sys.stderr, flush=True)
+                    self.leave_now(1)
+
+        threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+    def end_with_parent(self) -> None:
+        """End this rank, which Python started, when the process that started it has ended.
+
+        torch sends it SIGINT then, and a job in the background ignores that.
+        """
+        parent = os.getppid()
+
+        def follow() -> None:
+            while os.getppid() == parent:
+                time.sleep(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_GRACE_SECONDS)
+            self.leave_now(128 + signal.SIGTERM)
+
+        threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+
+def leave_group_at_exit() -> None:
+    """Have the process group ended before Python exits.
+
+    Lightning ends NCCL groups only; the threads of gloo, left running, can abort a finished process as it exits.
+    """
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    for name in ("deepspeed.comm", "torch.distributed"):  # DeepSpeed keeps groups of its own beside the world's
+        comm = sys.modules.get(name)
+        if comm is not None and comm.is_available() and comm.is_initialized():
+            comm.destroy_process_group()
