@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -100,3 +101,48 @@ def test_every_module_that_a_document_names_is_there(path: Path) -> None:
         module = CHECKOUT.joinpath("src", *name.split("."))
         owner = module.parent  # of a class or function
         assert any(place.is_dir() or place.with_suffix(".py").exists() for place in (module, owner)), name
+
+
+# Packages whose English is done: a docstring names the thing or begins with a verb, for one who has not read the file.
+IN_PLAIN_ENGLISH = ("trees.py", "versions.py", "batches")
+LINES_WITHOUT_DOCSTRING = 8
+FRAGMENT = re.compile(
+    r"(?:Of|As|Until|For|Where|When|While|Whether|With|Without|Before|After|In|On|At|By|To|From|Under|Over|Also|Not|Unless|"
+    r"Those|These|It|Its|They|Their|Once|Whose|Who|None|Nothing|Here|There|How|Why|What|Which|That|Args|Raises|Returns)\b"
+)
+# Called by Lightning, torch or pickle, which say what they are for
+HOOK = re.compile(
+    r"(on|set_up|configure|lookup|commit|load|read|write|find)_\w+|setup\w*|teardown|forward|finish|experiment|name|version|"
+    r"(train|validat|test|predict|optimizer|training)\w*_step|post_backward|block_backward_sync|convert_\w+|log_\w+"
+)
+
+
+def _definitions(node: ast.AST, inherits: bool = False) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, bool]]:
+    """Every class, function and method, and whether it is one of a class that has bases."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield child, inherits
+        if isinstance(child, ast.ClassDef):
+            yield from _definitions(child, bool(child.bases))
+
+
+def _needs_docstring(node: ast.FunctionDef | ast.ClassDef, inherits: bool) -> bool:
+    lines = (node.end_lineno or 0) - node.lineno + 1
+    is_hook = isinstance(node, ast.FunctionDef) and inherits and HOOK.fullmatch(node.name)
+    return lines > LINES_WITHOUT_DOCSTRING and not node.name.startswith("_") and not is_hook
+
+
+ENGLISH = [path for name in IN_PLAIN_ENGLISH for path in sorted({ENGINE / name, *(ENGINE / name).rglob("*.py")})]
+
+
+@pytest.mark.parametrize("path", [path for path in ENGLISH if path.is_file()], ids=lambda p: str(p.relative_to(ENGINE)))
+def test_docstrings_are_sentences_or_names(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert re.match("[A-Z`]|[a-z.]+[:,]|torch|metrics", ast.get_docstring(tree) or "")
+    for node, inherits in _definitions(tree):
+        told = ast.get_docstring(node)
+        assert told or not _needs_docstring(node, inherits), f"{node.name} has no docstring"
+        assert not told or re.match("[A-Z]", told), f"{node.name}: {told}"
+        is_property = bool(node.decorator_list) and node.name.startswith("is_")
+        is_fragment = told and FRAGMENT.match(told) and not (is_property and told.startswith("Whether"))
+        assert not is_fragment, f"{node.name}: {told}"
