@@ -104,7 +104,7 @@ def test_every_module_that_a_document_names_is_there(path: Path) -> None:
 
 
 # Packages whose English is done: a docstring names the thing or begins with a verb, for one who has not read the file.
-IN_PLAIN_ENGLISH = ("trees.py", "versions.py", "batches", "checkpoints", "export", "monitoring", "doctor")
+IN_PLAIN_ENGLISH = ("trees.py", "versions.py", "batches", "checkpoints", "export", "monitoring", "doctor", "preflight")
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(
     r"(?:Of|As|Until|For|Where|When|While|Whether|With|Without|Before|After|In|On|At|By|To|From|Under|Over|Also|Not|Unless|"

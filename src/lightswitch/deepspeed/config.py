@@ -74,7 +74,7 @@ def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
     unknown = list(_unknown(config, ""))
     yield from unknown
     yield from (
-        f"{key} is not for here: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
+        f"{key} is not supported: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
     )
     if not unknown:  # behind a misspelt key there may be the stage
         yield from _stage(config.get("zero_optimization"))

@@ -81,7 +81,7 @@ def _gathered(store: Store, place: Place, own: dict[str, Any], report: Report) -
     store.set(str(place.rank), json.dumps({**own, "address": listener.address}))
     if place.rank == 0:
         missing = rendezvous.missing(store, place)
-        report.problems += [f"rank {rank} did not come in {place.timeout_seconds:g} s" for rank in missing]
+        report.problems += [f"rank {rank} did not join within {place.timeout_seconds:g} s" for rank in missing]
         store.set("came", json.dumps([rank for rank in range(place.world_size) if rank not in missing]))
     return [json.loads(one) for one in store.multi_get([str(rank) for rank in json.loads(store.get("came"))])]
 

@@ -54,7 +54,7 @@ def _fault(address: tuple[str, int]) -> str:
     try:
         with socket.create_connection(address, _REACH_SECONDS) as peer:
             peer.sendall(b"?")
-            return "" if peer.recv(1) == b"?" else "it hung up"
+            return "" if peer.recv(1) == b"?" else "it closed the connection"
     except OSError as error:
         return error.strerror or str(error)
 
