@@ -47,7 +47,7 @@ def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
         return None
     counts = checkpoint[KEY]
     if not isinstance(counts, dict) or not all(isinstance(count, int | None) for count in counts.values()):
-        raise ValueError(f"its {KEY} holds no counts")
+        raise ValueError(f"its {KEY} is damaged")
     return Position(**counts)
 
 

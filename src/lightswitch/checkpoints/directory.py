@@ -92,7 +92,7 @@ def read_index(path: Path, part: slice) -> Index:
     manifest.compare(path, sums, (index.INDEX, STATE))
     found = index.read(path)
     if unchecked := found.files - sums.keys():
-        raise manifest.Damaged(f"{manifest.SUMS} does not name {min(unchecked)}")
+        raise manifest.Damaged(f"{manifest.SUMS} has no checksum of {min(unchecked)}")
     manifest.compare(path, sums, sorted(sums.keys() - {index.INDEX, STATE})[part])
     return found
 

@@ -169,7 +169,7 @@ def _info(record: Any) -> _StorageInfo:
     if not is_plain_name(file):
         raise DamagedIndex(f"{INDEX} names a file outside of the checkpoint: {file}")
     if _field(record, "transform_descriptors"):
-        raise DamagedIndex(f"{INDEX} names a compression, and no checkpoint of ours or of Lightning's has one")
+        raise DamagedIndex(f"{INDEX} names a compression, which no checkpoint of lightswitch or Lightning has")
     return _StorageInfo(file, offset, length)
 
 

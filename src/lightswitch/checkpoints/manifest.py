@@ -33,7 +33,7 @@ def read(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise Damaged(f"{SUMS} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise Damaged(f"it has no {SUMS}, or a part of it") from error
+        raise Damaged(f"it has no {SUMS}, or a damaged one") from error
     for name in sums:
         if not is_plain_name(name):
             raise Damaged(f"{SUMS} names a file outside of the checkpoint: {name}")
@@ -49,7 +49,7 @@ def compare(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None
     """
     for name in names:
         if name not in sums:
-            raise Damaged(f"{SUMS} does not name {name}")
+            raise Damaged(f"{SUMS} has no checksum of {name}")
         try:
             found = of_file(folder / name)
         except OSError as error:

@@ -77,7 +77,7 @@ class PortableCheckpoints(Strategy):
         """Copy the state into memory and return; a thread writes it while training goes on.
 
         Raises:
-            LostRank: a rank did not come to save in time, has failed, or is still writing the checkpoint before.
+            LostRank: a rank did not reach the save of in time, has failed, or is still writing the checkpoint before.
         """
         assert self.lightning_module is not None
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
@@ -98,7 +98,7 @@ class PortableCheckpoints(Strategy):
         self._log_failure()
         if ranks is None:
             return path
-        ranks.staging.take(f"come to save {path.name}", lambda: str(path))
+        ranks.staging.take(f"reach the save of {path.name}", lambda: str(path))
         (path_of_rank_0,) = ranks.staging.results([0])
         if self._saver.has_lost_a_rank:
             self._checkpoint_ranks = None  # to talk to it again, all connect anew
@@ -112,7 +112,7 @@ class PortableCheckpoints(Strategy):
         """
         patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
         if not self._saver.wait(patience_seconds):
-            raise LostRank(f"the checkpoint before was not written in {patience_seconds:g} s")
+            raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
 
     def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
         """Return copies of tensors that training does not change."""
@@ -126,7 +126,7 @@ class PortableCheckpoints(Strategy):
         if any(best.is_within(path.parent / "_", folder) for folder in self._folders()):
             self.once_saved(lambda: directory.remove(path))
         else:
-            log.warning("%s is not removed: it is no checkpoint of this run", path)
+            log.warning("%s is not removed: it is not a checkpoint of this run", path)
 
     def _folders(self) -> list[Path]:
         """Return the folders in which this run keeps checkpoints."""

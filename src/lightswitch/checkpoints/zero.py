@@ -41,7 +41,9 @@ def weights(path: Path) -> dict[str, Tensor]:
     expected = ranks[0]["partition_count"]
     expected = max(expected) if isinstance(expected, list) else expected
     if len(ranks) != expected or model.get("mp_world_size", 1) != 1:
-        raise ValueError(f"{_FOLDER} has the states of {len(ranks)} ranks of {expected}, each with a whole layer")
+        raise ValueError(
+            f"{_FOLDER} has the states of {len(ranks)} ranks, expected {expected} without tensor parallelism"
+        )
     found = {name: _in_32_bits(model["module"][name]) for name in model["buffer_names"]}
     if _OF_STAGE_3 in ranks[0]:
         found |= dict(_of_stage_3(models, [rank[_OF_STAGE_3] for rank in ranks]))

@@ -210,8 +210,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             if self._is_boundary and (unused := list(self._unused.of_step())):
                 raise Refused(
                     f"{listed(unused)} took no part in the loss of step {self.lightning_module.global_step}, and "
-                    "DeepSpeed steps also what has no gradient; freeze what is not used (requires_grad=False), or use "
-                    "strategy=fsdp"
+                    "DeepSpeed also updates what has no gradient; freeze what is not used (requires_grad=False), or "
+                    "use strategy=fsdp"
                 )
             return output
 

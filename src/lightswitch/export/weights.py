@@ -56,7 +56,7 @@ class Weights:
     def _mapping(self, key: str) -> dict[str, Any]:
         found = self.state.get(key, {})
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-            raise unreadable(self._reader.path, f"{key} holds no names")
+            raise unreadable(self._reader.path, f"{key} is damaged")
         return found
 
     def dtype(self, name: str, asked: torch.dtype | None) -> torch.dtype:

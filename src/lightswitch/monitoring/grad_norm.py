@@ -29,7 +29,7 @@ class GradNorm(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.is_global_zero:
-            log.warning("grad_norm is not logged under DeepSpeed, which keeps its gradients to itself")
+            log.warning("grad_norm is not logged under DeepSpeed, which does not expose its gradients")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if isinstance(trainer.strategy, DeepSpeedStrategy) or not trainer._logger_connector.should_update_logs:

@@ -79,7 +79,7 @@ class DDP(PortableCheckpoints, DDPStrategy):
             )
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             if self.is_global_zero:
-                log.warning("PowerSGD changes the gradients, and what it keeps of them is in no checkpoint")
+                log.warning("PowerSGD changes the gradients, and the errors it carries on are not saved in checkpoints")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

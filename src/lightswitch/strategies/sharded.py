@@ -47,7 +47,7 @@ class Sharded(ParallelStrategy):
         assert module is not None
         if not module.automatic_optimization:
             raise Refused(
-                f"{type(module).__name__} optimizes by hand inside of training_step, where a sharded strategy has the "
+                f"{type(module).__name__} uses manual optimization, where a sharded strategy has the "
                 "parameters gathered; use strategy=ddp"
             )
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):

@@ -141,7 +141,7 @@ def edited(path: Path, what: str) -> Path:
 EDITED = {
     "a file elsewhere": ".metadata names a file outside of the checkpoint: ../x.distcp",
     "a file at an absolute path": ".metadata names a file outside of the checkpoint: /",
-    "a file without a checksum": "SHA256SUMS does not name __9_0.distcp",
+    "a file without a checksum": "SHA256SUMS has no checksum of __9_0.distcp",
     "2^44 numbers": "__0_0.distcp is shorter than .metadata says",
     "a part of the numbers": ".metadata has 1000 of the 1001 numbers of model.w",
     "a part that lies outside": ".metadata has a part of model.w that lies outside of it",

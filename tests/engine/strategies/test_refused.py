@@ -48,7 +48,7 @@ def test_of_options(options: str, train: Train) -> None:
     assert (run.returncode, run.err) == (2, f"error: {OPTIONS[options]}\n")
 
 
-BY_HAND = "optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
+BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
 DIGITS = ("data=digits", "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
 TENSOR_PARALLEL = ("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
 MODULES = {
