@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def of(packages: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the version of each package that is installed, by its name; others are left out."""
     from importlib.metadata import PackageNotFoundError, version  # when needed: a mistake is to be told at once
 
     found = {}

@@ -1,6 +1,6 @@
 """State in types that `torch.load(weights_only=True)` reads: a checkpoint from elsewhere runs no code.
 
-The one place of the engine that reads what `torch.save` has written.
+This is the one place of the engine that reads what `torch.save` has written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.d
 
 
 class UnsafeFile(ValueError):
-    """What `torch.load` can't read, or not without calling what the file names."""
+    """Error of a file that `torch.load` can't read, or not without calling what the file names."""
 
 
 class Inert:
-    """Stands for an object of a library that is not called: none of its state is kept."""
+    """Stand-in for an object of a library that is not called; none of its state is kept."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -33,7 +33,7 @@ class Inert:
 
 
 def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
-    """Read what `torch.save` has written, on the CPU, in whichever of its formats.
+    """Return what `torch.save` has written, on the CPU, in whichever of its formats.
 
     Args:
         mapped: tensors are read from the file when they are used, where its format allows it.
@@ -43,7 +43,7 @@ def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
         UnsafeFile: with the reason, such as what it names that would run code.
     """
     if not path.is_file():  # a pipe would be waited for
-        raise UnsafeFile(f"{path.name} is no file")
+        raise UnsafeFile(f"{path.name} is not a regular file")
     try:
         is_zip = _is_zip(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and is_zip else []
@@ -62,7 +62,7 @@ def _is_zip(path: Path) -> bool:
 
 
 def called(error: BaseException) -> str | None:
-    """What `torch.load` would not call; its own text advises to let it."""
+    """Return what a file names that `torch.load` would not call, in words; torch's own text advises to allow it."""
     found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     return f"names {found[1]}, which would run code" if found else None
 
@@ -72,7 +72,7 @@ def _why(path: Path, error: Exception) -> str:
         return f"{path.name} {named}"
     if "legacy .tar format" in str(error) or "TorchScript" in str(error):
         return f"{path.name} is in a format that can't be read without running code; save it with torch.save"
-    return f"{path.name} is no file of torch.save, or a part of one"
+    return f"{path.name} is damaged, or was not written by torch.save"
 
 
 def safe(value: Any) -> tuple[Any, dict[str, str]]:

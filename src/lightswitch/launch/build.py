@@ -71,7 +71,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         refusals,
         callbacks=[*engine, *_switched_on(callbacks)],
         logger=_switched_on(loggers),
-        **_plugins(cfg, cluster),
+        **_plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
         accumulate_grad_batches=plan.accumulation,
     )
@@ -111,11 +111,20 @@ def _is_of_user(error: BaseException) -> bool:
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _NOT_THE_USERS
 
 
-def _plugins(cfg: DictConfig, cluster: Any) -> dict[str, Any]:
-    """Lightning refuses 64-true by its name under fully_shard, which takes any dtype, and takes it as a plugin."""
-    if str(cfg.trainer.get("precision")) not in ("64", "64-true"):
+def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
+    """Return the Trainer's arguments for the cluster environment and for a precision that has no name of Lightning's.
+
+    Such is one that the config names by its class, and 64-true: Lightning refuses that name under fully_shard, which
+    takes any dtype.
+    """
+    precision = cfg.trainer.get("precision")
+    if isinstance(precision, DictConfig):
+        plugin = _instantiated(cfg.trainer, "precision", refusals)
+    elif str(precision) in ("64", "64-true"):
+        plugin = DoublePrecision()
+    else:
         return {"plugins": cluster}
-    return {"plugins": [plugin for plugin in (cluster, DoublePrecision()) if plugin], "precision": None}
+    return {"plugins": [one for one in (cluster, plugin) if one is not None], "precision": None}
 
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
