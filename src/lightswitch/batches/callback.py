@@ -47,7 +47,7 @@ class GlobalBatch(Callback):
         self._batches = 0  # micro batches finished in this epoch
         self._validated_step = 0
         self._loss: Tensor | None = None
-        self._drawn = torch.random.get_rng_state()  # how far the model's constructor has come
+        self._drawn = torch.random.get_rng_state()  # how far the constructors of model and data have come
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
