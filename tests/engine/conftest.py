@@ -8,21 +8,8 @@ import torch
 from tests.engine.processes import port, start
 from tests.runs import CHECKOUT, Finished, Train, as_torchrun, context, environment, runs_in, train
 
-__all__ = [
-    "CHECKOUT",
-    "PLAIN",
-    "PLAIN_DATA",
-    "PLAIN_MODEL",
-    "Finished",
-    "Train",
-    "as_torchrun",
-    "context",
-    "environment",
-    "port",
-    "runs_in",
-    "start",
-    "train",
-]
+__all__ = ["CHECKOUT", "PLAIN", "PLAIN_DATA", "PLAIN_MODEL", "Finished", "Train", "as_torchrun", "context"]
+__all__ += ["environment", "port", "runs_in", "start", "train"]  # fixtures, for all folders
 
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),

@@ -47,6 +47,7 @@ class CrashReport:
 
     def tell(self, failure: Failure) -> int:
         """What the run failed of, to the user, once for all processes of the run; the exit code."""
+        self.run.process.note_failure(failure.line)
         text = f"{failure.line}\n{failure.details}".rstrip() + "\n"
         try:
             self._write("failure.txt", text.encode(errors="backslashreplace"), os.O_EXCL)

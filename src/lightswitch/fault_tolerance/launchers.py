@@ -77,6 +77,7 @@ class Scripts(_SubprocessScriptLauncher):
         process = self.run.process
         if code < 0:  # else it has told its error itself
             line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
+            process.note_failure(line)
             print(line, file=sys.stderr, flush=True)
         process.leave_now(ExitCode.REFUSED if code == ExitCode.REFUSED else ExitCode.FAILED)
 

@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster import placement
@@ -115,6 +115,8 @@ class Entry:
             return job.run(self.typed, cfg, place)
         self.is_composed = True
         run = RunContext.of(cfg, HydraConfig.get(), place, self.process, self.signals)
+        if not OmegaConf.is_missing(run.hydra.job, "num"):
+            self.process.failure_file = job.failure_file(run.run_dir, place)
         try:
             self.main(cfg, run)
             ending.leave_watchdog(run.process)

@@ -50,6 +50,7 @@ class Process:
         refusal: why this start may not write its run directory; the ranks are told when they meet.
         locks: what this process holds of run directories, given back at its end.
         crash_folder: of the crash report of this start, on which the ranks agree when they meet.
+        failure_file: where the sweep that has started this run looks for what it failed of; None in any other run.
     """
 
     def __init__(self) -> None:
@@ -61,13 +62,14 @@ class Process:
         self.refusal = ""
         self.locks: list[Lock] = []
         self.crash_folder: Path | None = None
+        self.failure_file: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"crash_folder": self.crash_folder}
+        return {"crash_folder": self.crash_folder, "failure_file": self.failure_file}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Process.__init__(self)
-        self.crash_folder = state["crash_folder"]
+        self.__dict__.update(state)
 
     def join_watchdog(self, watchdog: Watchdog) -> None:
         """Have it watch this process from now on."""
@@ -93,6 +95,12 @@ class Process:
     def _forget_watchdog(self) -> None:
         self.watchdog = None
         self.is_watched.clear()
+
+    def note_failure(self, line: str) -> None:
+        """Leave a sweep what its job failed of; of several failures the first."""
+        if self.failure_file is not None:
+            with contextlib.suppress(OSError), self.failure_file.open("x") as file:
+                file.write(line)
 
     def release_locks(self) -> None:
         """Give back what this process holds."""

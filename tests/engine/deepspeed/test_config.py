@@ -104,11 +104,11 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
         ({**ZERO, "fp16": {"enable": True}}, "fp16.enable: DeepSpeed reads no such key. Did you mean enabled?"),
         (
             {**ZERO, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
-            "optimizer is not for here: the model's configure_optimizers makes the optimizer; leave it out",
+            "optimizer is not supported: the model's configure_optimizers makes the optimizer; leave it out",
         ),
         (
             {**ZERO, "scheduler": {"type": "WarmupLR"}},
-            "scheduler is not for here: the model's configure_optimizers makes the scheduler; leave it out",
+            "scheduler is not supported: the model's configure_optimizers makes the scheduler; leave it out",
         ),
         (
             {**ZERO, "train_batch_size": 32},

@@ -37,4 +37,4 @@ def test_a_rank_that_does_not_come_is_a_problem() -> None:
     exported = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0"}
     asked = _asked("-m", "lightswitch.doctor", "--timeout", "1", **exported)
     assert asked.returncode == 1
-    assert asked.stdout.endswith("problem     rank 1 did not come in 1 s\n")
+    assert asked.stdout.endswith("problem     rank 1 did not join within 1 s\n")

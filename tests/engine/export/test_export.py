@@ -113,7 +113,7 @@ def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
     assert lightswitch.load(tmp_path / "versioned.pt").version == lightswitch.load(run_dir).version == 2
     with pytest.raises(SystemExit):
         export(run_dir, "-o", tmp_path / "versioned.safetensors")
-    assert "error: _extra_state is no tensor, and safetensors hold no other; use -o" in capsys.readouterr().err
+    assert "error: _extra_state is not a tensor, and safetensors hold nothing else; use -o" in capsys.readouterr().err
 
 
 def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def write_output(run_dir: Path) -> None:
 LAST = ("checkpoints/last.ckpt", "-o", "out.safetensors")
 MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
     (cut, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says"),
-    (flip, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is not what was written"),
+    (flip, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp differs from its checksum"),
     (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml beside it, which names its model"),
     (break_config, LAST, "config.yaml can't be read as a config"),
     (lose_model, LAST, "config.yaml names no model: it has no model._target_"),
@@ -198,7 +198,7 @@ MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
     (Path.exists, ("metrics.csv", "-o", "out.pt"), "metrics.csv can't be read as a checkpoint"),
     (Path.exists, ("checkpoints", "-o", "out.pt"), "checkpoints can't be read as a checkpoint: it has no SHA256SUMS"),
     (Path.exists, (*LAST, "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
-    (Path.exists, (*LAST, "--shard-size", "5"), "argument --shard-size: 5 is no size; write it as 500MB or 5GB"),
+    (Path.exists, (*LAST, "--shard-size", "5"), "argument --shard-size: 5 is not a size; write it as 500MB or 5GB"),
     (Path.exists, (".", "-o", "out.bin"), "argument -o/--output: out.bin: end it with .safetensors or .pt"),
     (Path.exists, (".", "-o", "metrics.csv/out.pt"), "Not a directory"),
 ]

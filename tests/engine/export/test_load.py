@@ -61,7 +61,9 @@ def test_another_model_in_the_config_is_told(run_of: RunOf, tmp_path: Path) -> N
     shutil.copytree(run_of("language", "single"), tmp_path, dirs_exist_ok=True)
     config = (tmp_path / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(config.replace("  width: 32\n", "  width: 64\n"))
-    with pytest.raises(UnfitCheckpoint, match="is of another model than its config builds: size mismatch for tokens"):
+    with pytest.raises(
+        UnfitCheckpoint, match="was saved from a different model than its config builds: size mismatch for tokens"
+    ):
         lightswitch.load(tmp_path)
     (tmp_path / "config.yaml").write_text(config.replace("language.LanguageModel", "language.LanguageModle"))
     with pytest.raises(UnfitCheckpoint, match=r"language\.LanguageModle can't be built from its config: .*Modle"):

@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_model_is_told_in_a_line(reads: str, train: Trai
     refused = train(*RUN, "model.width=8", *reads.format(path).split(), folder=first.folder, check=False)
     assert refused.returncode == 2
     assert len(refused.err.splitlines()) == 1
-    assert "net.0.weight has 16×2 in it and 8×2 in the model" in refused.err
+    assert "net.0.weight is 16×2 in the checkpoint and 8×2 in the model" in refused.err
 
 
 def test_a_file_that_is_no_checkpoint_is_told_in_a_line(train: Train, tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ def test_powersgd_starts_at_the_step_it_is_told(alone: Finished, train: Train) -
     assert max(differences[:11]) <= 1e-5 < differences[11]  # the 11th gradient is seen in the 12th loss
     assert math.isfinite(found[19])
     assert found[19] < found[0] - 1
-    assert run.out.count("PowerSGD changes the gradients, and what it keeps of them is in no checkpoint") == 1
+    assert (
+        run.out.count("PowerSGD changes the gradients, and the errors it carries on are not saved in checkpoints") == 1
+    )
 
 
 def test_the_timeout_is_in_seconds(train: Train) -> None:

@@ -49,7 +49,7 @@ def test_of_options(options: str, train: Train) -> None:
     assert (run.returncode, run.err) == (2, f"error: {OPTIONS[options]}\n")
 
 
-BY_HAND = "optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
+BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
 OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
 MODULES = {
     "Manual fsdp": f"Manual {BY_HAND}use strategy=ddp",

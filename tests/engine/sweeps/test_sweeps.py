@@ -76,7 +76,7 @@ def test_a_grid_trains_each_job_on_processes_of_its_own(sweep: Sweep, tmp_path: 
         ]
     assert [row[-2] for row in rows(done.stdout)] == ["finished", "failed", "finished", "failed"]
     assert rows(done.stdout)[2][:2] == ["2", "strategy=ddp_fork"]
-    assert "2 of 4 jobs failed\njob 1      global_batch_size 25 does not divide over 2 devices" in done.stdout
+    assert "2 of 4 jobs failed\njob 1      error: global_batch_size 25 does not divide over 2 devices" in done.stdout
     assert len(list(tmp_path.glob("runs/*/*"))) == 1
 
 

@@ -97,7 +97,7 @@ class Watch(Callback):
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
         if own.exit_code == ExitCode.FAILED:
-            classify.add_report(error, own, rank, self.batch.place(trainer), self.report)
+            classify.add_report(error, own, rank, self.batch.describe_position(trainer), self.report)
         return own
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
@@ -142,8 +142,9 @@ class Watch(Callback):
         crash_report.to_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
             self.report.tell(failure)
-            self.report.add_rank(member.rank, self.batch.place(self._trainer), self._own)
+            self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
         elif failure.rank == member.rank.number:
+            self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
             self.report.log_mistake(failure.details)
 
