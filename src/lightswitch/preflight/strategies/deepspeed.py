@@ -47,7 +47,7 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
         return
     try:
         plan = BatchPlan.derive(*request.batch, request.world_size)
-    except BatchError:  # told as what it is
+    except BatchError:  # reported by the check of the batch
         run = None
     else:
         clip_norm = float(request.trainer.get("gradient_clip_val") or 0)
