@@ -47,7 +47,7 @@ class GlobalBatch(Callback):
         self._batches = 0  # micro batches finished in this epoch
         self._validated_step = 0
         self._loss: Tensor | None = None
-        self._drawn = torch.random.get_rng_state()  # the random state after the model's constructor
+        self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
