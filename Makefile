@@ -13,7 +13,7 @@ pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' constraints.txt > 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-quick lint types format bench constraints tables clean
+.PHONY: help train fork test test-quick lint types format bench constraints tables clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -22,7 +22,10 @@ help: ## list the targets
 train: $(INSTALLED) ## run train.py: make train ARGS="strategy=ddp trainer.devices=2"
 	$(PYTHON) train.py $(ARGS)
 
-test: lint types ## run all that CI runs: make test ARGS="tests/engine/slurm -k hostname" selects tests
+fork: ## make a project of your own: make fork NAME=birdsong INTO=../birdsong ARGS=--bare
+	@PYTHONPATH=src $(PYTHON3) -m lightswitch.fork "$(NAME)" "$(INTO)" $(ARGS)
+
+test: lint types ## run all that CI runs: make test ARGS="tests/project -k compose" selects tests
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-quick: lint types ## run what takes few minutes, while working on something

@@ -1,6 +1,6 @@
 """Train a model: one run, any strategy.
 
-python train.py                                          # a small GPT on real text, under a minute
+python train.py                                          # one process, real data, under a minute
 python train.py strategy=ddp trainer.devices=2           # the same run over two processes
 python train.py model=vit data=digits
 python train.py run_id=mine                              # started again, it goes on where it stood

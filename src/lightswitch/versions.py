@@ -1,8 +1,12 @@
-"""Versions of installed packages."""
+"""Versions of installed packages, and of the engine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+
+_MANIFEST = Path(__file__).with_name("engine.json")  # of an engine that is a folder of a fork, and not installed
 
 
 def of(packages: Iterable[str]) -> dict[str, str]:
@@ -14,5 +18,6 @@ def of(packages: Iterable[str]) -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            continue
+            if package == "lightswitch" and _MANIFEST.is_file():
+                found[package] = json.loads(_MANIFEST.read_text())["version"]
     return found

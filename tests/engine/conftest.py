@@ -1,174 +1,26 @@
-"""Runs of train.py as a user starts them, forked from a process that has imported torch already."""
+"""Which of the engine's tests are slow or need a GPU; what runs train.py for them is in tests/runs.py."""
 
 from __future__ import annotations
-
-import contextlib
-import csv
-import itertools
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.process
-import os
-import runpy
-import signal
-import socket
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.engine.processes import port, start
+from tests.runs import CHECKOUT, Finished, Train, as_torchrun, context, environment, runs_in, train
+
+__all__ = ["CHECKOUT", "PLAIN", "Finished", "Train", "as_torchrun", "context", "environment", "port"]
+__all__ += ["runs_in", "start", "train"]  # fixtures among them, for all folders
+
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
-    *(f"checkpoints/test_{name}.py" for name in ("export", "foreign", "fuzzed", "killed", "last", "modes", "portable")),
-    *(f"launch/test_{name}.py" for name in ("blame", "choices", "failures", "preemption", "run_directory", "sweep")),
-    *("batches/test_combined.py", "launch/test_torchrun.py", "strategies/test_module_shapes.py"),
-    *(f"strategies/test_{name}.py" for name in ("deepspeed", "foreign_modules", "fsdp", "fsdp1", "refused")),
+    *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
+    *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
+    *(f"strategies/test_{name}.py" for name in ("foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused")),
+    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py"),
+    *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
-PLAIN = ("model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData")
-
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, whose jobs hand that on
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ["OMP_NUM_THREADS"] = "1"  # a few processes share two cores; and sums in another order differ in a bit
-torch.set_num_threads(1)
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        *("lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"),
-        *(f"lightswitch.strategies.{name}" for name in ("auto", "fsdp", "fsdp1", "tensor_parallel", "deepspeed")),
-        *("project.models.gpt", "project.models.vit", "project.data.text", "project.data.digits", "sklearn.datasets"),
-    ]
-)
-
-
-@dataclass(frozen=True)
-class Finished:
-    returncode: int
-    out: str
-    err: str
-    folder: Path  # the working directory it ran in
-    run_id: str = "*"
-
-    @property
-    def run_dir(self) -> Path:
-        (found,) = self.folder.glob(f"runs/*/{self.run_id}")
-        return found
-
-    def metrics(self) -> list[dict[str, str]]:
-        with (self.run_dir / "metrics.csv").open() as file:
-            return list(csv.DictReader(file))
-
-    def column(self, name: str) -> dict[int, float]:
-        """Values by step, where there are any."""
-        return {int(row["step"]): float(row[name]) for row in self.metrics() if row.get(name)}
-
-
-Train = Callable[..., Finished]
-
-
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """As it was, after each test: Lightning leaves where ranks meet in it, and two jobs that inherit that would mix."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture
-def train(tmp_path: Path) -> Train:
-    return runs_in(tmp_path)
-
-
-def runs_in(tmp_path: Path) -> Train:
-    """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
-
-    With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script. To
-    ``meanwhile=`` they are handed while they run.
-    """
-    count = 0
-
-    def run(
-        *arguments: str,
-        ranks: int = 0,
-        environment: Mapping[str, str] = MappingProxyType({}),
-        folder: Path | None = None,
-        timeout_seconds: int = 200,
-        check: bool = True,
-        meanwhile: Callable[[list[multiprocessing.process.BaseProcess]], None] = lambda processes: None,
-    ) -> Finished:
-        nonlocal count
-        count += 1
-        folder = folder or tmp_path / str(count)
-        folder.mkdir(exist_ok=True)
-        written = [tmp_path / f"{count}.{rank}" for rank in range(max(1, ranks))]
-        for path, stream in itertools.product(written, ("out", "err")):
-            Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
-        environments: list[dict[str, str]] = as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
-        processes = [
-            context.Process(target=_train, args=(arguments, folder, path, {**environment, **own}))
-            for path, own in zip(written, environments, strict=True)
-        ]
-        codes = _run(processes, timeout_seconds, meanwhile)
-        out, err = ("".join(Path(f"{path}.{stream}").read_text() for path in written) for stream in ("out", "err"))
-        finished = Finished(next((code for code in codes if code), 0), out, err, folder)
-        if check:
-            assert finished.returncode == 0, f"{' '.join(arguments)}\n{finished.out}\n{finished.err}"
-        return finished
-
-    return run
-
-
-def as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": run_id}
-    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-def _run(
-    processes: list[multiprocessing.process.BaseProcess],
-    timeout_seconds: int,
-    meanwhile: Callable[[list[multiprocessing.process.BaseProcess]], None],
-) -> list[int]:
-    """Exit codes; where one fails the others, which may wait for it, are ended."""
-    for process in processes:
-        process.start()
-    meanwhile(processes)
-    end = time.monotonic() + timeout_seconds
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], 5)
-        if any(process.exitcode for process in processes):
-            end = min(end, time.monotonic() + 10)
-    for process in processes:
-        if process.is_alive():
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
-                os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-    return [process.exitcode for process in processes]
-
-
-def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment: dict[str, str]) -> None:
-    multiprocessing.set_start_method("fork", force=True)  # as elsewhere: its loader workers need no server of their own
-    os.setsid()  # so that a time-out ends the processes it has started, too
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        stream.flush()
-        path = f"{written}.{'out' if number == 1 else 'err'}"
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    os.chdir(folder)
-    os.environ.update(environment)
-    sys.path[:0] = [str(CHECKOUT), str(folder)]
-    sys.argv = [str(CHECKOUT / "train.py"), *arguments]
-    sys.orig_argv = [sys.executable, *sys.argv]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
+PLAIN = (PLAIN_MODEL, PLAIN_DATA)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

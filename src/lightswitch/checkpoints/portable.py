@@ -46,6 +46,7 @@ class PortableCheckpoints(Strategy):
     ranks_hear_of_failures = False
 
     _checkpoint_ranks: Ranks | None = None
+    _told: frozenset[str] = frozenset()  # places in a checkpoint of what it leaves out
     _reader: Reader
 
     @functools.cached_property
@@ -82,10 +83,19 @@ class PortableCheckpoints(Strategy):
         """
         assert self.lightning_module is not None
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
-        tensors, state = _split(checkpoint)
+        tensors, plain = _split(checkpoint)
+        state, left_out = safe(plain)
+        self._tell_once(left_out)
         path = self._await_ranks(Path(filepath))
         staged, ranks = self.stage(tensors), self._ranks
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
+
+    def _tell_once(self, left_out: dict[str, str]) -> None:
+        """Name what a checkpoint does not hold, the first time that it is left out."""
+        for place, kind in left_out.items():
+            if place not in self._told and self.is_global_zero:
+                log.warning("checkpoints leave out %s: a %s can't be read back safely", place, kind)
+        self._told = self._told | left_out.keys()
 
     def _await_ranks(self, path: Path) -> Path:
         """Return rank 0's path, once every rank is here and has written what it saved before."""
@@ -301,7 +311,7 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[
         }
     if optimizers:
         checkpoint["optimizer_states"] = optimizers
-    return tensors, safe(checkpoint)
+    return tensors, checkpoint
 
 
 def _load_by_name(

@@ -5,7 +5,6 @@ This is the one place of the engine that reads what `torch.save` has written.
 
 from __future__ import annotations
 
-import logging
 import pickle
 import re
 from collections.abc import Mapping
@@ -15,12 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_only
-
-log = logging.getLogger(__name__)
 
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
-_left_out: set[str] = set()
 
 
 class UnsafeFile(ValueError):
@@ -80,22 +75,27 @@ def _why(path: Path, error: Exception) -> str:
     return f"{path.name} is damaged, or was not written by torch.save"
 
 
-def safe(value: Any, path: str = "") -> Any:
-    """Return a value in plain types; what has none is left out of its container, and the log names it once."""
-    kept, plain = _plain(value, path)
-    return plain if kept else None
+def safe(value: Any) -> tuple[Any, dict[str, str]]:
+    """Return ``value`` in plain types, and what has none: the names of its types, by where they were left out."""
+    left_out: dict[str, str] = {}
+    kept, plain = _plain(value, "", left_out)
+    return plain if kept else None, left_out
 
 
-def _plain(value: Any, path: str) -> tuple[bool, Any]:
+def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
     if isinstance(value, torch.Tensor):
         return True, value.detach().cpu().clone()  # it may change while it is being written
     if value is None or type(value) in _KEPT:
         return True, value
     if isinstance(value, Mapping):
-        parts = {key: _plain(item, f"{path}.{key}") for key, item in value.items() if _plain(key, path)[0]}
+        parts = {
+            key: _plain(item, f"{path}.{key}", left_out)
+            for key, item in value.items()
+            if _plain(key, path, left_out)[0]
+        }
         return True, {key: plain for key, (kept, plain) in parts.items() if kept}
     if isinstance(value, list | tuple | set):
-        items = [_plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+        items = [_plain(item, f"{path}.{index}", left_out) for index, item in enumerate(value)]
         kind = type(value) if type(value) in (list, tuple, set) else list
         return True, kind(plain for kept, plain in items if kept)
     for known, converted in (
@@ -107,12 +107,5 @@ def _plain(value: Any, path: str) -> tuple[bool, Any]:
     ):
         if isinstance(value, known):
             return True, converted()
-    if path not in _left_out:
-        _left_out.add(path)
-        _tell(path, value)
+    left_out[path.lstrip(".")] = type(value).__name__
     return False, None
-
-
-@rank_zero_only
-def _tell(path: str, value: Any) -> None:
-    log.warning("checkpoints leave out %s: a %s can't be read back safely", path.lstrip("."), type(value).__name__)

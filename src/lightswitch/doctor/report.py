@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightswitch.doctor.network import Measured
+from lightswitch.errors import ExitCode
 
 
 @dataclass
@@ -59,4 +60,4 @@ class Report:
             print(f"problem     {problem}", flush=True)
         if not self.problems:
             self.line("", "no problem was found")
-        return 1 if self.problems else 0
+        return ExitCode.FAILED if self.problems else 0

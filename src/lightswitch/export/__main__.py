@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lightswitch.errors import Refused
+from lightswitch.errors import ExitCode, Refused
 from lightswitch.monitoring.terminal import Line
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _exit_with(problem: str) -> NoReturn:
     print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(ExitCode.REFUSED)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config import names
+from lightswitch.config import moved, names
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
@@ -35,6 +35,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
             imported, as the others may follow from them.
     """
     _raise(root_keys.missing(cfg))
+    moved.follow(cfg, run)
     plain: Any = _resolved(cfg)
     typed = typed_overrides(run.hydra)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}

@@ -167,7 +167,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             checkpoint_activations(module)
         sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
         self._replicated |= replicated_parameters(module, sharded | self._replicated)
-        fully_shard(
+        shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
             # the root's parameters are needed again as soon as the backward pass begins
@@ -176,6 +176,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params=self._replicated,
         )
+        # gloo sums where it is asked for an average, in torch 2.8 (pytorch/pytorch#162338)
+        shards.set_force_sum_reduction_for_comms(self.root_device.type == "cpu")
 
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))

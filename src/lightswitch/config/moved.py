@@ -1,0 +1,79 @@
+"""Code that a config of an older engine names where it was: it is found where it is now, and a line says so.
+
+python -m lightswitch.config.moved FOLDER      # the lines of a folder's configs that are to be changed
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from lightswitch.context import RunContext
+
+log = logging.getLogger(__name__)
+
+# Modules that configs name, before and now, and the version that knows the old name no more.
+MOVED = {
+    "lightswitch.launch.cluster": "lightswitch.cluster.environments",
+    "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
+}
+UNTIL = "0.3"
+
+
+def follow(cfg: DictConfig, run: RunContext) -> None:
+    """Put today's names into a composed config, in place, and log a line of advice where there was an older one."""
+    found = dict(_older(cfg))
+    for path, name in found.items():
+        with read_write(cfg):
+            OmegaConf.update(cfg, f"{path}._target_", _today(name))
+    if found and run.placement.rank == 0:
+        folders = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
+        told = [
+            f"{_file(name, folders) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()
+        ]
+        log.info("advice     %s; change it: lightswitch %s knows the old name no more", "; ".join(told), UNTIL)
+
+
+def in_folder(folder: Path) -> Iterator[str]:
+    """Of each file that has an older name, what to write in its place."""
+    for path in sorted(folder.rglob("*.yaml")):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            name = line.partition("_target_:")[2].partition("#")[0].strip()
+            if _today(name) != name:
+                yield f"{path}:{number}: {name} is now {_today(name)}"
+
+
+def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Paths and older names of the nodes that have one; what is interpolated stays so."""
+    plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+    if isinstance(plain, dict):
+        name = plain.get("_target_")
+        if isinstance(name, str) and _today(name) != name:
+            yield path, name
+    children: Any = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    for key, child in children:
+        yield from _older(child, f"{path}.{key}".lstrip("."))
+
+
+def _today(name: str) -> str:
+    module, _, attribute = name.rpartition(".")
+    return f"{MOVED[module]}.{attribute}" if module in MOVED else name
+
+
+def _file(name: str, folders: list[Path]) -> str | None:
+    """The first file with that name, as seen from beside its folder."""
+    for folder in folders:
+        for file in sorted(folder.rglob("*.yaml")):
+            if f"_target_: {name}" in file.read_text():
+                return str(file.relative_to(folder.parent))
+    return None
+
+
+if __name__ == "__main__":
+    for line in in_folder(Path(sys.argv[1])):
+        print(line)

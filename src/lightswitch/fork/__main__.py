@@ -1,0 +1,76 @@
+"""Make a git repository of one commit, in which the package is named NAME and the engine trains its models.
+
+python -m lightswitch.fork birdsong ../birdsong
+python -m lightswitch.fork birdsong ../birdsong --bare
+python -m lightswitch.fork birdsong . --engine=package --engine-from=git+https://host/lightswitch@v0.1.0
+
+INTO is a folder that is empty or not there yet; `.` makes the project of the checkout itself, on a new branch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lightswitch.errors import ExitCode, Refused
+from lightswitch.fork import checkout, engine, names, repository, tree
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    asked = _parser().parse_args(words)
+    try:
+        _make(asked)
+    except (OSError, Refused) as error:
+        exit_with(str(error))
+
+
+def exit_with(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(ExitCode.REFUSED)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        exit_with(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "python -m lightswitch.fork", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", metavar="NAME", help="of the package below src")
+    parser.add_argument("into", metavar="INTO", type=Path, help="a new folder, or . for the checkout itself")
+    parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")
+    parser.add_argument("--engine", choices=("folder", "package"), default="folder", help="folder, if not given")
+    parser.add_argument("--engine-from", metavar="FROM", help="the package: a version, a wheel or a git address")
+    return parser
+
+
+def _make(asked: argparse.Namespace) -> None:
+    root = checkout.root()
+    names.check(asked.name, root)
+    pin = engine.requirement(asked.engine_from) if asked.engine == "package" else None
+    if asked.engine == "folder" and asked.engine_from:
+        raise Refused("--engine-from names a package; also type --engine=package")
+    in_place = asked.into.resolve() == root
+    if not in_place:
+        repository.check_empty(asked.into, root)
+    checkout.check_clean(root)
+    version = checkout.version(root)
+    files = tree.of_fork(root, asked.name, asked.bare, pin)
+    if in_place:
+        repository.replace(root, asked.name, files)
+    else:
+        repository.create(asked.into, asked.name, files)
+    where = "this folder, on a branch of that name" if in_place else str(asked.into)
+    print(f"{asked.name:<10} {where}: {len(files)} files in one commit")
+    print(f"engine     {pin or f'src/lightswitch, version {version}, commit {checkout.commit(root)[:7]}'}")
+    print(f"train      {'' if in_place else f'cd {asked.into} && '}make train")
+    print("test       make test")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The checkout of lightswitch that a fork is made from."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from lightswitch.errors import Refused
+
+
+def root() -> Path:
+    """The folder of the checkout.
+
+    Raises:
+        Refused: this is none: the engine was installed, or is in a fork already.
+    """
+    found = Path(__file__).resolve().parents[3]
+    if not (found / "template").is_dir() or not (found / ".git").exists():
+        raise Refused(f"found no checkout of lightswitch in {found}; clone it, and make the project from there")
+    return found
+
+
+def git(root: Path, *arguments: str, given: str | None = None) -> str:
+    """
+    Raises:
+        Refused: with the last line of what git says.
+    """
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], input=given, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Refused("found no git; install it") from None
+    if done.returncode:
+        told = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise Refused(f"git {arguments[0]}: {told}")
+    return done.stdout
+
+
+def check_clean(root: Path) -> None:
+    """
+    Raises:
+        Refused: something is not committed.
+    """
+    if changes := git(root, "status", "--porcelain").splitlines():
+        more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+        raise Refused(f"found changes that are not committed: {changes[0][3:]}{more}; commit or stash them")
+
+
+def tracked(root: Path) -> list[str]:
+    return [path for path in git(root, "ls-files", "-z").split("\0") if path]
+
+
+def commit(root: Path) -> str:
+    return git(root, "rev-parse", "HEAD").strip()
+
+
+def version(root: Path) -> str:
+    found = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]

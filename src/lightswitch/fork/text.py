@@ -1,0 +1,187 @@
+"""What is written otherwise in a fork: the package's name, and whatever speaks of what is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+_AS_THEY_ARE = ("LICENSE", "constraints.txt")
+_NOT_OF_A_FORK = r"benchmarks|tests[./]engine|lightswitch\.fork|docs/"  # what a target of make is left out for
+_OF_A_LONG_SUITE = "test-quick"
+_UPDATE_ENGINE = """\
+update-engine: $(INSTALLED) ## put a newer engine in, and run the tests: make update-engine FROM=../lightswitch
+	@$(PYTHON) -m lightswitch.fork.update "$(FROM)"
+	@$(MAKE) --no-print-directory test
+
+"""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """
+    Attributes:
+        pin: the engine's requirement, or None where it is a folder.
+        removed: the paths of examples that were left out.
+        paths: of all files but the engine's, before their package is renamed.
+        examples: paths of files and folders that are examples, as they are listed.
+    """
+
+    name: str
+    pin: str | None
+    removed: Sequence[str]
+    paths: Sequence[str]
+    examples: Sequence[str]
+
+    @property
+    def is_bare(self) -> bool:
+        return bool(self.removed)
+
+    def choice(self, group: str) -> str:
+        """The first of a group of configs."""
+        return min(choice for group_, choice in map(_config, self.paths) if group_ == group)
+
+
+def renamed_path(path: str, name: str) -> str:
+    return re.sub(r"^(src|tests)/project(?=/)", rf"\1/{name}", path)
+
+
+def edited(path: str, text: str, fork: Fork) -> str:
+    if path in _AS_THEY_ARE:
+        return text
+    if path == "pyproject.toml":
+        return _pyproject(text, fork)
+    if path == "Makefile":
+        text = _makefile(text, fork)
+    if path.startswith("slurm/"):
+        text = re.sub(r"(--job-name=)lightswitch", rf"\1{fork.name}", text)
+    if text.startswith("# What `python train.py --help` prints."):
+        text = _replaced(text, r"^app_name: .*$", f"app_name: {fork.name}")
+        text = _replaced(text, r"^header: .*$", f"header: Train {fork.name}.")
+    if fork.is_bare:
+        text = _without_examples(text, fork)
+    return _filled(_renamed(text, fork.name), fork)
+
+
+def _renamed(text: str, name: str) -> str:
+    text = re.sub(r"(?<![\w.-])project(?=\.[a-z_])", name, text)
+    text = re.sub(r"\b((?:src|tests)[/.])project\b", rf"\1{name}", text)
+    text = re.sub(r"\b(from|import) project\b", rf"\1 {name}", text)
+    block = rf"(?:^from (?:{name}|tests)[\w.]* import [^(\n]+\n)+"
+    return re.sub(block, lambda lines: _sorted(lines[0]), text, flags=re.MULTILINE)
+
+
+def _sorted(imports: str) -> str:
+    """As ruff wants them, by the new name."""
+    return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
+
+
+def _config(path: str) -> tuple[str, str]:
+    """Group and choice of a config's path."""
+    parts = PurePosixPath(path).parts
+    return (parts[1], PurePosixPath(path).stem) if len(parts) == 3 and parts[0] == "conf" else ("", "")
+
+
+def _without_examples(text: str, fork: Fork) -> str:
+    """Commands name no choice that was left out; one that would show it alone goes."""
+    gone = [_config(path) for path in fork.removed if _config(path)[0] in ("model", "data", "experiment")]
+    for group in ("model", "data"):
+        default = "|".join(choice for group_, choice in gone if group_ == group)
+        text = re.sub(rf"^(\s*- {group}: )({default})$", rf"\1{fork.choice(group)}", text, flags=re.MULTILINE)
+    words = "|".join(f"{group}={choice}" for group, choice in gone)
+    text = re.sub(rf"^\s*python train\.py ({words})( .*)?\n", "", text, flags=re.MULTILINE)
+    text = re.sub(rf" ({words})\b", "", text)
+    models = "|".join(choice for group, choice in gone if group == "model")
+    return re.sub(rf"\bruns/({models})\b", f"runs/{fork.choice('model')}", text)
+
+
+def _filled(text: str, fork: Fork) -> str:
+    """Sections of a template, from a line {{#WHEN}} to {{/WHEN}}, kept or left out, and values for {{WORDS}}."""
+    shown = {"examples": not fork.is_bare, "bare": fork.is_bare, "folder": fork.pin is None, "package": bool(fork.pin)}
+    for when, is_shown in shown.items():
+        kept = r"\1" if is_shown else ""
+        text = re.sub(rf"^{{{{#{when}}}}}\n(.*?)^{{{{/{when}}}}}\n", kept, text, flags=re.MULTILINE | re.DOTALL)
+    values = {"name": fork.name, "model": fork.choice("model"), "data": fork.choice("data"), "pin": fork.pin or ""}
+    values["examples"] = " \\\n      ".join(_braced([renamed_path(path, fork.name) for path in fork.examples]))
+    for word, value in values.items():
+        text = text.replace(f"{{{{{word}}}}}", value)
+    return text
+
+
+def _braced(paths: Sequence[str]) -> list[str]:
+    """As a shell expands them: files of a folder and a suffix together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path in map(PurePosixPath, paths):
+        groups.setdefault((str(path.parent), path.suffix), []).append(path.stem)
+    return [
+        f"{folder}/{{{','.join(stems)}}}{suffix}" if len(stems) > 1 else f"{folder}/{stems[0]}{suffix}"
+        for (folder, suffix), stems in groups.items()
+    ]
+
+
+def _makefile(text: str, fork: Fork) -> str:
+    paragraphs = text.split("\n\n")
+    gone = [part for part in paragraphs if re.search(rf"^\t.*({_NOT_OF_A_FORK})", part, re.MULTILINE)]
+    gone += [part for part in paragraphs if re.search(rf"^{_OF_A_LONG_SUITE}:", part, re.MULTILINE)]
+    text = "\n\n".join(part for part in paragraphs if part not in gone)
+    targets = {target for part in gone for target in re.findall(r"^([\w-]+):", part, re.MULTILINE)}
+    text = re.sub(
+        r"^\.PHONY: .*$",
+        lambda line: " ".join(word for word in [*line[0].split(" "), "update-engine"] if word not in targets),
+        text,
+        flags=re.MULTILINE,
+    )
+    text = _replaced(text, r"^clean:", f"{_UPDATE_ENGINE}clean:")
+    text = _replaced(text, r"^WORKERS \?= \d+$", "WORKERS ?= 2")
+    text = text.replace(".ci/run ", "")
+    text = re.sub(
+        r"## run all that CI runs.*$", '## run all that CI runs: make test ARGS="-k compose"', text, flags=re.M
+    )
+    if fork.pin:
+        text = text.replace("--all-extras", "--all-extras --no-emit-package lightswitch")
+        pin = "$$(sed -nE 's/^ +\"(lightswitch[ =].*)\",$$/\\1/p' pyproject.toml)"
+        install = f'\t@$(PIP_INSTALL) --no-deps --no-build-isolation "{pin}"'
+        text = _replaced(text, r"^(\t@\$\(PIP_INSTALL\).*--editable \.)$", lambda line: f"{install}\n{line[0]}")
+    return text
+
+
+def _pyproject(text: str, fork: Fork) -> str:
+    text = _replaced(text, r'^name = "lightswitch"$', f'name = "{fork.name}"')
+    text = _replaced(text, r'^version = ".*"$', 'version = "0.1.0"')
+    text = _replaced(text, r'^description = ".*"$', f'description = "{fork.name}"')
+    text = _replaced(text, r'^files = \["src", ', f'files = ["src/{fork.name}", ')
+    text = re.sub(r'^    "(slow|slurm): .*\n', "", text, flags=re.MULTILINE)
+    packages = [f"{fork.name}*", *([] if fork.pin else ["lightswitch*"])]
+    text = _replaced(text, r"^include = \[.*\]$", f"include = {packages}".replace("'", '"'))
+    if fork.is_bare:
+        text = re.sub(r"^digits = .*\n", "", text, flags=re.MULTILINE)
+    return _with_engine_as_package(text, fork.pin) if fork.pin else text
+
+
+def _with_engine_as_package(text: str, pin: str) -> str:
+    """The engine brings what it needs, in the versions that it needs; so do its extras."""
+    listed = "".join(f'    "{one}",\n' for one in (pin, "lightning", "numpy", "torch", "torchmetrics"))
+    text = _replaced(text, r"(^#[^\n]*\n)*^dependencies = \[\n(    .*\n)*\]\n", f"dependencies = [\n{listed}]\n")
+    text = re.sub(r"^\[tool.setuptools.package-data\]\n.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    head, begin, rest = text.partition("[project.optional-dependencies]\n")
+    extras, end, tail = rest.partition("\n\n")
+    kept = re.findall(r"^(?:digits|dev) = \[.*?\](?=\n\w|\Z)", extras, re.MULTILINE | re.DOTALL)
+    names = [name for name in re.findall(r"^(\w+) = \[", extras, re.MULTILINE) if name not in ("digits", "dev")]
+    return head + begin + "\n".join([*(f'{name} = ["lightswitch[{name}]"]' for name in names), *kept]) + end + tail
+
+
+def with_pin(pyproject: str, pin: str) -> str:
+    """The engine's requirement in a fork's pyproject.toml, replaced."""
+    return _replaced(pyproject, r'^( +)"lightswitch[ =][^"]*",$', lambda line: f'{line[1]}"{pin}",')
+
+
+def _replaced(text: str, pattern: str, by: str | Callable[[re.Match[str]], str]) -> str:
+    """
+    Raises:
+        AssertionError: the pattern is not there, so that a fork would keep what it speaks of.
+    """
+    put = by if callable(by) else lambda _: by
+    text, count = re.subn(pattern, put, text, flags=re.MULTILINE)
+    assert count, f"found no {pattern}"
+    return text

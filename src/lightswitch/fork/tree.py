@@ -1,0 +1,60 @@
+"""The files of a fork, made from those of the checkout.
+
+What a fork takes, what of it are examples, and what it gets instead lies in the checkout's folder `template`:
+
+    taken.txt        paths of files and folders that a fork takes
+    examples.txt     those of them that a bare fork does not
+    files/           what every fork gets, in place of the checkout's file of that path, or beside them
+    bare/            what a bare fork gets, likewise
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightswitch.fork import checkout, engine, text
+from lightswitch.fork.repository import File
+
+
+def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, File]:
+    """By path. `pin` is the engine's requirement, or None for its folder."""
+    template = root / "template"
+    taken = _chosen(checkout.tracked(root), _listed(template / "taken.txt"))
+    examples = _chosen(taken, _listed(template / "examples.txt"))
+    kept = [path for path in taken if not (bare and path in examples)]
+    files = _read(root, [path for path in kept if not path.startswith(f"{engine.FOLDER}/")])
+    for folder in ("files", "bare") if bare else ("files",):
+        inside = [path for path in checkout.tracked(root) if path.startswith(f"template/{folder}/")]
+        files |= {path.removeprefix(f"template/{folder}/"): file for path, file in _read(root, inside).items()}
+    fork = text.Fork(name, pin, examples if bare else [], sorted(files), _listed(template / "examples.txt"))
+    files = {text.renamed_path(path, name): _edited(path, file, fork) for path, file in sorted(files.items())}
+    return files | ({} if pin else _engine(root))
+
+
+def _listed(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def _chosen(paths: list[str], listed: list[str]) -> list[str]:
+    return [path for path in paths if any(path == one or path.startswith(one.rstrip("/") + "/") for one in listed)]
+
+
+def _read(root: Path, paths: list[str]) -> dict[str, File]:
+    where = {path: root / path for path in paths}
+    return {path: File(at.read_bytes(), bool(at.stat().st_mode & 0o100)) for path, at in where.items()}
+
+
+def _edited(path: str, file: File, fork: text.Fork) -> File:
+    try:
+        return File(text.edited(path, file.content.decode(), fork).encode(), file.is_executable)
+    except UnicodeDecodeError:  # a picture
+        return file
+
+
+def _engine(root: Path) -> dict[str, File]:
+    """The folder as it is, the changelog in it, and the manifest."""
+    inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
+    files = _read(root, inside)
+    content = {path.removeprefix(f"{engine.FOLDER}/"): file.content for path, file in files.items()}
+    manifest = engine.manifest(content, checkout.version(root), checkout.commit(root))
+    return files | {f"{engine.FOLDER}/{engine.MANIFEST}": File(manifest)}

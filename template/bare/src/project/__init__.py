@@ -1,0 +1,1 @@
+"""Models and data. Plain Lightning, nothing of lightswitch."""

@@ -1,0 +1,1 @@
+"""LightningDataModules with plain DataLoaders."""

@@ -1,0 +1,1 @@
+"""LightningModules. They know torch, Lightning and torchmetrics, and no strategy."""

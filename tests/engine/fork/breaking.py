@@ -1,0 +1,33 @@
+"""Models that break a promise, each in its way."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+
+from tests.engine.plain import PlainModel
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class BatchNormed(PlainModel):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        self.net = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 4))
+
+
+class Random(PlainModel):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * random.uniform(0.5, 1.5)
+
+
+class Counting(PlainModel):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        self.seen = torch.zeros(())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.seen = self.seen + 1
+        return super().training_step(batch, batch_idx) / self.seen

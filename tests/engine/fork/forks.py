@@ -1,0 +1,73 @@
+"""A clone of the checkout as it lies here, and the forks that are made from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+from tests.engine.conftest import CHECKOUT
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def clone_into(folder: Path) -> Path:
+    """With what is not committed here: a test of a change is to be one of that change."""
+    listed = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for path in filter(None, subprocess.check_output(listed, text=True).split("\0")):
+        if (CHECKOUT / path).is_file():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(CHECKOUT / path, folder / path, follow_symlinks=False)
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message=All")
+    return folder
+
+
+def fork(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """By a Python that has nothing installed: `make fork` comes before `make train`."""
+    return subprocess.run(
+        [sys.executable, "-S", "-m", "lightswitch.fork", *arguments],
+        cwd=clone,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(clone / "src"), "HOME": str(clone)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def made(clone: Path, into: Path, *options: str, name: str = "birdsong") -> Path:
+    done = fork(clone, name, str(into), *options)
+    assert done.returncode == 0, done.stderr
+    return into
+
+
+def environment(folder: Path, *requirements: str) -> Path:
+    """Make `.venv` there with the requirements, and with the packages of this interpreter; as `make` would leave it."""
+    venv.EnvBuilder(symlinks=True).create(folder / ".venv")
+    python = folder / ".venv/bin/python"
+    (site,) = (folder / ".venv/lib").glob("python*/site-packages")
+    (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for program in ("shellcheck", "mypy", "ruff"):
+        (folder / ".venv/bin" / program).symlink_to(Path(sys.prefix, "bin", program))
+    install = [str(python), "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", *requirements]
+    run(install, folder)
+    (folder / ".venv/installed").touch()
+    return python
+
+
+def run(command: list[str], folder: Path, *, code: int = 0) -> str:
+    """What a command prints, in an environment without this checkout."""
+    left_out = ("PYTHONPATH", "PYTEST_", "LIGHTSWITCH_", "MAKE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr

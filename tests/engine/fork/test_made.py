@@ -1,0 +1,164 @@
+"""One command makes a project of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import CHECKOUT, Train
+from tests.engine.fork.forks import environment, fork, git, made, run
+
+OURS = r"tests[./]engine|benchmarks|lightswitch\.fork (?!NAME)|\.ci/|template/|\bproject\.(models|data)|src/project"
+EXAMPLES = r"(?i)\b(gpt\w*|vit|digits|python_source|fashion_mnist|openwebtext)\b"
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    """All but the engine and what names packages."""
+    paths = git(folder, "ls-files").splitlines()
+    skipped = ("src/lightswitch/", "constraints.txt")
+    return {path: (folder / path).read_text() for path in paths if not path.startswith(skipped)}
+
+
+def _matches(pattern: str, texts: dict[str, str]) -> list[str]:
+    return [f"{path}: {line}" for path, text in texts.items() for line in text.splitlines() if re.search(pattern, line)]
+
+
+@pytest.mark.parametrize("options", [(), ("--bare",)])
+@pytest.mark.parametrize("name", ["ab", "zebra_finch"])  # sorted before and after what is imported beside it
+def test_a_fork_is_one_commit_that_names_nothing_of_ours(
+    name: str, options: tuple[str, ...], clone: Path, tmp_path: Path
+) -> None:
+    folder = made(clone, tmp_path / name, *options, name=name)
+    assert git(folder, "log", "--format=%s").splitlines() == [f"Begin {name}"]
+    assert git(folder, "status", "--porcelain") == ""
+    texts = _texts(folder)
+    assert not _matches(OURS, texts)
+    assert not _matches(r"\{\{[#/\w]", texts)
+    if options:
+        assert not _matches(EXAMPLES, texts)
+    assert f"src/{name}/__init__.py" in texts
+    assert f"_target_: {name}.models" in "".join(texts.values())
+    for command in (["check"], ["format", "--check"]):
+        checked = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=folder, capture_output=True)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_path: Path) -> None:
+    folder = made(clone, tmp_path / "birdsong") / "src/lightswitch"
+    manifest = json.loads((folder / "engine.json").read_text())
+    assert manifest["commit"] == git(clone, "rev-parse", "HEAD").strip()
+    paths = git(clone, "ls-files", "src/lightswitch").splitlines()
+    assert manifest["files"].keys() == {path.removeprefix("src/lightswitch/") for path in paths}
+    for path in manifest["files"]:
+        assert (folder / path).read_bytes() == (clone / "src/lightswitch" / path).read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        *((name, "is no name of a Python package") for name in ("Bird", "bird-song", "1bird", "class", "match", "")),
+        *((name, "is the name of something else") for name in ("lightswitch", "tests", "train", "conf")),
+        ("json", "is a module of Python's standard library"),
+        *((name, "is the name of an installed package") for name in ("torch", "hydra", "sklearn", "yaml")),
+        ("birdsong inside", "inside lies in the checkout"),
+        ("birdsong {tmp}/full", "full is not empty"),
+        ("birdsong {tmp}/full/file", "file is a file"),
+        ("birdsong {tmp}/new --engine=package", "needs --engine-from="),
+        ("birdsong {tmp}/new --engine=package --engine-from=newest", "newest is no version, no wheel and no git"),
+        ("birdsong {tmp}/new --engine=package --engine-from=none.whl", "found no wheel none.whl"),
+        ("birdsong {tmp}/new --engine-from=0.1.0", "also type --engine=package"),
+        ("birdsong", "the following arguments are required: INTO"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_a_line(arguments: str, told: str, clone: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    words = arguments.format(tmp=tmp_path).split(" ")
+    if len(words) == 1 and "required" not in told:
+        words.append(str(tmp_path / "new"))
+    done = fork(clone, *words)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .*\n", done.stderr)
+    assert told in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkout_with_changes_is_refused_and_its_branch_can_be_the_project(own_clone: Path) -> None:
+    (own_clone / "train.py").write_text("changed")
+    refused = fork(own_clone, "birdsong", ".", "--bare")
+    assert refused.stderr == "error: found changes that are not committed: train.py; commit or stash them\n"
+    git(own_clone, "checkout", "--", "train.py")
+
+    (own_clone / "runs").mkdir()
+    (own_clone / "runs/mine").touch()
+    done = fork(own_clone, "birdsong", ".", "--bare")
+    assert done.returncode == 0, done.stderr
+    assert git(own_clone, "branch", "--show-current") == "birdsong\n"
+    assert git(own_clone, "log", "--format=%s") == "Begin birdsong\n"
+    assert git(own_clone, "status", "--porcelain") == ""
+    assert (own_clone / "runs/mine").exists()
+    for gone in ("src/project", "tests/engine", "benchmarks", "template"):
+        assert not (own_clone / gone).exists(), gone
+    assert "Begin" not in git(own_clone, "log", "--format=%s", "main")
+    again = fork(own_clone, "owls", ".")
+    assert "found no checkout of lightswitch" in again.stderr
+
+
+def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    run([*build, str(tmp_path), str(clone)], tmp_path)
+    (wheel,) = tmp_path.glob("lightswitch-*.whl")
+    folder = made(clone, tmp_path / "birdsong", "--bare", "--engine=package", f"--engine-from={wheel}")
+    assert not (folder / "src/lightswitch").exists()
+    python = environment(folder, str(wheel), "--editable", ".")
+    where = run([str(python), "-c", "import lightswitch, birdsong; print(lightswitch.__file__)"], folder)
+    assert str(folder / ".venv") in where
+    for part in ("py.typed", "CHANGELOG.md"):
+        assert Path(where.strip()).with_name(part).is_file()
+    assert "test/accuracy" in run([str(python), "train.py", "debug=limit"], folder)
+    planned = run(["make", "--dry-run", "--always-make", ".venv/installed"], folder)
+    pin = next(line for line in planned.splitlines() if "sed -nE" in line).partition('"')[2].rpartition('"')[0]
+    assert run(["sh", "-c", f'printf %s "{pin}"'], folder) == f"lightswitch @ {wheel.as_uri()}"
+    assert f"engine     lightswitch @ {wheel.as_uri()}" in run(
+        [str(python), "-m", "lightswitch.fork.update", str(wheel)], folder
+    )
+
+
+def test_make_test_passes_in_a_fresh_environment(clone: Path, tmp_path: Path) -> None:
+    folder = made(clone, tmp_path / "birdsong", "--bare")
+    environment(folder, "--editable", ".")
+    told = run(["make", "test"], folder)
+    assert " passed" in told
+    assert " failed" not in told
+    assert git(folder, "status", "--porcelain") == ""
+
+
+def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Path, tmp_path: Path) -> None:
+    folder = made(clone, tmp_path / "birdsong")
+    readme = (folder / "README.md").read_text()
+    for path, text in re.findall(r"^```\w+\n# (\S+\.(?:py|yaml))\n(.*?)^```", readme, re.MULTILINE | re.DOTALL):
+        (folder / path).write_text(text)
+    config = (folder / "conf/config.yaml").read_text()
+    config = re.sub(
+        r"- (model|data): .*", lambda line: f"- {line[1]}: {'linear' if line[1] == 'model' else 'halves'}", config
+    )
+    (folder / "conf/config.yaml").write_text(config)
+    removal = re.search(r"^    (git rm(?:.*\\\n)*.*)$", readme, re.MULTILINE)
+    assert removal is not None
+    run(["bash", "-c", removal[1]], folder)
+    python = environment(folder, "--editable", ".")
+    tests = ["tests", "-k", "linear and (ddp or fsdp-) or composes"]
+    told = run([str(python), "-m", "pytest", "-q", *tests], folder)
+    assert " passed" in told
+    run([str(python), "-m", "ruff", "check", "."], folder)
+
+
+def test_an_editor_debugs_one_process_and_two(train: Train) -> None:
+    settings = json.loads((CHECKOUT / "template/files/.vscode/launch.json").read_text())
+    for configuration in settings["configurations"]:
+        train(*configuration["args"], "trainer.max_steps=2")

@@ -1,0 +1,49 @@
+"""A model has the same curve under every strategy that CPUs can run, and resumes under another.
+
+Each file of conf/model that names a class is tested, with the first file of conf/data that it trains with.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.project.choices import choices, models, text
+from tests.project.promises import Runs, assert_same_curve
+from tests.runs import Finished, runs_in
+
+ALONE = "single"
+# auto stands for another strategy, and those that name a start method compute what ddp does
+STRATEGIES = [
+    name for name in choices("strategy") if name not in ("auto", ALONE) and "start_method" not in text("strategy", name)
+]
+FOR_EVERY_MODEL = (ALONE, "ddp", "fsdp")  # the others may be refused for a model: that is skipped, and told
+# What each saves, the next resumes. The other strategies are variants of these, and save the same.
+SAVERS = ["single", "fsdp", "ddp", "deepspeed_stage_3", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_2", "fsdp_tp"]
+SAVERS = [name for name in SAVERS if name in choices("strategy")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(runs_in(tmp_path_factory.mktemp("promises")))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", models())
+def test_a_model_has_the_same_curve_under_every_strategy(model: str, strategy: str, runs: Runs) -> None:
+    run, alone = (_trained(runs.under(model, name), name) for name in (strategy, ALONE))
+    assert_same_curve(f"model={model}", strategy, run, alone)
+
+
+@pytest.mark.parametrize(("saver", "reader"), list(zip(SAVERS, [*SAVERS[1:], SAVERS[0]], strict=True)))
+@pytest.mark.parametrize("model", models())
+def test_a_model_resumes_under_another_strategy(model: str, saver: str, reader: str, runs: Runs) -> None:
+    _, alone = (_trained(runs.under(model, name), name) for name in (saver, ALONE))
+    run = _trained(runs.resumed(model, saver, reader), reader)
+    assert_same_curve(f"model={model}", f"{reader}, resumed from what {saver} saved", run, alone)
+
+
+def _trained(run: Finished, strategy: str) -> Finished:
+    if run.returncode == 2 and strategy not in FOR_EVERY_MODEL:
+        pytest.skip(run.err.strip().splitlines()[-1])
+    assert run.returncode == 0, run.out + run.err
+    return run

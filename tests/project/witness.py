@@ -1,0 +1,105 @@
+"""What a training step does that would make its curve depend on the number of devices, or on a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torchmetrics import Metric
+
+WITNESS = (
+    "+callbacks.witness._target_=tests.project.witness.Witness",
+    "+callbacks.witness.folder=${hydra:runtime.output_dir}",
+)
+
+
+class Witness(Callback):
+    """Switches dropout off, whose masks differ with the number of devices, and writes down what else would."""
+
+    def __init__(self, folder: str) -> None:
+        self.file = Path(folder) / "witness.json"
+        self.draws: set[str] = set()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):  # as in nn.MultiheadAttention and nn.LSTM
+                module.dropout = 0.0
+        self.before = dict(_kept(pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.states = _generators()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.draws |= {name for name, state in _generators().items() if state != self.states[name]}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            after = dict(_kept(pl_module))
+            changed = sorted(name for name, digest in after.items() if self.before.get(name) != digest)
+            found = {"batch_norms": _batch_norms(pl_module), "draws": sorted(self.draws), "keeps": changed}
+            self.file.write_text(json.dumps(found))
+
+
+def reasons(run_dir: Path) -> list[str]:
+    """Why the curve of a run depends on the number of devices or on a restart, as far as it was seen."""
+    found = json.loads((run_dir / "witness.json").read_text())
+    told = [
+        f"{name} takes mean and variance over the samples of a device, not of the global batch; use a GroupNorm or a "
+        "LayerNorm, or torch.nn.SyncBatchNorm"
+        for name in found["batch_norms"]
+    ]
+    told += [
+        f"its training step draws from {name}, and every device draws numbers of its own; draw in the dataset, where "
+        "each sample has a seed of its own"
+        for name in found["draws"]
+    ]
+    told += [
+        f"it keeps {name} by itself, which changes while it trains and which no checkpoint holds; use register_buffer, "
+        "or on_save_checkpoint and on_load_checkpoint"
+        for name in found["keeps"]
+    ]
+    return told
+
+
+def _batch_norms(module: nn.Module) -> list[str]:
+    normed = [(name, part) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    return [f"{name} ({type(part).__name__})" for name, part in normed if not isinstance(part, nn.SyncBatchNorm)]
+
+
+def _generators() -> dict[str, str]:
+    """A digest of the state of each generator of the process."""
+    states = {"Python's random": random.getstate(), "numpy.random": np.random.get_state()}
+    return {name: _digest(state) for name, state in states.items()} | {"torch": _digest(torch.get_rng_state().numpy())}
+
+
+def _kept(module: LightningModule) -> Iterator[tuple[str, str]]:
+    """Names and digests of what the modules hold beside parameters, buffers and modules."""
+    usual = vars(LightningModule()).keys() | {"training"}
+    for path, part in module.named_modules():
+        if isinstance(part, Metric):
+            continue
+        for name, value in vars(part).items():
+            if name not in usual and not isinstance(value, nn.Module):
+                try:
+                    yield f"{path}.{name}".lstrip("."), _digest(value)
+                except Exception:  # a function, a file, a generator: nothing to compare
+                    continue
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
