@@ -49,7 +49,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     Raises:
         RefusedRequest: with what each constructor says of its arguments, all at once, and where the user's own say it.
     """
-    gc.freeze()  # what was imported stays: it is not to be looked through again and again
+    gc.freeze()  # what was imported stays (entry stopped the collector meanwhile): it need not be searched again
     gc.enable()
     leave_group_at_exit()
     record = RunRecord(cfg, run)  # of what was asked for
@@ -59,6 +59,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(refusals)
+    # In this order hooks run: what the run had before is read first, then failures are heard of, then batches are cut.
+    # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed)
     watch = Watch(cfg, run, batch, Limits(**cfg.watch))
     engine: list[Callback] = [record, watch, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
