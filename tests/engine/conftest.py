@@ -10,7 +10,15 @@ from tests.runs import CHECKOUT, Finished, Train, as_torchrun, context, environm
 __all__ = ["CHECKOUT", "PLAIN", "Finished", "Train", "as_torchrun", "context", "environment", "runs_in", "train"]
 
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
-    *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
+    *(
+        "slurm/",
+        "benchmarks/",
+        "fork/test_made.py",
+        "test_checkout.py",
+        "test_every_switch.py",
+        "test_matrix.py",
+        "test_survives.py",
+    ),
     *(f"checkpoints/test_{name}.py" for name in ("export", "foreign", "fuzzed", "killed", "last", "modes", "portable")),
     *(f"launch/test_{name}.py" for name in ("blame", "choices", "failures", "preemption", "run_directory", "sweep")),
     *("batches/test_combined.py", "launch/test_torchrun.py", "strategies/test_module_shapes.py"),
