@@ -50,8 +50,10 @@ class Finished:
             return list(csv.DictReader(file))
 
     def column(self, name: str) -> dict[int, float]:
-        """Values by step, where there are any."""
-        return {int(row["step"]): float(row[name]) for row in self.metrics() if row.get(name)}
+        """Values by step, of which there must be some: two empty columns would be alike, and say nothing."""
+        found = {int(row["step"]): float(row[name]) for row in self.metrics() if row.get(name)}
+        assert found, f"{self.run_dir}/metrics.csv has no {name}"
+        return found
 
 
 Train = Callable[..., Finished]

@@ -8,7 +8,7 @@
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   └── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
     ├── BatchError                 a global batch that does not divide (a ValueError)
-    ├── LostRank                   a rank failed, or did not do in time what the others did
+    ├── LostRank                   a rank failed, or was too late (a RuntimeError)
     └── RanksFailed                ranks that Python started for this process, which takes no part in the run
 
     SystemExit
@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 
@@ -35,6 +36,11 @@ class ExitCode(enum.IntEnum):
     REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: asks the job script to requeue, for a container that has no scontrol
     INTERRUPTED = 128 + signal.SIGINT  # as a shell counts it
     STOPPED = 128 + signal.SIGTERM  # also by a scheduler's notice
+
+    @staticmethod
+    def of_signal(number: int) -> int:
+        """Return the exit code of a process that a signal has killed, as a shell counts it."""
+        return 128 + number
 
 
 class Refused(Exception):
@@ -96,6 +102,37 @@ class BatchError(ValueError):
 
 class LostRank(RuntimeError):
     """A rank that failed, or did not do in time what the others did: it is named, and no user can mend it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a rank, as plain data that can be sent to the others.
+
+    Args:
+        line: what the user reads first.
+        details: a traceback, or where the ranks stand. Of what a user can mend it goes to the run's log alone.
+        follows: it looks as if it came of another rank's failure.
+        rank: the number of the rank that raised it.
+    """
+
+    line: str
+    details: str = ""
+    exit_code: int = ExitCode.FAILED
+    follows: bool = False
+    rank: int | None = None
+
+
+class RanksFailed(Exception):
+    """Raised where Python started ranks that failed; this process takes no part in the run itself.
+
+    Args:
+        is_told: the ranks have told the user.
+        exit_code: with which the first of them has ended; None if it was killed.
+    """
+
+    def __init__(self, failure: Failure, is_told: bool, exit_code: int | None) -> None:
+        self.failure, self.is_told, self.exit_code = failure, is_told, exit_code
+        super().__init__(failure.line)
 
 
 class Stopped(SystemExit):

@@ -14,7 +14,8 @@ def make_tree(path: Path) -> Path:
     """Make a directory that `remove_tree` will remove, and the parents that it lacks.
 
     Raises:
-        FileExistsError: there is something already.
+        FileExistsError: something stands there already.
+        OSError: it can't be made, as on a full disk; nothing is left of it.
     """
     path.mkdir(parents=True)
     try:

@@ -10,7 +10,7 @@ _MANIFEST = Path(__file__).with_name("engine.json")  # of an engine that is a fo
 
 
 def of(packages: Iterable[str]) -> dict[str, str]:
-    """Of those that are there."""
+    """Return the version of each package that is installed, by its name; others are left out."""
     from importlib.metadata import PackageNotFoundError, version  # when needed: a mistake is to be told at once
 
     found = {}

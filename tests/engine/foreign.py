@@ -1,6 +1,6 @@
 """LightningModules as people write them elsewhere, for strategies to train as they are.
 
-Over images (batch, 1, 8, 8) of up to 10 classes: the digits, or Pictures.
+Over images (batch, 1, 8, 8) of up to 10 classes: those of tests/engine/data/pictures.py.
 """
 
 from __future__ import annotations
@@ -9,30 +9,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 Batch = tuple[Tensor, Tensor]
-
-
-class Pictures(pl.LightningDataModule):
-    """Noise, brighter in the half that the class names."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(pictures(120, seed=1), batch_size=8, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(pictures(40, seed=2), batch_size=8)
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-
-def pictures(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    images, classes = torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 2
-    images[classes == 0, :, :4] += 1
-    images[classes == 1, :, 4:] += 1
-    return TensorDataset(images, classes)
 
 
 class Classifier(pl.LightningModule):

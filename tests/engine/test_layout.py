@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from hydra.utils import get_object
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.engine.conftest import CHECKOUT
+
 SOURCES = sorted((CHECKOUT / "src").rglob("*.py"))
 CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 
@@ -61,10 +62,14 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _imports(path: Path) -> Iterator[str]:
     """The full names of modules, wherever in the file they are imported."""
     package = _module(path) if path.name == "__init__.py" else _module(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +134,7 @@ def test_no_package_is_larger_than_a_sixth_of_the_engine() -> None:
 def test_a_package_says_in_a_sentence_what_it_is_for() -> None:
     for module, path in ENGINE.items():
         if path.name == "__init__.py":
-            assert re.match(r"[^\n]{20,}[.:`](\n|$)", ast.get_docstring(ast.parse(path.read_text())) or ""), module
+            assert re.match(r"[^\n]{20,}[.:`](\n|$)", ast.get_docstring(_tree(path)) or ""), module
 
 
 def test_the_entry_point_imports_only_what_happens_around_fit() -> None:
@@ -140,17 +145,78 @@ def test_the_entry_point_imports_only_what_happens_around_fit() -> None:
     assert not any(module.startswith("project") for module in modules)
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if _module(p).startswith("lightswitch.")], ids=_module)
-def test_the_engine_names_no_file_of_conf(path: Path) -> None:
-    files = [f"{path.parent.name}/{path.stem}" for path in CONF]
-    for text in _strings(ast.parse(path.read_text())):
-        assert not any(file in text for file in ["conf/", *files]), text
+# What an error may recommend: a choice that comes with the engine. What a fork replaces, it can't know.
+RECOMMENDED = ("strategy", "precision", "callbacks", "logger", "cluster", "trainer", "optimizer", "scheduler", "debug")
+REPLACED = ("model", "data", "experiment")
+_CHOICE = re.compile(rf"(?<![\w.])({'|'.join((*RECOMMENDED, *REPLACED))})=\[?([a-z0-9_-]+(?:,[a-z0-9_-]+)*)(?![\w{{-])")
+_ITEM = re.compile(r"~(callbacks|logger)\.(\w+)")
+
+
+@pytest.mark.parametrize("module", ENGINE)
+def test_the_engine_recommends_choices_that_are_there_and_reads_no_file_of_conf(module: str) -> None:
+    for text in _strings(_tree(ENGINE[module])):
+        assert not re.search(rf"\bconf/|\b({'|'.join((*RECOMMENDED, *REPLACED))})/\w+\.yaml", text), text
+        for group, choice in _choices_in(text):
+            assert group in RECOMMENDED, text
+            assert choice in CHOICES[group], text
+        for group, item in _ITEM.findall(text):
+            assert item in _items(group), text
+
+
+def test_the_engines_recommendations_are_found() -> None:
+    """What the test above reads: were it nothing, it would find nothing wrong."""
+    found = {choice for path in ENGINE.values() for choice in _choices_in(" ".join(_strings(_tree(path))))}
+    assert {("strategy", "ddp"), ("precision", "bf16-mixed"), ("callbacks", "default")} <= found
+    assert list(_choices_in("type model=large callbacks=[default,grad_norm] or my.model=x")) == [
+        ("model", "large"), ("callbacks", "default"), ("callbacks", "grad_norm")
+    ]  # fmt: skip
+
+
+CHOICES = {
+    group: {path.stem for path in (CHECKOUT / "conf" / group).glob("*.yaml")} | {"null"}
+    for group in (*RECOMMENDED, *REPLACED)
+}
+
+
+def _choices_in(text: str) -> Iterator[tuple[str, str]]:
+    """Each `group=choice` of it, also those of a list."""
+    for group, chosen in _CHOICE.findall(text):
+        yield from ((group, choice) for choice in chosen.split(","))
+
+
+def _items(group: str) -> set[str]:
+    """The keys that the group's files put into the config."""
+    return {
+        key
+        for path in (CHECKOUT / "conf" / group).glob("*.yaml")
+        for key in re.findall(r"^(\w+):", path.read_text(), re.MULTILINE)
+    }
+
+
+ON_EXAMPLES = ("test_readme.py", "fork/")  # tests of this repository, whose README and forks name the examples
+ENGINES_TESTS = [
+    path
+    for path in sorted((CHECKOUT / "tests" / "engine").rglob("*.py"))
+    if not str(path.relative_to(CHECKOUT / "tests" / "engine")).startswith(ON_EXAMPLES)
+]
+
+
+@pytest.mark.parametrize("path", ENGINES_TESTS, ids=lambda path: str(path.relative_to(CHECKOUT / "tests")))
+def test_the_engines_tests_need_nothing_that_a_fork_replaces(path: Path) -> None:
+    source = path.read_text()
+    assert not re.search(r"^\s*(from|import) project\b|[\"'=]project\.\w", source, re.MULTILINE)
+    for text in _strings(_tree(path)):
+        named = {(group, choice) for group, choice in _choices_in(text) if group in REPLACED}
+        assert not {(group, choice) for group, choice in named if choice in CHOICES[group]}, text
 
 
 def _strings(tree: ast.Module) -> Iterator[str]:
-    """All but docstrings."""
+    """All but docstrings; of one that is put together, the fields are {}."""
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            told.update(map(id, node.values))
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
             yield node.value
 

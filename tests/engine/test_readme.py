@@ -26,15 +26,19 @@ def test_its_mistakes_are_told_as_it_shows_them(command: str, error: str, train:
 
 
 def test_its_choices_and_folders_are_there() -> None:
+    seen: set[str] = set()
     for group, row in re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", README, re.MULTILINE):
         names = re.findall(r"`([a-z0-9_]+)`", group)
         if not all((CHECKOUT / "conf" / name).is_dir() for name in names):
             continue  # the table of strategies
+        seen.update(names)
         files = {path.stem for name in names for path in (CHECKOUT / "conf" / name).glob("*.yaml")}
         told = set(re.findall(r"[a-z0-9_]+", row.replace("-", "_")))
         assert {file.replace("-", "_") for file in files} - told <= _TOLD_OTHERWISE, group
-    for path in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (CHECKOUT / path).exists(), path
+    assert {"model", "data", "precision"} <= seen
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert links
+    assert [path for path in links if not (CHECKOUT / path).exists()] == []
 
 
 # switched on by `default` or a name that the row spells out in words

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
-from tests.engine.tiny import MODELS, NO_CHECKPOINTS
+from tests.engine.curves import largest_difference
+from tests.engine.tiny import MODELS, NO_CHECKPOINTS, RECORD
 
 RUN = (
     *PLAIN,
@@ -18,8 +19,7 @@ RUN = (
     "trainer.max_steps=50",
     "trainer.val_check_interval=20",
     "trainer.log_every_n_steps=1",
-    "callbacks.record._target_=tests.engine.plain.Record",
-    "callbacks.record.folder=${hydra:runtime.output_dir}",
+    *RECORD,
 )
 SWITCHES = {
     "ddp": ("strategy=ddp", "trainer.devices=2"),
@@ -42,9 +42,7 @@ def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: F
     switched = train(*RUN, *SWITCHES[switch])
 
     for metric in ("train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy", "samples"):
-        expected, found = alone.column(metric), switched.column(metric)
-        assert found.keys() == expected.keys(), metric
-        assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5, metric
+        assert largest_difference(switched, alone, metric) <= 1e-5, metric
     assert len(switched.column("train/loss")) == 50
     assert _samples_of_steps(switched.run_dir) == _samples_of_steps(alone.run_dir)
     first, *others = (torch.load(path) for path in sorted(switched.run_dir.glob("weights_*.pt")))
@@ -72,9 +70,8 @@ def test_replicas_keep_the_losses_of_a_model(switch: str, model_alone: tuple[str
     devices = () if ranks else ("trainer.devices=2",)
     run = train(*MODELS[model], *NO_CHECKPOINTS, strategy, *devices, ranks=ranks)
 
-    expected, found = alone.column("train/loss"), run.column("train/loss")
-    assert len(found) == 50
-    assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5
+    assert len(run.column("train/loss")) == 50
+    assert largest_difference(run, alone) <= 1e-5
 
 
 def test_an_epoch_reads_each_sample_once(alone: Finished) -> None:

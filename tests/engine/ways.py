@@ -11,6 +11,8 @@ class Way:
     ranks: int = 1
 
 
+PLAN = "trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
+TENSOR_PARALLEL = ("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2", PLAN)
 WAYS = {
     "single": Way(("strategy=single",)),
     "ddp × 2": Way(("strategy=ddp",), 2),
@@ -26,5 +28,5 @@ WAYS = {
     "deepspeed_stage_2 × 2": Way(("strategy=deepspeed_stage_2",), 2),
     "deepspeed_stage_3 × 1": Way(("strategy=deepspeed_stage_3",), 1),
     "deepspeed_stage_3 × 2": Way(("strategy=deepspeed_stage_3",), 2),
-    "fsdp_tp 2 × 2": Way(("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2"), 4),
+    "fsdp_tp 2 × 2": Way(TENSOR_PARALLEL, 4),
 }

@@ -25,11 +25,15 @@ log = logging.getLogger(__name__)
 
 
 class GlobalBatch(Callback):
-    """Makes a run the same at any world size.
+    """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
-    It hooks into the public `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
+    It takes hold of the public `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
     ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over the global batch of the loss that
     `training_step` returns, and sends `samples`, the number consumed, to the loggers.
+
+    Args:
+        plan: how many samples a step takes, and how they are cut.
+        seed: of the sample order and of all random numbers.
     """
 
     def __init__(self, plan: BatchPlan, seed: int) -> None:
@@ -43,7 +47,7 @@ class GlobalBatch(Callback):
         self._batches = 0  # micro batches finished in this epoch
         self._validated_step = 0
         self._loss: Tensor | None = None
-        self._drawn = torch.random.get_rng_state()  # how far the model's constructor has come
+        self._drawn = torch.random.get_rng_state()  # how far the constructors of model and data have come
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
@@ -115,8 +119,8 @@ class GlobalBatch(Callback):
         self._batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        place = mix(self.seed, self._epoch_start.global_step, self._batches, _data_rank(trainer))
-        seed_generators(place, trainer.strategy.root_device)
+        seed = mix(self.seed, self._epoch_start.global_step, self._batches, _data_rank(trainer))
+        seed_generators(seed, trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         weight = self._weight()
@@ -142,8 +146,8 @@ class GlobalBatch(Callback):
         self._log_samples(trainer)
 
     def _weight(self) -> float:
-        """What this micro batch's mean counts in the mean of its global batch."""
-        if not (self._loaders.slices and self._loaders.is_one):  # of several, each is cut evenly
+        """Return the weight of this micro batch's mean in the mean over its global batch; 1.0 for an even cut."""
+        if not (self._loaders.slices and self._loaders.is_single):  # of several, each is cut evenly
             return 1.0
         step, micro = divmod(self._batches, self.plan.accumulation)
         return self._loaders.slices[0].weight(step, micro)
@@ -183,8 +187,8 @@ class GlobalBatch(Callback):
             self._resumed = position
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 
-    def place(self, trainer: Trainer) -> str:
-        """Where this rank is in its data, in words."""
+    def describe_position(self, trainer: Trainer) -> str:
+        """Return which batch this rank is in, for a crash report: stage, epoch, step, micro batch, sample indices."""
         told = (
             f"in {trainer.state.stage or trainer.state.fn}, epoch {trainer.current_epoch}, step {trainer.global_step}"
         )
@@ -231,7 +235,11 @@ class GlobalBatch(Callback):
 
 
 def _data_rank(trainer: Trainer) -> int:
-    """Ranks that hold one layer together read the same samples and drop the same units."""
+    """Return this process's rank among those that read different samples.
+
+    Ranks that hold one layer together (tensor parallelism) have the same one: they read the same samples and drop
+    the same units.
+    """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
 
 

@@ -1,4 +1,4 @@
-"""Several training loaders that make a batch together, as Lightning's CombinedLoader does; of most runs it is one."""
+"""Several training loaders that make a batch together, as Lightning's CombinedLoader does; most runs have one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from lightswitch.errors import Refused
 CYCLE = "max_size_cycle"  # Lightning's own choice for a list or a dict of loaders
 
 
-def _lightnings() -> str:
+def _default_mode() -> str:
     return CYCLE
 
 
 class Slices(Protocol):
-    """What is asked of each loader: how an epoch of it is cut (lightswitch.batches.order)."""
+    """Interface of one loader's cut into batches (`lightswitch.batches.order.TrainingSlices`), as `Combined` asks
+    it."""
 
     samples: int
     plan: BatchPlan
@@ -37,32 +38,39 @@ class Slices(Protocol):
 
 
 class Combined:
-    """
+    """Training loaders of one run, and how many steps an epoch over all of them has.
+
     Args:
-        mode: of the CombinedLoader, once there is one.
+        mode: returns the mode of Lightning's CombinedLoader; asked only once there is one.
     """
 
-    def __init__(self, mode: Callable[[], str] = _lightnings) -> None:
+    def __init__(self, mode: Callable[[], str] = _default_mode) -> None:
         self.mode = mode
         self.slices: list[Slices] = []
         self._others: list[int] = []  # batches of the loaders that run as they are
 
     def add(self, slices: Slices) -> int:
-        """Its index among the loaders, by which loaders of as many samples are not shuffled alike."""
+        """Add a loader that the engine cuts, and return its index. It sets apart the order of loaders of equal
+        length."""
         self.slices.append(slices)
         return len(self.slices) + len(self._others) - 1
 
     def add_other(self, loader: Any) -> None:
+        """Add a loader that runs as it is, which counts toward the length of an epoch alone."""
         self._others.append(len(loader) if hasattr(loader, "__len__") else 0)
 
     @property
-    def is_one(self) -> bool:
+    def is_single(self) -> bool:
+        """Whether the run has a single training loader."""
         return len(self.slices) + len(self._others) == 1
 
     def steps_of(self, own_steps: int) -> int:
-        """How many steps a loader reads in an epoch. Where Lightning began the shorter ones anew, it would do so at
-        other samples after a resume: here they go on by themselves."""
-        if self.is_one or self.mode() != CYCLE or not self.slices:
+        """Return how many optimizer steps a loader makes in an epoch, given how many its own samples are enough for.
+
+        In the mode max_size_cycle a shorter loader is read again by its own sampler. Lightning would begin it anew, and
+        after a resume at other samples.
+        """
+        if self.is_single or self.mode() != CYCLE or not self.slices:
             return own_steps
         accumulation = self.slices[0].plan.accumulation
         others = (-(-batches // accumulation) for batches in self._others)
@@ -70,20 +78,22 @@ class Combined:
 
     @property
     def epoch_samples(self) -> int:
-        """Of the loader that decides how long an epoch is."""
-        shortest = self.mode() == "min_size" and not self.is_one
+        """Samples of an epoch, over all ranks, of the loader that decides how long an epoch is."""
+        shortest = self.mode() == "min_size" and not self.is_single
         decides = (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
         return decides.epoch_samples
 
     @property
     def samples(self) -> int:
-        """By which a resumed run knows whether its data are the same."""
+        """Samples of all loaders together, by which a resumed run finds that its data are not the same."""
         return sum(slices.samples for slices in self.slices)
 
     def check(self) -> None:
-        """
+        """Check that the loaders can be combined so that the run is the same at any world size.
+
         Raises:
-            Refused: they can't be combined so that the run is the same at any world size.
+            Refused: the mode is one that no Trainer fits on, or one of several loaders ends with a batch that does not
+                divide evenly.
         """
         if self.mode() == "sequential":
             raise Refused(
@@ -91,7 +101,7 @@ class Combined:
                 "use min_size, max_size_cycle or max_size"
             )
         for slices in self.slices:
-            if not self.is_one and not slices.is_even:
+            if not self.is_single and not slices.is_even:
                 raise Refused(_uneven(slices))
 
 

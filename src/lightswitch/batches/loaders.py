@@ -16,7 +16,7 @@ from lightswitch.errors import Refused
 
 
 def obstacle(loader: object) -> str | None:
-    """Why a loader can't be re-made; None when it can."""
+    """Return why a loader can't be re-made, for the user to read; None when it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -31,10 +31,17 @@ def obstacle(loader: object) -> str | None:
 def training_loader(
     loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None = None
 ) -> DataLoader[Any]:
-    """``loader`` reading rank ``rank``'s slices of each global batch, from ``at`` on, beside those of ``combined``.
+    """Return a copy of a DataLoader that reads this rank's slices of each global batch.
+
+    Args:
+        loader: a map-style one, with a plain batch sampler (see `obstacle`).
+        rank: this process's among those that read different samples.
+        seed: of the order of samples and of their augmentation.
+        at: the position to start from.
+        combined: the other training loaders of the run; None for a run of one.
 
     Raises:
-        Refused: `drop_last` drops everything, or there is nothing.
+        Refused: `drop_last` drops everything, or there are no samples.
     """
     base = loader.sampler
     samples = _samples(loader)
@@ -51,7 +58,9 @@ def training_loader(
 
 
 def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> DataLoader[Any]:
-    """``loader`` reading rank ``rank``'s share of the samples, in batches no larger than its own or a micro batch.
+    """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
+
+    A batch is no larger than the loader's own, nor than a micro batch.
 
     Raises:
         Refused: there are fewer samples than ranks.
@@ -71,13 +80,13 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
 
 
 def _samples(loader: DataLoader[Any]) -> int:
-    """Samples of an epoch over all ranks."""
+    """Return the samples of an epoch over all ranks."""
     replicated = hasattr(loader.sampler, "num_replicas")  # a DistributedSampler's length is one rank's share
     return len(loader.dataset) if replicated else len(loader.sampler)  # type: ignore[arg-type]  # torch declares no length for what has one
 
 
 def _plain(batch_sampler: Any) -> Any:
-    """Lightning wraps the batch sampler when it predicts."""
+    """Return the batch sampler inside of the wrapper that Lightning puts around it for prediction."""
     return getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 

@@ -1,4 +1,4 @@
-"""Mends that make metrics the same at any world size, installed on a strategy and a module from outside."""
+"""Corrections that make metrics the same at any world size, installed on a strategy and a module from outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 
 def exact_mean(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A `Strategy.reduce` that takes means of whole numbers in double precision.
+    """Wrap a `Strategy.reduce` so that means of whole numbers are taken in double precision.
 
     Lightning weights synchronised metrics by a mean of int64 batch sizes, which truncates where ranks differ:
     37 samples over 2 ranks gave .777 for .756.
@@ -30,7 +30,8 @@ def exact_mean(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def synced_in_evaluation(trainer: Trainer, log: Callable[..., None]) -> Callable[..., None]:
-    """A `LightningModule.log` with ``sync_dist=True`` outside training, where each rank sees its share only."""
+    """Wrap a `LightningModule.log` so that it sets ``sync_dist=True`` outside of training, where a rank sees its
+    share."""
 
     @functools.wraps(log)
     def synced(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

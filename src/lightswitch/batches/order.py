@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order: a function of (seed, epoch, step) and nothing else."""
+"""The samples that a rank reads, and their order: a function of (seed, epoch, step) and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from lightswitch.batches.randomness import mix, seed_generators
 
 
 def epoch_order(sampler: Any, samples: int, seed: int, epoch: int) -> Sequence[Any]:
-    """The indices of an epoch as ``sampler`` draws them under (seed, epoch), the same on every rank."""
+    """Return the sample indices of an epoch as a sampler draws them under (seed, epoch), the same on every rank.
+
+    Args:
+        sampler: any; of a DistributedSampler only whether it shuffles counts.
+        samples: of an epoch, over all ranks.
+    """
     generator = torch.Generator().manual_seed(mix(seed, epoch) >> 1)
     if isinstance(sampler, DistributedSampler):  # its shares are cut for another batch: take its wish to shuffle alone
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
@@ -41,10 +46,19 @@ def _drawn(sampler: Any, seed: int) -> list[Any]:
 class TrainingSlices(Sampler[Any]):
     """Batch sampler of one rank: its slices of every global batch of an epoch.
 
-    Step k takes ``order[k*G:(k+1)*G]``; micro batch m of rank r is slice ``m * replicas + r`` of it. A last step that
-    is smaller is cut as evenly as it goes. Its length is that of a whole epoch, also when a resumed one yields only the
-    rest, so that Lightning's notion of a last batch stays right. Beside a longer loader it may go through its samples
-    several times an epoch, in another order each time.
+    Step k takes ``order[k*G:(k+1)*G]`` of a global batch of G samples; micro batch m of rank r is slice
+    ``m * replicas + r`` of it. A last step that is smaller is cut as evenly as possible. The length is that of a whole
+    epoch, also when a resumed one yields only the rest, so that Lightning's notion of a last batch stays right. Beside
+    a longer loader it may go through its samples several times an epoch, in another order each time.
+
+    Args:
+        sampler: the loader's own, which draws the order.
+        samples: of an epoch, over all ranks.
+        drop_last: leave out a last step that is smaller.
+        rank: among the ``plan.replicas`` ranks that read different samples.
+        epoch: where the run starts,
+        step: and how many optimizer steps of that epoch are taken already.
+        combined: the other training loaders of the run; None for a run of one.
     """
 
     def __init__(
@@ -76,10 +90,11 @@ class TrainingSlices(Sampler[Any]):
 
     @property
     def steps(self) -> int:
-        """Of a whole epoch."""
+        """Optimizer steps of a whole epoch."""
         return self.combined.steps_of(self.own_steps)
 
     def set_epoch(self, epoch: int) -> None:
+        """Take the epoch whose order the next iterator yields; Lightning calls it."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
@@ -91,36 +106,39 @@ class TrainingSlices(Sampler[Any]):
         for step in range(first, self.steps):
             if step // self.own_steps != cycle:
                 cycle = step // self.own_steps
-                place = self._place(epoch, cycle)
-                order = epoch_order(self.base, self.samples, self.seed, place)
+                key = self._pass_key(epoch, cycle)
+                order = epoch_order(self.base, self.samples, self.seed, key)
             for micro in range(self.plan.accumulation):
-                yield place, self._chosen(order, step, micro)
+                yield key, self._chosen(order, step, micro)
 
     def samples_of(self, step: int, micro: int) -> list[Any]:
-        """The samples of this rank in a micro batch of the epoch at hand."""
-        place = self._place(self.epoch, step // self.own_steps)
-        return self._chosen(epoch_order(self.base, self.samples, self.seed, place), step, micro)
+        """Return the indices of this rank's samples in a micro batch of the current epoch."""
+        key = self._pass_key(self.epoch, step // self.own_steps)
+        return self._chosen(epoch_order(self.base, self.samples, self.seed, key), step, micro)
 
     @property
     def epoch_samples(self) -> int:
+        """Samples of one pass, over all ranks, without those that drop_last leaves out."""
         return min(self.samples, self.own_steps * self.plan.global_batch)
 
     @property
     def is_even(self) -> bool:
-        """Every slice of a step is as large as the others, also in the last one."""
+        """Whether every slice of every step has the same number of samples, also in the last step."""
         return self.epoch_samples % self.plan.global_batch % (self.plan.replicas * self.plan.accumulation) == 0
 
     def weight(self, step: int, micro: int) -> float:
-        """What a mean over this slice counts in the mean over its global batch, 1 for an even cut."""
+        """Return the weight of the mean over a slice in the mean over its global batch; 1.0 for an even cut."""
         begin, end = self._bounds(step, micro)
         slices = self.plan.replicas * self.plan.accumulation
         return (end - begin) * slices / self.step_samples(step)
 
     def step_samples(self, step: int) -> int:
+        """Return the samples of a step, over all ranks; fewer than the global batch in a last one."""
         return min(self.plan.global_batch, self.samples - step % self.own_steps * self.plan.global_batch)
 
-    def _place(self, epoch: int, cycle: int) -> int:
-        """By which order and randomness follow: the epoch, of a run's one loader."""
+    def _pass_key(self, epoch: int, cycle: int) -> int:
+        """Return the number that stands for the epoch in a pass's order and randomness; the epoch itself for one
+        loader."""
         return epoch if self.index == cycle == 0 else mix(epoch, cycle, self.index)
 
     def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
@@ -141,6 +159,11 @@ class EvaluationSlices(Sampler[Any]):
 
     Every rank makes the same number of batches, as forward passes of sharded strategies are collective; so shares that
     differ by one sample are cut into batches that differ by one sample.
+
+    Args:
+        samples: over all ranks.
+        batch: samples of one batch, at most.
+        replicas: ranks that read different samples.
     """
 
     def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int) -> None:

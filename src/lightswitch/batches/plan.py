@@ -1,4 +1,4 @@
-"""How a global batch is cut: devices × accumulation × micro batch."""
+"""The cut of a global batch: devices × accumulation × micro batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNTED_IN_MICRO_BATCHES = ("limit_train_batches", "val_check_interval", "overf
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One optimizer step: ``global_batch == micro_batch * replicas * accumulation`` samples."""
+    """Numbers of one optimizer step: ``global_batch == micro_batch * replicas * accumulation`` samples."""
 
     global_batch: int
     micro_batch: int
@@ -23,14 +23,15 @@ class BatchPlan:
 
     @classmethod
     def derive(cls, global_batch: int, micro_batch: int | None, replicas: int) -> BatchPlan:
-        """
+        """Return the plan whose accumulation follows from the batch sizes and the number of devices.
+
         Args:
             global_batch: samples an optimizer step consumes, over all devices.
             micro_batch: samples a device takes at once; None for its whole share.
             replicas: devices that hold different samples (the data-parallel world size).
 
         Raises:
-            BatchError: the global batch does not divide.
+            BatchError: the global batch does not divide; the text has the equation.
         """
         if global_batch < 1 or (micro_batch is not None and micro_batch < 1):
             raise BatchError(
@@ -55,7 +56,10 @@ class BatchPlan:
         return cls(global_batch, micro, replicas, share // micro)
 
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
-        """Whole-number arguments of a Trainer config that count steps, in the micro batches Lightning counts."""
+        """Return the Trainer's arguments that count steps, as micro batches, which is what Lightning counts.
+
+        Fractions, which mean a share of an epoch, are left out.
+        """
         given = {name: trainer.get(name) for name in _COUNTED_IN_MICRO_BATCHES}
         return {
             name: value * self.accumulation
@@ -71,9 +75,13 @@ class BatchPlan:
 
 
 def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batch: int) -> float:
-    """The learning rate tuned at ``reference_batch`` carried to ``global_batch``.
+    """Return the learning rate for a global batch, given the one that was tuned at a reference batch.
 
-    linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: Krizhevsky 2014 (arXiv:1404.5997).
+    Args:
+        rule: none; linear (Goyal et al. 2017, arXiv:1706.02677); sqrt (Krizhevsky 2014, arXiv:1404.5997).
+
+    Raises:
+        ValueError: there is no such rule.
     """
     ratio = global_batch / reference_batch
     factors = {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}

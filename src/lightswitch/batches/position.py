@@ -1,4 +1,4 @@
-"""Where a run stands in its data, and Lightning's loop counters for that place."""
+"""The position of a run in its data, and Lightning's loop counters for that position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY = "position"  # of a checkpoint
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two optimizer steps. World size and accumulation are no part of it."""
+    """A point between two optimizer steps. World size and accumulation are no part of it."""
 
     epoch: int = 0
     step: int = 0  # optimizer steps taken in this epoch
@@ -23,13 +23,13 @@ class Position:
     validation_due: bool = False  # the step's validation had not run yet
 
     def other_dataset(self, samples: int) -> str | None:
-        """What keeps a run with so many training samples from going on here; None if nothing does."""
+        """Return why a run with so many training samples can't go on from here; None if it can."""
         if self.dataset in (None, samples):
             return None
         return f"it was trained on {self.dataset} samples, and the training set has {samples} now"
 
     def difference(self, seed: int, global_batch: int) -> str | None:
-        """What keeps a run with this seed and global batch from going on here, in a line; None if nothing does."""
+        """Return why a run with this seed and global batch can't go on from here, in a line; None if it can."""
         if self.global_batch != global_batch:
             return f"it was trained with global_batch_size={self.global_batch}, this run has {global_batch}"
         if self.seed != seed:
@@ -38,29 +38,34 @@ class Position:
 
 
 def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
-    """None for a checkpoint that was written by something else.
+    """Return the position that a checkpoint holds; None for a checkpoint that was not written by this engine.
 
     Raises:
-        ValueError: what it holds is no position.
+        ValueError: what it holds is not a position.
     """
     if KEY not in checkpoint:
         return None
     counts = checkpoint[KEY]
     if not isinstance(counts, dict) or not all(isinstance(count, int | None) for count in counts.values()):
-        raise ValueError(f"its {KEY} holds no counts")
+        raise ValueError(f"its {KEY} is damaged")
     return Position(**counts)
 
 
 def save_position(checkpoint: dict[str, Any], position: Position) -> None:
+    """Put a position into a checkpoint, in plain types."""
     checkpoint[KEY] = asdict(position)
 
 
 def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: int) -> None:
-    """Set the counters of Lightning's fit loop to those of ``position``.
+    """Set the counters of Lightning's fit loop, in a checkpoint that is being read, to those of a position.
 
-    Lightning saves its counters as they stand in whatever hook the checkpoint was written, counts micro batches, and
+    Lightning saves its counters as they are in whatever hook the checkpoint was written, counts micro batches, and
     resumes rightly from few of these states. So one canonical state replaces them: in an epoch, that of a checkpoint
     written in `on_train_batch_end`; between epochs, that of an epoch about to start.
+
+    Args:
+        fit_loop: the checkpoint's state of the loop, changed in place.
+        accumulation: micro batches of a step in this run.
     """
     epoch, taken = position.epoch, position.step * accumulation
     total = position.global_step * accumulation

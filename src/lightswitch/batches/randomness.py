@@ -1,4 +1,4 @@
-"""Random numbers as a function of the place in the run, so that there is no generator state to save.
+"""Random numbers as a function of the position in the run, so that there is no generator state to save.
 
 A resumed run draws what the uninterrupted one would have drawn, and a sample is augmented in the same way on whatever
 rank and in whatever loader worker it is read.
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit hash of integers, equal in every process (SplitMix64's finaliser; Steele et al. 2014)."""
+    """Return a 64-bit hash of integers, equal in every process (SplitMix64's finaliser; Steele et al. 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -28,7 +28,7 @@ def mix(*numbers: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed python's, numpy's and torch's generators; of the accelerators', only ``device``'s."""
+    """Seed the generators of Python, NumPy and torch's CPU, and that of one CUDA device if it is given."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is: 20 times slower
@@ -37,9 +37,12 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style dataset whose samples are read under a seed of their own: (seed, epoch, index).
+    """Map-style dataset whose samples are read under a seed of their own: (seed, epoch, index).
 
     A dataset with a batched `__getitems__` is seeded once a batch, by its first index.
+
+    Args:
+        dataset: the user's, whose attributes are found here as well.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -68,5 +71,5 @@ class SeededSamples(Dataset[Any]):
 
 
 def _number(index: Any) -> int:
-    """Samplers may yield anything that a dataset takes as a key."""
+    """Return an integer for an index, which a sampler may yield as anything that a dataset takes as a key."""
     return index if isinstance(index, int) else mix(*str(index).encode())

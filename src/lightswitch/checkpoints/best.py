@@ -1,4 +1,4 @@
-"""What a checkpoint says of other checkpoints, by path: believed as far as they are the run's own."""
+"""Paths of other checkpoints in a checkpoint, which are used only where they lie in the run's own folder."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 
-def believed(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """The states of callbacks, in which no path leads out of the folder that a callback writes checkpoints to.
+def trusted_states(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the states of callbacks, without paths that lead out of the folder a callback writes checkpoints to.
 
-    Lightning removes and reads what they name. A state that names something else, as that of another run, says nothing
-    of which checkpoints are the best ones here.
+    Lightning removes and reads what they name. A state that names something else, as that of another run does, is
+    replaced by one that knows no checkpoint.
+
+    Args:
+        states: by the callbacks' state keys, as a checkpoint holds them.
+        callbacks: of this run.
     """
     own = {callback.state_key: callback for callback in callbacks if isinstance(callback, ModelCheckpoint)}
     return {
-        key: _unknown(own[key]) if key in own and not _is_of(own[key], state) else state
+        key: _empty_state(own[key]) if key in own and not _is_of(own[key], state) else state
         for key, state in states.items()
     }
 
 
 def is_within(path: Any, folder: Path) -> bool:
-    """Also once links and `..` are followed."""
+    """Return whether a path lies below a folder once links and `..` are followed."""
     try:
         return isinstance(path, str | Path) and folder.resolve() in Path(path).resolve().parents
     except (OSError, ValueError, RuntimeError):  # a loop of links, or no path at all
@@ -42,6 +46,6 @@ def _is_of(callback: ModelCheckpoint, state: Any) -> bool:
     return all(path == "" or is_within(path, Path(callback.dirpath)) for path in named)
 
 
-def _unknown(callback: ModelCheckpoint) -> dict[str, Any]:
-    """As Lightning has it before the first checkpoint."""
+def _empty_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return the state that Lightning has before the first checkpoint."""
     return {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightswitch.checkpoints import disk, index, manifest, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.checkpoints.ranks import OfAll, Ranks, Unanswered
+from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
 from lightswitch.trees import make_tree, remove_tree
 
@@ -36,10 +36,13 @@ STATE = "trainer.pt"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
-    """Written beside and renamed into place: ``path`` is whole at any moment, or it is not there.
+    """Write a checkpoint beside ``path`` and rename it into place: ``path`` is complete or not there.
 
-    Collective over ``ranks``; None stands for one process. Tensors may be spread over the ranks (DTensor, Piece); of
-    those that every rank holds, one writes each.
+    Collective over ``ranks``; None stands for one process. Tensors that all ranks hold whole are written once.
+
+    Args:
+        tensors: by name, of any shape; DTensors and Pieces are spread over the ranks.
+        state: all else, in plain types (see `safe.safe`).
 
     Raises:
         UnwrittenCheckpoint: on every rank, when one of them could not write; what stood at ``path`` before still does,
@@ -64,7 +67,11 @@ def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, An
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """All but the tensors of the checkpoint."""
+    """Return all of a checkpoint but its tensors.
+
+    Raises:
+        ValueError: the file is damaged, or would run code.
+    """
     state = safe.load(path / STATE)
     if not isinstance(state, dict):
         raise manifest.Damaged(f"{STATE} holds no state of a run")
@@ -72,10 +79,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path, part: slice) -> Index:
-    """Where the tensors are, once the files are found to be what was written.
+    """Return where each tensor of a checkpoint lies in its files, after the files were compared with their checksums.
 
     Args:
-        part: of the tensors' files, those to compare with their checksums; the others are small.
+        part: the slice of the tensors' files, in the order of their names, to compare; the small files always are.
 
     Raises:
         ValueError: something is damaged.
@@ -85,18 +92,18 @@ def read_index(path: Path, part: slice) -> Index:
     manifest.compare(path, sums, (index.INDEX, STATE))
     found = index.read(path)
     if unchecked := found.files - sums.keys():
-        raise manifest.Damaged(f"{manifest.SUMS} does not name {min(unchecked)}")
+        raise manifest.Damaged(f"{manifest.SUMS} has no checksum of {min(unchecked)}")
     manifest.compare(path, sums, sorted(sums.keys() - {index.INDEX, STATE})[part])
     return found
 
 
 def previous(path: Path) -> Path:
-    """Where the checkpoint that ``path`` replaces stands for the moment of the exchange."""
+    """Return where the checkpoint that ``path`` replaces lies for the moment of the exchange."""
     return _beside(path, "previous")
 
 
 def vacant(path: Path) -> Path:
-    """``path``, once what we left there is removed; a name beside it where something stands that is not ours."""
+    """Return ``path``, after removing what the engine left there; a numbered name beside it where something else is."""
     numbered = (path.with_name(f"{path.name}_{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):
         with contextlib.suppress(OSError, Refused):
@@ -107,7 +114,7 @@ def vacant(path: Path) -> Path:
 
 
 def put(new: Path, path: Path) -> None:
-    """Rename into place a directory, or a link. Of what stood there, a checkpoint of ours is removed."""
+    """Rename a directory or a link into place. A checkpoint of the engine's that was there is removed."""
     before = previous(path)
     if os.path.lexists(path) and not (path.is_symlink() and new.is_symlink()):
         before = vacant(before)
@@ -118,7 +125,7 @@ def put(new: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a link to one; what is not ours stays, and the log says so."""
+    """Remove a checkpoint or a link to one. What the engine has not made stays, and the log says so."""
     try:
         if path.is_symlink():
             path.unlink()
@@ -135,21 +142,23 @@ def _beside(path: Path, what: str) -> Path:
 def _write_tensors(
     folder: Path, tensors: Mapping[str, Tensor | Piece], ranks: Ranks | None, rank: int
 ) -> dict[str, str]:
-    """The checksums of the files that this rank wrote."""
+    """Write this rank's tensors and return the checksums of its files, by name."""
     group = ranks.group if ranks else None
     try:
         writer, planner = disk.Writer(folder), _Planner()
         save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise OfAll(disk.told(error, rank)) from error
+        raise CollectiveError(disk.describe(error, rank)) from error
     except RuntimeError as error:
         if group is None:
             raise
-        raise Unanswered from error  # gloo's
+        raise UnansweredCollective from error  # gloo's
     return {path.name: manifest.of_file(path) for path in folder.glob(f"__{rank}_*")}
 
 
 class _Planner(DefaultSavePlanner):
+    """Planner of torch's, which writes Pieces as well."""
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_object(index)
@@ -176,9 +185,10 @@ def _to_disk(path: Path) -> None:
 
 
 def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: Iterable[int] = ()) -> list[Any]:
-    """Act on every rank; where an action fails, every rank fails, and none waits for it.
+    """Run an action on every rank and return its results; where it fails on one rank, it fails on all, and none waits.
 
     Args:
+        what: the action in words, for the message that names a rank which is late: "write its part".
         heard: the ranks whose results are returned.
     """
     try:
@@ -186,7 +196,11 @@ def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: 
             return [action()]
         ranks.writing.take(what, action)
     except OSError as error:
-        told = f"rank 0: {disk.words(error)}" if ranks is None and not isinstance(error, OfAll) else str(error)
+        told = (
+            f"rank 0: {disk.first_line(error)}"
+            if ranks is None and not isinstance(error, CollectiveError)
+            else str(error)
+        )
         raise UnwrittenCheckpoint(f"the checkpoint could not be written: {told}") from error
     except LostRank as error:
         raise LostRank(f"the checkpoint could not be written: {error}") from error.__cause__

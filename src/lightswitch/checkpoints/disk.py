@@ -1,4 +1,4 @@
-"""What a disk says when it does not take what is written, or give it back: that it is full, for one."""
+"""Errors of a disk that takes or gives back no more data, in words: that it is full, for one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used
 
 
 class Writer(FileSystemWriter):
-    """torch's own, whose errors keep their cause on the way to the other ranks."""
+    """Writer of torch's checkpoint files, whose errors keep their cause on the way to the other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with true_cause():
@@ -42,15 +42,15 @@ def true_cause() -> Iterator[None]:
         raise
 
 
-def told(error: BaseException, rank: int) -> str:
-    """In a few words, whose error it is and what it is."""
+def describe(error: BaseException, rank: int) -> str:
+    """Return in a few words which rank's error it is and what it is."""
     if isinstance(error, CheckpointException):  # of every rank, and it says whose it was
-        return "; ".join(f"rank {number}: {words(cause)}" for number, (cause, _) in sorted(error.failures.items()))
-    return f"rank {rank}: {words(error)}"
+        return "; ".join(f"rank {number}: {first_line(cause)}" for number, (cause, _) in sorted(error.failures.items()))
+    return f"rank {rank}: {first_line(error)}"
 
 
-def words(error: BaseException) -> str:
-    """The first line of it, and whether the disk is full."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, and whether it means that the disk is full."""
     if named := safe.called(error):
         return f"a tensor's file {named}"
     first = str(error).partition("\n")[0] or type(error).__name__

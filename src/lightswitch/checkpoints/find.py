@@ -23,46 +23,50 @@ _NO_TENSORS = slice(0)
 
 
 def newest(run_dir: Path) -> tuple[Path, Position] | None:
-    """The checkpoint that stands furthest in training, whoever wrote it; None where there is none yet.
+    """Return the checkpoint of a run that is furthest in training, and its position; None where there is none yet.
 
-    Whether its tensors are what was written is found where they are read, by all ranks together.
+    Whether its tensors are undamaged is found where they are read, by all ranks together.
 
     Raises:
-        UnfitCheckpoint: there are some, and none of them can be read.
+        UnfitCheckpoint: there are checkpoints, and none of them can be read.
     """
-    standing, harmed = _found(run_dir)
-    if harmed and not standing:
-        raise _none_is_whole(harmed)
-    _tell(harmed)
-    return standing[0] if standing else None
+    readable, damaged = _found(run_dir)
+    if damaged and not readable:
+        raise _all_damaged(damaged)
+    _warn_of(damaged)
+    return readable[0] if readable else None
 
 
 def up_to(path: Path, run_dir: Path) -> list[Path]:
-    """A checkpoint and, if it is the run's own, those that stand before it: what a run may go on from."""
-    standing = [own for own, _ in _found(run_dir)[0]]
-    return standing[standing.index(path) :] if path in standing else [path]
+    """Return a checkpoint and, if it is the run's own, those before it in training: candidates to go on from."""
+    readable = [own for own, _ in _found(run_dir)[0]]
+    return readable[readable.index(path) :] if path in readable else [path]
 
 
 def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Reader:
-    """Of the first one that is what was written. Collective.
+    """Return a reader of the first checkpoint that is undamaged. Collective.
+
+    Args:
+        candidates: in the order of preference.
+        group: of the ranks that read together; None for one process.
 
     Raises:
-        UnfitCheckpoint: on every rank, when none of them is.
+        UnfitCheckpoint: on every rank, when all of them are damaged.
     """
-    harmed: list[UnfitCheckpoint] = []
+    damaged: list[UnfitCheckpoint] = []
     for path in candidates:
         try:
             reader = Reader(path, group)
         except UnfitCheckpoint as error:
-            harmed.append(error)
+            damaged.append(error)
             continue
-        _tell(harmed, instead=path)
+        _warn_of(damaged, instead=path)
         return reader
-    raise _none_is_whole(harmed)
+    raise _all_damaged(damaged)
 
 
 def position_of(path: Path) -> Position | None:
-    """Where a checkpoint stands in training; None for one that was written by something else.
+    """Return a checkpoint's position in training; None for one that was not written by this engine.
 
     Raises:
         UnfitCheckpoint: it can't be read, as far as can be told without reading its tensors.
@@ -79,24 +83,24 @@ def position_of(path: Path) -> Position | None:
 
 
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:
-    """Those that can be read, the furthest in training first, and what is wrong with the others."""
-    standing, harmed = [], []
+    """Return the checkpoints of a run that can be read, the furthest first, and the errors of the others."""
+    readable, damaged = [], []
     for path in [*_named(run_dir / "checkpoints", _WRITTEN), *_named(run_dir, _ASKED_FOR)]:
         try:
             if (position := position_of(path)) is not None:
-                standing.append((path, position))
+                readable.append((path, position))
         except UnfitCheckpoint as error:
-            harmed.append(error)
+            damaged.append(error)
     # of two at the same place, the one whose validation has run; then the one that is named by its step
-    standing.sort(key=lambda found: (found[1].global_step, not found[1].validation_due, found[0].name), reverse=True)
-    return standing, harmed
+    readable.sort(key=lambda found: (found[1].global_step, not found[1].validation_due, found[0].name), reverse=True)
+    return readable, damaged
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Directories in it, as our checkpoints are; files and links are something else's.
+    """Return the directories in a folder whose names fit, as checkpoints of the engine are; not files nor links.
 
     Raises:
-        UnfitCheckpoint: it can't be listed. A run that has checkpoints is not to start anew for that.
+        UnfitCheckpoint: it can't be listed. A run that has checkpoints must not start anew for that.
     """
     try:
         with os.scandir(folder) as entries:
@@ -112,13 +116,13 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 @rank_zero_only
-def _tell(harmed: list[UnfitCheckpoint], instead: Path | None = None) -> None:
-    for error in harmed:
+def _warn_of(damaged: list[UnfitCheckpoint], instead: Path | None = None) -> None:
+    for error in damaged:
         log.warning("%s; it is passed over", error)
-    if harmed and instead:
+    if damaged and instead:
         log.info("resumes    %s", shown(instead))
 
 
-def _none_is_whole(harmed: list[UnfitCheckpoint]) -> UnfitCheckpoint:
-    told = "; ".join(map(str, harmed))
+def _all_damaged(damaged: list[UnfitCheckpoint]) -> UnfitCheckpoint:
+    told = "; ".join(map(str, damaged))
     return UnfitCheckpoint(f"{told}; start anew with resume=never, or go on from another with resume=PATH")

@@ -17,13 +17,18 @@ _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrapper
 
 
 def is_foreign(path: Path) -> bool:
+    """Return whether a path is a checkpoint of one of Lightning's own strategies, and not of this engine."""
     return path.is_file() or _is_sharded(path) or zero.is_zero(path)
 
 
 def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP) or DeepSpeed's; whole, on the CPU.
+    """Return the weights of a checkpoint of Lightning's by name, whole and on the CPU, and the rest of its state.
 
-    What modules keep that is no tensor stands in the state under "extra_state", as in a checkpoint of ours.
+    It may be a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP) or DeepSpeed's. What modules keep
+    that is not a tensor is in the state under "extra_state", as in a checkpoint of the engine.
+
+    Raises:
+        ValueError: it is something else, is damaged, or can't be read without running code.
     """
     state: dict[str, Any] = {_VERSION: _OF_ANY}
     if path.is_file():
@@ -42,7 +47,8 @@ def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """
+    """Return what a `.ckpt` file of Lightning's holds, with its tensors mapped from the file.
+
     Raises:
         ValueError: the file is something else, or can't be read without running code.
     """
@@ -76,14 +82,14 @@ def _own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_sizes(tensors: dict[str, Tensor], file_bytes: int) -> None:
-    """A view of one number can claim any shape."""
+    """Refuse tensors that claim more bytes than the file has: a view of one number can claim any shape."""
     for name, tensor in tensors.items():
         if tensor.nbytes > file_bytes:
             raise ValueError(f"it claims {tensor.nbytes} bytes for {name}, and has {file_bytes} in all")
 
 
 def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """By each name, the first name of the same tensor: a tied weight has several."""
+    """Return for each name the first name of the same tensor: a tied weight has several."""
     first: dict[tuple[Any, ...], str] = {}
     names = {}
     for name, value in tensors.items():

@@ -1,4 +1,4 @@
-"""Where the parts of each tensor of a checkpoint are: the index of torch.distributed.checkpoint, read as data.
+"""The index of a checkpoint's tensors, torch.distributed.checkpoint's `.metadata`, read as data.
 
 torch's own reader unpickles it, and so calls whatever the file names. Here what the file names is looked up in a list
 and becomes a record without behaviour; all that is taken from the records is checked.
@@ -39,19 +39,19 @@ _BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dic
 
 
 class DamagedIndex(ValueError):
-    """An index that is none, or that does not fit the files beside it."""
+    """Error of an index that is damaged, or that does not fit the files beside it."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """The tensors of one checkpoint, each part of which is known to lie within a file of its directory."""
+    """Tensors of one checkpoint, each part of which is known to lie within a file of its directory."""
 
     path: Path
     metadata: Metadata
     files: frozenset[str]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without values: shapes and dtypes."""
+        """Return the tensors by name on the meta device: shapes and dtypes without values."""
         return {
             name: torch.empty(item.size, dtype=item.properties.dtype, device="meta")
             for name, item in self.metadata.state_dict_metadata.items()
@@ -59,11 +59,12 @@ class Index:
         }
 
     def reader(self) -> FileSystemReader:
+        """Return a reader for torch's `load` that takes this index and reads none itself."""
         return _Reader(self)
 
 
 def read(path: Path) -> Index:
-    """The index of a checkpoint's directory, of which torch's own reader would read tensors alone.
+    """Return the index in a checkpoint's directory, with the tensors alone.
 
     Raises:
         DamagedIndex: with the reason. Nothing is allocated by what the index claims before it is compared with the
@@ -81,7 +82,7 @@ def read(path: Path) -> Index:
 
 
 class _Reader(FileSystemReader):
-    """torch's own, with an index that was read already."""
+    """Reader of torch's, with an index that was read already."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index.path)
@@ -92,7 +93,7 @@ class _Reader(FileSystemReader):
 
 
 class _Record:
-    """What the index says of one object: the arguments it is made with, and its state."""
+    """Record of an object in the index: the arguments it is made with, and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -105,7 +106,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Calls nothing but the makers of records, which are this one's own: a file can't change a class of the process."""
+    """Unpickler that calls nothing but makers of records, classes of its own that no file can change for others."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -129,7 +130,7 @@ def _unpickled(file: Path) -> Any:
     except OSError as error:
         raise DamagedIndex(f"{INDEX} can't be read: {error.strerror}") from error
     except Exception as error:  # pickle raises many kinds for what is no pickle, or a part of one
-        raise DamagedIndex(f"{INDEX} is no index of tensors") from error
+        raise DamagedIndex(f"{INDEX} is not an index of tensors") from error
 
 
 def _kind(record: Any) -> str:
@@ -138,19 +139,19 @@ def _kind(record: Any) -> str:
 
 def _field(record: Any, name: str) -> Any:
     if not isinstance(record, _Record) or not isinstance(record.state, dict):
-        raise DamagedIndex(f"{INDEX} is no index of tensors")
+        raise DamagedIndex(f"{INDEX} is not an index of tensors")
     return record.state.get(name)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
-        raise DamagedIndex(f"{INDEX} is no index of tensors")
+        raise DamagedIndex(f"{INDEX} is not an index of tensors")
     return value
 
 
 def _sizes(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or any(type(size) is not int or not 0 <= size < 1 << 62 for size in value):
-        raise DamagedIndex(f"{INDEX} has a shape that is none")
+        raise DamagedIndex(f"{INDEX} has a damaged shape")
     return torch.Size(value)
 
 
@@ -164,16 +165,16 @@ def _key(record: Any) -> MetadataIndex:
 def _info(record: Any) -> _StorageInfo:
     file, offset, length = (_field(record, name) for name in ("relative_path", "offset", "length"))
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise DamagedIndex(f"{INDEX} has a part of a tensor without a place")
+        raise DamagedIndex(f"{INDEX} has a part of a tensor without an offset")
     if not is_plain_name(file):
-        raise DamagedIndex(f"{INDEX} leads out of the checkpoint, to {file}")
+        raise DamagedIndex(f"{INDEX} names a file outside of the checkpoint: {file}")
     if _field(record, "transform_descriptors"):
-        raise DamagedIndex(f"{INDEX} names a compression, and no checkpoint of ours or of Lightning's has one")
+        raise DamagedIndex(f"{INDEX} names a compression, which no checkpoint of lightswitch or Lightning has")
     return _StorageInfo(file, offset, length)
 
 
 def is_plain_name(name: Any) -> bool:
-    """Of a file that lies in a directory itself."""
+    """Return whether a name is that of a file in a directory itself, not of one elsewhere."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
@@ -182,7 +183,7 @@ def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     chunks = _field(record, "chunks")
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
-        raise DamagedIndex(f"{INDEX} is no index of tensors")
+        raise DamagedIndex(f"{INDEX} is not an index of tensors")
     parts = [ChunkStorageMetadata(_sizes(_field(c, "offsets")), _sizes(_field(c, "sizes"))) for c in chunks]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _sizes(_field(record, "size")), parts)
 
@@ -193,7 +194,7 @@ def _file_bytes(path: Path, name: str) -> int:
     except FileNotFoundError as error:
         raise DamagedIndex(f"{name} is missing") from error
     if not stat.S_ISREG(found.st_mode):
-        raise DamagedIndex(f"{name} is no file")
+        raise DamagedIndex(f"{name} is not a regular file")
     return found.st_size
 
 
@@ -202,7 +203,7 @@ def _compared(
     stored: Mapping[MetadataIndex, _StorageInfo],
     file_bytes: Mapping[str, int],
 ) -> Iterator[MetadataIndex]:
-    """The places of all parts, once they are as large as the parts, within the files, and all of each tensor."""
+    """Yield the keys of all parts, after checking that each lies within its file and that they make up each tensor."""
     claimed_bytes = 0
     for name, tensor in tensors.items():
         numbers = 0
@@ -231,7 +232,7 @@ def _check_part(
     if not len(shape) == len(start) == len(size) or any(a + b > c for a, b, c in zip(start, size, shape, strict=True)):
         raise DamagedIndex(f"{INDEX} has a part of {name} that lies outside of it")
     if info is None:
-        raise DamagedIndex(f"{INDEX} has no place for a part of {name}")
+        raise DamagedIndex(f"{INDEX} does not say where a part of {name} is")
     needed_bytes = math.prod(size) * tensor.properties.dtype.itemsize
     if needed_bytes > info.length or info.offset + info.length > file_bytes[info.relative_path]:
         raise DamagedIndex(f"{info.relative_path} is shorter than {INDEX} says")

@@ -11,7 +11,11 @@ from lightswitch.errors import Refused
 
 
 class InitialWeights(Callback):
-    """Those of a checkpoint, for a run that has none of its own yet."""
+    """Callback that gives a new run the weights of a checkpoint, and nothing else of it.
+
+    Args:
+        path: a checkpoint of any strategy, the engine's or Lightning's. A run that goes on from its own ignores it.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)

@@ -17,15 +17,18 @@ _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # as `save` gives it, and n
 
 
 class LastCheckpoints(Checkpoint):
-    """Writes ``folder``/step_<n>.ckpt every so many optimizer steps and at the end of training.
+    """Callback that writes ``folder``/step_<n>.ckpt every so many optimizer steps and at the end of training.
 
-    ``folder``/last.ckpt is a link to the newest that is whole. Lightning's `save_last` follows the last *best* one, and
-    nothing of it is written at the end of a run whose length is no multiple of its interval.
+    ``folder``/last.ckpt is a link to the newest complete one. Lightning's `save_last` follows the last *best* one, and
+    writes nothing at the end of a run whose length is not a multiple of its interval.
 
     Args:
-        every_n_steps: between two of them.
-        keep: how many of them stay, the newest; an older one goes when a new one is good.
-        keep_every_n_steps: those at multiples of it stay for ever.
+        every_n_steps: optimizer steps between two checkpoints.
+        keep: how many of the newest stay; an older one is removed once a newer one is complete.
+        keep_every_n_steps: checkpoints at multiples of it stay for ever.
+
+    Raises:
+        ValueError: a number is below 1.
     """
 
     def __init__(self, folder: str, every_n_steps: int, keep: int = 2, keep_every_n_steps: int | None = None) -> None:
@@ -53,7 +56,7 @@ class LastCheckpoints(Checkpoint):
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Unless it has been at this step."""
+        """Save a checkpoint of this step, unless there is one already."""
         dry = getattr(trainer, "fast_dev_run", False)  # set past Lightning's own declaration
         if dry or trainer.global_step == self._saved_step:
             return
@@ -71,14 +74,14 @@ class LastCheckpoints(Checkpoint):
             beside.symlink_to(path.name)
             directory.put(beside, self.folder / "last.ckpt")
         except OSError as error:
-            told = disk.told(error, rank=0)
+            told = disk.describe(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):
             self._removed.add(old)  # or what is not removed would be told of at each save
             directory.remove(old)
 
     def _outdated(self, newest: Path) -> list[Path]:
-        """Also those of the run before it was started again; not those ahead of a run that was started anew."""
+        """Return the checkpoints to remove: those of an earlier start too, but none ahead of this one's newest."""
         newest_step = _step(newest)
         assert newest_step is not None
         steps = {path: step for path in self.folder.iterdir() if (step := _step(path)) is not None}
@@ -88,7 +91,7 @@ class LastCheckpoints(Checkpoint):
 
 
 def _step(path: Path) -> int | None:
-    """Of a checkpoint of ours; None of what else stands beside them."""
+    """Return the step of a checkpoint of the engine by its name; None for anything else in the folder."""
     named = _NAME.fullmatch(path.name)
     return int(named[1]) if named and path.is_dir() and not path.is_symlink() else None
 

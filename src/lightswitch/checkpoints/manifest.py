@@ -12,18 +12,19 @@ SUMS = "SHA256SUMS"
 
 
 class Damaged(ValueError):
-    """What is wrong with a file of a checkpoint."""
+    """Error that says what is wrong with a file of a checkpoint."""
 
 
 def write(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the checksums, by the names of files, as `sha256sum -c` reads them."""
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
 def read(folder: Path) -> dict[str, str]:
-    """Checksums by the names of files, each of which is there.
+    """Return the checksums in a checkpoint by the names of files, each of which exists.
 
     Raises:
-        Damaged: it is none, or names what lies elsewhere or is missing.
+        Damaged: there is no list, or it names a file that lies elsewhere or is missing.
     """
     try:
         check_file(folder, SUMS)
@@ -32,42 +33,45 @@ def read(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise Damaged(f"{SUMS} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise Damaged(f"it has no {SUMS}, or a part of it") from error
+        raise Damaged(f"it has no {SUMS}, or a damaged one") from error
     for name in sums:
         if not is_plain_name(name):
-            raise Damaged(f"{SUMS} leads out of the checkpoint, to {name}")
+            raise Damaged(f"{SUMS} names a file outside of the checkpoint: {name}")
         check_file(folder, name)
     return sums
 
 
 def compare(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:
-    """
+    """Compare some files of a checkpoint with their checksums.
+
     Raises:
-        Damaged: a file has no checksum, can't be read, or is not what was written.
+        Damaged: a file has no checksum, can't be read, or differs from it.
     """
     for name in names:
         if name not in sums:
-            raise Damaged(f"{SUMS} does not name {name}")
+            raise Damaged(f"{SUMS} has no checksum of {name}")
         try:
             found = of_file(folder / name)
         except OSError as error:
             raise Damaged(f"{name} can't be read: {error.strerror}") from error
         if found != sums[name]:
-            raise Damaged(f"{name} is not what was written")
+            raise Damaged(f"{name} differs from its checksum")
 
 
 def check_file(folder: Path, name: str) -> None:
-    """
+    """Check that a regular file of this name exists: reading a pipe would wait for ever.
+
     Raises:
-        Damaged: it is missing, or something else: a directory, or a pipe that would be waited for.
+        Damaged: it is missing, or something else.
     """
     if not (folder / name).exists():
         raise Damaged(f"{name} is missing")
     if not (folder / name).is_file():
-        raise Damaged(f"{name} is no file")
+        raise Damaged(f"{name} is not a regular file")
 
 
 def of_file(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

@@ -14,13 +14,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class Piece:
-    """Written and read without a word to other ranks: as boxes, which is what a checkpoint is made of. The methods are
-    those that torch.distributed.checkpoint looks for, and its planners have to ask for the third one.
+    """Contiguous elements of a tensor, written and read without a collective.
+
+    A checkpoint is made of boxes, so a piece gives itself as several. The dunder methods are those that
+    torch.distributed.checkpoint looks for; its planners have to ask for the third one.
 
     Args:
-        values: (elements,), in memory that is this rank's own; none where it keeps nothing of the tensor.
+        values: (elements,), in memory that is this rank's own; empty where it keeps nothing of the tensor.
         shape: of the whole tensor.
-        first: of the elements, in the whole tensor.
+        first: index of the first element in the whole tensor, flattened.
     """
 
     values: Tensor
@@ -28,10 +30,11 @@ class Piece:
     first: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same run of a whole tensor: (elements,)."""
+        """Return the same elements of a whole tensor: (elements,)."""
         return whole.reshape(-1).narrow(0, self.first, self.values.numel())
 
     def with_values(self, values: Tensor) -> Piece:
+        """Return the piece with other values: (elements,), as of an optimizer's state."""
         return replace(self, values=values)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -57,7 +60,7 @@ class Piece:
 
 
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
+    """Yield offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
     if prod(shape) == 0:  # all ranks name what is empty: none would be asked for it
         yield (0,) * len(shape), shape
         return

@@ -1,4 +1,4 @@
-"""What makes the checkpoints of a Lightning strategy the same as those of every other."""
+"""Checkpoints of one form under every Lightning strategy."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fail
 
 
 class PortableCheckpoints(Strategy):
-    """Stands before a strategy among the bases of a class. Parameters and optimizer states go by the parameters' names.
+    """Base of strategies whose checkpoints are portable; among a class's bases, it comes before Lightning's strategy.
 
-    A strategy that spreads tensors in a way of its own overrides `lightning_module_state_dict`, `optimizer_state` and
-    what reads them; those here do for plain tensors and DTensors. None of them talks to another rank: a rank that fails
-    in a save would leave the others waiting.
+    Parameters and optimizer states are stored by the parameters' names. A strategy that spreads tensors in a way of its
+    own overrides `lightning_module_state_dict`, `optimizer_state` and what reads them; those here do for plain tensors
+    and DTensors. None of them may be collective: a rank that fails in a save would leave the others waiting.
     """
 
     ranks_hear_of_failures = False  # by other means than a save's: where rank 0 is gone, torch says so at length
 
     _checkpoint_ranks: Ranks | None = None
+    _told: frozenset[str] = frozenset()  # places in a checkpoint of what it leaves out
     _reader: Reader
 
     @functools.cached_property
@@ -64,6 +65,8 @@ class PortableCheckpoints(Strategy):
         return names.state_of(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's class, its state by parameter names, and its groups with names in place of
+        parameters."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer's
         assert self.lightning_module is not None
         of = names.names_of(self.lightning_module)
@@ -72,20 +75,29 @@ class PortableCheckpoints(Strategy):
         return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Returns once the state is copied; it is written while training goes on.
+        """Copy the state into memory and return; a thread writes it while training goes on.
 
         Raises:
-            LostRank: a rank did not come, has failed, or is still writing the checkpoint before.
+            LostRank: a rank did not reach the save of in time, has failed, or is still writing the checkpoint before.
         """
         assert self.lightning_module is not None
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
-        tensors, state = _split(checkpoint)
-        path = self._meet(Path(filepath))
+        tensors, plain = _split(checkpoint)
+        state, left_out = safe(plain)
+        self._tell_once(left_out)
+        path = self._await_ranks(Path(filepath))
         staged, ranks = self.stage(tensors), self._ranks
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
 
-    def _meet(self, path: Path) -> Path:
-        """Rank 0's path, once every rank has come to save and has written what it saved before."""
+    def _tell_once(self, left_out: dict[str, str]) -> None:
+        """Name what a checkpoint does not hold, the first time that it is left out."""
+        for place, kind in left_out.items():
+            if place not in self._told and self.is_global_zero:
+                log.warning("checkpoints leave out %s: a %s can't be read back safely", place, kind)
+        self._told = self._told | left_out.keys()
+
+    def _await_ranks(self, path: Path) -> Path:
+        """Return rank 0's path, once every rank is here and has written what it saved before."""
         ranks = self._ranks
         try:
             self._wait_for_write()
@@ -93,51 +105,55 @@ class PortableCheckpoints(Strategy):
             if ranks is not None:
                 ranks.staging.fail(str(error))
             raise
-        self._tell_failure()
+        self._log_failure()
         if ranks is None:
             return path
-        ranks.staging.take(f"come to save {path.name}", lambda: str(path))
+        ranks.staging.take(f"reach the save of {path.name}", lambda: str(path))
         (path_of_rank_0,) = ranks.staging.results([0])
         if self._saver.has_lost_a_rank:
             self._checkpoint_ranks = None  # to talk to it again, all connect anew
         return Path(path_of_rank_0)
 
     def _wait_for_write(self) -> None:
-        """Of the checkpoint before. One process alone keeps nobody waiting."""
+        """Wait until the checkpoint before is written; without a limit in a run of one process.
+
+        Raises:
+            LostRank: it took too long.
+        """
         patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
         if not self._saver.wait(patience_seconds):
-            raise LostRank(f"the checkpoint before was not written in {patience_seconds:g} s")
+            raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
 
     def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
-        """Tensors that training does not change."""
+        """Return copies of tensors that training does not change."""
         return self._saver.stage(tensors)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Of this run alone: a path may come from a checkpoint that was written elsewhere."""
+        """Remove a checkpoint of this run; a path from a checkpoint that was written elsewhere may lead anywhere."""
         if not self.is_global_zero:
             return
         path = Path(filepath)
         if any(best.is_within(path.parent / "_", folder) for folder in self._folders()):
             self.once_saved(lambda: directory.remove(path))
         else:
-            log.warning("%s is not removed: it is no checkpoint of this run", path)
+            log.warning("%s is not removed: it is not a checkpoint of this run", path)
 
     def _folders(self) -> list[Path]:
-        """In which this run keeps checkpoints."""
+        """Return the folders in which this run keeps checkpoints."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
 
     def once_saved(self, action: Callable[[], None]) -> None:
-        """Do this when what was saved last is written, and only if it is good."""
+        """Run an action when what was saved last is written, and only if that succeeded."""
         self._saver.then(action)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._tell_failure()
+        self._log_failure()
 
-    def _tell_failure(self) -> None:
+    def _log_failure(self) -> None:
         failure = self._saver.failure()
         if failure is not None and self.is_global_zero:
             log.error("%s; training goes on, and the checkpoints before it are kept", failure)
@@ -147,9 +163,10 @@ class PortableCheckpoints(Strategy):
         self.finish_saving()
 
     def finish_saving(self) -> None:
-        """
+        """Wait until the run's last checkpoint is written.
+
         Raises:
-            UnwrittenCheckpoint, LostRank: the run's last checkpoint could not be written.
+            UnwrittenCheckpoint, LostRank: it could not be written.
         """
         self._wait_for_write()
         if (failure := self._saver.failure()) is not None:
@@ -166,6 +183,10 @@ class PortableCheckpoints(Strategy):
             others.writing.fail(told)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return a checkpoint's state without tensors, which are read later, each to where the strategy has put it.
+
+        A run that trains takes the newest undamaged one of its own, up to the one that is named.
+        """
         self._wait_for_write()
         assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
@@ -176,11 +197,11 @@ class PortableCheckpoints(Strategy):
             self._reader = Reader(self.broadcast(path), self._group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
         if "callbacks" in state:
-            state["callbacks"] = best.believed(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+            state["callbacks"] = best.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
         return state
 
     def start_from(self, path: Path) -> None:
-        """Take the weights of a checkpoint, and nothing else of it."""
+        """Load the weights of a checkpoint, and nothing else of it."""
         assert self.lightning_module is not None
         self._reader = Reader(path, self._group)
         self.load_model_state_dict(self._reader.state, strict=self.lightning_module.strict_loading)
@@ -217,13 +238,17 @@ class PortableCheckpoints(Strategy):
         return state
 
     def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Tensor | Piece:
-        """For a tensor of a parameter's optimizer state, spread as the parameter is where it has its shape."""
+        """Return a tensor to read a parameter's optimizer state into, spread as the parameter where shapes agree.
+
+        Args:
+            saved: the state's shape and dtype in the checkpoint, on the meta device.
+        """
         if saved.shape == parameter.shape and parameter.dim():
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
         return torch.zeros_like(saved, device="cpu")
 
     def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """Class and parameter groups of each."""
+        """Return the class and the parameter groups, by name, of each optimizer."""
         assert self.lightning_module is not None
         return [
             (type(optimizer).__name__, names.groups_of(optimizer, self.lightning_module))
@@ -231,6 +256,11 @@ class PortableCheckpoints(Strategy):
         ]
 
     def check_optimizers(self, saved: list[dict[str, Any]]) -> None:
+        """Check that the saved optimizers are of the same classes and over the same parameters as this run's.
+
+        Raises:
+            UnfitCheckpoint: they are not.
+        """
         here, there = self.described_optimizers(), [(one["class"], one["param_groups"]) for one in saved]
         if _members(here) != _members(there):
             path = self._reader.path
@@ -247,7 +277,7 @@ class PortableCheckpoints(Strategy):
 
     @property
     def _ranks(self) -> Ranks | None:
-        """None for one process."""
+        """The ranks that write checkpoints together; None for one process."""
         self._connect()
         return self._checkpoint_ranks
 
@@ -266,7 +296,7 @@ class PortableCheckpoints(Strategy):
 
 
 def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[str, Any]]:
-    """The tensors of model and optimizers, and all else."""
+    """Return the tensors of model and optimizers by name, and all else of a checkpoint in plain types."""
     weights = checkpoint.pop("state_dict")
     tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
     checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
@@ -280,7 +310,7 @@ def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[
         }
     if optimizers:
         checkpoint["optimizer_states"] = optimizers
-    return tensors, safe(checkpoint)
+    return tensors, checkpoint
 
 
 def _load_by_name(
@@ -289,7 +319,8 @@ def _load_by_name(
     state: dict[str, dict[str, Any]],
     saved: list[dict[str, Any]],
 ) -> None:
-    """`load_state_dict` takes numbers for parameters, by their place here: strategies may change their order."""
+    """Load an optimizer's state by parameter names: `load_state_dict` takes numbers, and strategies may reorder
+    them."""
     number = {name: index for index, name in enumerate(name for group in live for name in group["params"])}
     optimizer.load_state_dict(
         {

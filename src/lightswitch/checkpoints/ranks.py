@@ -1,4 +1,4 @@
-"""The ranks of a run that write a checkpoint together: none waits for ever for another, and all hear of a failure."""
+"""Agreement of the ranks that write a checkpoint together: none waits for ever for another, all learn of a failure."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
 _SETTLE_SECONDS = 2.0  # between the first rank that a collective has failed on and the last
 
 
-class OfAll(OSError):
-    """An error that every rank has at once, and that names the one it is of."""
+class CollectiveError(OSError):
+    """Error that every rank raises at once, and whose text names the rank it comes from."""
 
 
-class Unanswered(Exception):
-    """A collective over the group that has ended without a word of some rank."""
+class UnansweredCollective(Exception):
+    """Error of a collective that has ended because some rank did not take part."""
 
 
 class Ranks:
-    """Those of the run, and what they do together: in training, and in the thread that writes beside it.
+    """Ranks of a run that save together: in training, and in the thread that writes beside it.
 
     Collective: made by all ranks at once.
+
+    Args:
+        timeout_seconds: to wait for a rank in each step of a save.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -42,9 +45,14 @@ class Ranks:
 
 
 class Steps:
-    """What the ranks do one after the other, each of which ends on all of them in the same way, and in time.
+    """Sequence of steps that all ranks take, each of which ends on all of them in the same way and in time.
 
     They agree in the store where they met, not by collectives: it answers while a rank hangs, and knows which one does.
+
+    Args:
+        group: its ranks.
+        name: of the sequence; two of them may go on at once.
+        timeout_seconds: to wait for a rank in a step.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float) -> None:
@@ -54,10 +62,11 @@ class Steps:
         self._done = 0
 
     def take(self, what: str, action: Callable[[], Any]) -> None:
-        """Act, and wait for the others.
+        """Run an action as the next step, and wait until all ranks have run theirs.
 
         Args:
-            what: "come to …", "write …"; told of a rank that did not.
+            what: the step in words, for the message that names a rank which did not take it: "write its part".
+            action: returns what can be written as JSON.
 
         Raises:
             OSError: on every rank, when the action raised one on one of them.
@@ -66,7 +75,7 @@ class Steps:
         cause: BaseException | None = None
         try:
             self._arrive(action())
-        except Unanswered as error:
+        except UnansweredCollective as error:
             cause = error.__cause__ or error
             self._store.set(self._key(str(self.rank)), "null")  # this one is not late
             self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
@@ -78,11 +87,11 @@ class Steps:
         self._conclude(what, cause)
 
     def results(self, ranks: Iterable[int]) -> list[Any]:
-        """What the action of the last step returned on these ranks."""
+        """Return what the action of the last step returned on some ranks, in their order."""
         return [json.loads(one) for one in self._store.multi_get([self._key(str(r), self._done - 1) for r in ranks])]
 
     def fail(self, cause: str) -> None:
-        """This rank will not come to the next step, for which others may be waiting."""
+        """Announce that this rank will not come to the next step, for which others may be waiting."""
         with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, is gone
             self._decide({"lost": True, "told": f"rank {self.rank} failed: {cause}"})
 
@@ -92,7 +101,7 @@ class Steps:
             self._decide({})
 
     def _decide(self, outcome: dict[str, Any]) -> None:
-        """How the step has ended, unless that is decided already."""
+        """Set how the step has ended, unless another rank has decided it already."""
         self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
 
     def _conclude(self, what: str, cause: BaseException | None) -> None:
@@ -105,7 +114,7 @@ class Steps:
         self._forget(self._done - 2)
 
     def _late(self, what: str, patience_seconds: float) -> dict[str, Any]:
-        """The ranks that have not come, those that still come left aside; nothing if all have."""
+        """Return the outcome that names the ranks which have not come after a last wait; empty if all have."""
         late = [rank for rank in range(self.world_size) if rank != self.rank]
         end = time.monotonic() + patience_seconds
         while late:
@@ -119,11 +128,11 @@ class Steps:
         return {"lost": True, "told": f"{who} did not {what} in {self._timeout_seconds:g} s"}
 
     def _failed(self, error: BaseException, lost: bool) -> dict[str, Any]:
-        told = disk.words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return {"lost": lost, "told": told if isinstance(error, OfAll) else f"rank {self.rank}: {told}"}
+        told = disk.first_line(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return {"lost": lost, "told": told if isinstance(error, CollectiveError) else f"rank {self.rank}: {told}"}
 
     def _wait(self, key: str) -> bool:
-        """By short questions: one long one would keep this process's other threads from the store."""
+        """Wait for a key, by short questions: one long one would keep this process's other threads from the store."""
         end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         while not self._store.check([key]):
             if time.monotonic() > end:
@@ -133,7 +142,7 @@ class Steps:
         return True
 
     def _forget(self, step: int) -> None:
-        """What all have left behind: each was here when the last step ended."""
+        """Delete the keys of a step that all ranks have left behind."""
         names = [str(self.rank), *(["arrived", "outcome"] if self.rank == 0 else [])]
         for name in names if step >= 0 else ():
             self._store.delete_key(self._key(name, step))

@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint into those of a live model, however either is spread over ranks."""
+"""Tensors of a checkpoint read into those of a live model, however either is spread over ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
 from lightswitch.errors import UnfitCheckpoint
 
-Told = Callable[[int], None]  # takes the number of bytes that were just read
+OnRead = Callable[[int], None]  # takes the number of bytes that were just read
 
 
 class Reader:
-    """Of one checkpoint, whose checksums are compared first.
+    """Reader of one checkpoint, whose checksums it compares first.
 
     Args:
         path: a directory of `directory.write`, or what Lightning's own strategies write, of which the weights alone are
             read.
         group: of the ranks that read together; None for one process.
 
+    Attributes:
+        state: all but the tensors.
+        like: the tensors by name on the meta device, shapes and dtypes without values.
+
     Raises:
-        UnfitCheckpoint: on every rank, when it can't be read or isn't what was written.
+        UnfitCheckpoint: on every rank, when it can't be read or is damaged.
     """
 
     def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
@@ -50,7 +54,7 @@ class Reader:
             raise unreadable(path, told) from problem
 
     def _open(self) -> dict[str, Any]:
-        """No collective: each rank reads a part of the files, and one that can't does not keep the others waiting."""
+        """Read index and state. Each rank compares a part of the files, and none waits for another."""
         if foreign.is_foreign(self.path):
             weights, state = foreign.weights_and_state(self.path)
             self._loaded = {f"model.{name}": value for name, value in weights.items()}
@@ -69,27 +73,31 @@ class Reader:
         return next(filter(None, problems), None)
 
     def names(self, prefix: str) -> set[str]:
-        """Of the tensors that begin so, less the prefix."""
+        """Return the names of tensors that begin with a prefix, without it."""
         return {name.removeprefix(prefix) for name in self.like if name.startswith(prefix)}
 
-    def fill(self, tensors: Mapping[str, Tensor | Piece], told: Told | None = None) -> None:
-        """Read each tensor in place, a DTensor or Piece its own part only. Collective.
+    def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
+        """Read tensors in place, of a DTensor or Piece this rank's part only. Collective.
+
+        Args:
+            tensors: by the names in the checkpoint, of the shapes there.
+            on_read: called with the number of bytes that were just read.
 
         Raises:
             UnfitCheckpoint: on every rank, when a file can't be read, or holds something else than its index says.
         """
         if self._index is not None:
-            self._load(self._index, tensors, told, self._group)
+            self._load(self._index, tensors, on_read, self._group)
             return
         for name, tensor in tensors.items():
             kept = tensor.values if isinstance(tensor, Piece) else tensor
             with torch.no_grad():
                 kept.copy_(_spread_like(tensor, self._loaded[name]))
-            if told is not None:
-                told(kept.nbytes)
+            if on_read is not None:
+                on_read(kept.nbytes)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU."""
+        """Return one tensor, whole, on the CPU."""
         if self._index is None:
             return self._loaded[name]
         whole = {name: torch.empty_like(self.like[name], device="cpu")}
@@ -97,13 +105,17 @@ class Reader:
         return whole[name]
 
     def _load(
-        self, index: Index, tensors: Mapping[str, Tensor | Piece], told: Told | None, group: dist.ProcessGroup | None
+        self,
+        index: Index,
+        tensors: Mapping[str, Tensor | Piece],
+        on_read: OnRead | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
         try:
             load(
                 dict(tensors),
                 storage_reader=index.reader(),
-                planner=_Planner(told),
+                planner=_Planner(on_read),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -111,24 +123,29 @@ class Reader:
             raise unreadable(self.path, why(error)) from error
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
-        """
+        """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.
+
         Args:
             live: the model's state by name.
-            arguments: those that it was built with, as far as it has saved them.
+            arguments: those that it was built with, as far as it has saved them; differences in them are named first.
+            strict: names have to be the same on both sides.
 
         Raises:
-            UnfitCheckpoint: names or shapes of the parameters differ.
+            UnfitCheckpoint: names or shapes differ.
         """
         saved = self.names("model.")
-        problems = [f"{name} has {_shape(self.like[f'model.{name}'])} in it and {_shape(value)} in the model"
-                    for name, value in live.items()
-                    if name in saved and self.like[f"model.{name}"].shape != value.shape]  # fmt: skip
+        problems = [
+            f"{name} is {_shape(self.like[f'model.{name}'])} in the checkpoint and {_shape(value)} in the model"
+            for name, value in live.items()
+            if name in saved and self.like[f"model.{name}"].shape != value.shape
+        ]
         if strict:
-            problems += [f"it has no {name}" for name in sorted(live.keys() - saved)]
+            problems += [f"the checkpoint has no {name}" for name in sorted(live.keys() - saved)]
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
+            told = _several([*self._other_arguments(arguments), *problems])
             raise UnfitCheckpoint(
-                f"{self.path} is of another model: {_several([*self._other_arguments(arguments), *problems])}; "
+                f"{self.path} was saved from a different model: {told}; "
                 "give the model the arguments it had, or start anew under another run_id"
             )
 
@@ -142,37 +159,38 @@ class Reader:
 
 
 def unreadable(path: Path, why: str) -> UnfitCheckpoint:
+    """Return the error for a checkpoint that can't be read."""
     return UnfitCheckpoint(f"{shown(path)} can't be read as a checkpoint: {why}")
 
 
 def why(error: Exception | CheckpointException) -> str:
-    """In a line."""
+    """Return an error as one line."""
     if isinstance(error, CheckpointException):
-        return disk.told(error, rank=0)
+        return disk.describe(error, rank=0)
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def shown(path: Path) -> str:
-    """Relative where it lies below the working directory: as it can be pasted."""
+    """Return a path as it can be pasted: relative where it lies below the working directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells of each tensor, or part of one, when it has been read; reads nothing else, which torch would unpickle."""
+    """Planner that reports each part of a tensor when it is read; all else, which torch would unpickle, it refuses."""
 
-    def __init__(self, told: Told | None) -> None:
+    def __init__(self, on_read: OnRead | None) -> None:
         super().__init__()
-        self._told = told
+        self._on_read = on_read
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """It makes None of what it does not know."""
+        """Keep Pieces, of which torch's planner would make None."""
         pieces = {name: value for name, value in state_dict.items() if isinstance(value, Piece)}
         others = {name: value for name, value in state_dict.items() if name not in pieces}
         super().set_up_planner(others, metadata, is_coordinator)
@@ -183,8 +201,8 @@ class _Planner(DefaultLoadPlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_tensor(index)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        if self._told is not None:
-            self._told(tensor.nbytes)
+        if self._on_read is not None:
+            self._on_read(tensor.nbytes)
 
 
 def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """State in types that `torch.load(weights_only=True)` reads: a checkpoint from elsewhere runs no code.
 
-The one place of the engine that reads what `torch.save` has written.
+This is the one place of the engine that reads what `torch.save` has written.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 import re
 from collections.abc import Mapping
@@ -15,20 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_only
-
-log = logging.getLogger(__name__)
 
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
-_left_out: set[str] = set()
 
 
 class UnsafeFile(ValueError):
-    """What `torch.load` can't read, or not without calling what the file names."""
+    """Error of a file that `torch.load` can't read, or not without calling what the file names."""
 
 
 class Inert:
-    """Stands for an object of a library that is not called: none of its state is kept."""
+    """Stand-in for an object of a library that is not called; none of its state is kept."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -38,7 +33,7 @@ class Inert:
 
 
 def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
-    """Read what `torch.save` has written, on the CPU, in whichever of its formats.
+    """Return what `torch.save` has written, on the CPU, in whichever of its formats.
 
     Args:
         mapped: tensors are read from the file when they are used, where its format allows it.
@@ -48,7 +43,7 @@ def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
         UnsafeFile: with the reason, such as what it names that would run code.
     """
     if not path.is_file():  # a pipe would be waited for
-        raise UnsafeFile(f"{path.name} is no file")
+        raise UnsafeFile(f"{path.name} is not a regular file")
     try:
         is_zip = _is_zip(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and is_zip else []
@@ -67,7 +62,7 @@ def _is_zip(path: Path) -> bool:
 
 
 def called(error: BaseException) -> str | None:
-    """What `torch.load` would not call; its own text advises to let it."""
+    """Return what a file names that `torch.load` would not call, in words; torch's own text advises to allow it."""
     found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     return f"names {found[1]}, which would run code" if found else None
 
@@ -77,25 +72,30 @@ def _why(path: Path, error: Exception) -> str:
         return f"{path.name} {named}"
     if "legacy .tar format" in str(error) or "TorchScript" in str(error):
         return f"{path.name} is in a format that can't be read without running code; save it with torch.save"
-    return f"{path.name} is no file of torch.save, or a part of one"
+    return f"{path.name} is damaged, or was not written by torch.save"
 
 
-def safe(value: Any, path: str = "") -> Any:
-    """``value`` in plain types; what has none is left out of its container, and the log names it once."""
-    kept, plain = _plain(value, path)
-    return plain if kept else None
+def safe(value: Any) -> tuple[Any, dict[str, str]]:
+    """Return ``value`` in plain types, and what has none: the names of its types, by where they were left out."""
+    left_out: dict[str, str] = {}
+    kept, plain = _plain(value, "", left_out)
+    return plain if kept else None, left_out
 
 
-def _plain(value: Any, path: str) -> tuple[bool, Any]:
+def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
     if isinstance(value, torch.Tensor):
         return True, value.detach().cpu().clone()  # it may change while it is being written
     if value is None or type(value) in _KEPT:
         return True, value
     if isinstance(value, Mapping):
-        parts = {key: _plain(item, f"{path}.{key}") for key, item in value.items() if _plain(key, path)[0]}
+        parts = {
+            key: _plain(item, f"{path}.{key}", left_out)
+            for key, item in value.items()
+            if _plain(key, path, left_out)[0]
+        }
         return True, {key: plain for key, (kept, plain) in parts.items() if kept}
     if isinstance(value, list | tuple | set):
-        items = [_plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+        items = [_plain(item, f"{path}.{index}", left_out) for index, item in enumerate(value)]
         kind = type(value) if type(value) in (list, tuple, set) else list
         return True, kind(plain for kept, plain in items if kept)
     for known, converted in (
@@ -107,12 +107,5 @@ def _plain(value: Any, path: str) -> tuple[bool, Any]:
     ):
         if isinstance(value, known):
             return True, converted()
-    if path not in _left_out:
-        _left_out.add(path)
-        _tell(path, value)
+    left_out[path.lstrip(".")] = type(value).__name__
     return False, None
-
-
-@rank_zero_only
-def _tell(path: str, value: Any) -> None:
-    log.warning("checkpoints leave out %s: a %s can't be read back safely", path.lstrip("."), type(value).__name__)

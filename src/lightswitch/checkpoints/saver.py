@@ -1,4 +1,4 @@
-"""Writing checkpoints beside training."""
+"""Checkpoints written beside training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ Action = Callable[[], None]
 
 
 class Saver:
-    """Writes one checkpoint after the other in a thread, and does what is to follow a write only if it was good.
+    """Thread that writes one checkpoint after the other, and runs what follows a write only if it succeeded.
 
     Every rank must ask for the same writes in the same order.
+
+    Attributes:
+        has_lost_a_rank: the last write failed on another rank, and its process group can't be used any more.
     """
 
     def __init__(self) -> None:
@@ -30,9 +33,9 @@ class Saver:
         self._staged: dict[str, Tensor] = {}
 
     def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
-        """Copies on the CPU, of a DTensor its part, in memory that is kept for the next checkpoint.
+        """Return copies on the CPU, of a DTensor its local part, in memory that is kept for the next checkpoint.
 
-        This is what training waits for, beside the end of the write before, which has to have come.
+        This is what training waits for, beside the end of the write before, which must be over.
         """
         staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if torch.cuda.is_available():
@@ -40,6 +43,8 @@ class Saver:
         return staged
 
     def write(self, write: Action) -> None:
+        """Queue a write; its error is kept for `failure`."""
+
         def attempt() -> None:
             try:
                 write()
@@ -51,6 +56,8 @@ class Saver:
         self._start(attempt)
 
     def then(self, action: Action) -> None:
+        """Queue an action for after the last write; it is skipped if that failed."""
+
         def attempt() -> None:
             try:
                 if self._good:
@@ -61,13 +68,13 @@ class Saver:
         self._start(attempt)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Until nothing is being written; whether that came in time."""
+        """Wait until nothing is being written, and return whether that came in time."""
         if self._last is not None:
             self._last.join(timeout_seconds)
         return self._last is None or not self._last.is_alive()
 
     def failure(self) -> Exception | None:
-        """Why a write failed, told once."""
+        """Return why a write failed, once; None if none did since the last call."""
         told, self._failure = self._failure, None
         return told
 

@@ -17,13 +17,16 @@ from lightswitch.deepspeed.state import Stored, pieces, scatter_states, scatter_
 
 
 class PortableDeepSpeed(PortableCheckpoints):
-    """Each rank writes what it keeps of the flat groups; it reads whole parameters, one after the other."""
+    """Portable checkpoints of a DeepSpeed engine.
+
+    Each rank writes what it keeps of the flat groups of parameters; it reads whole parameters, one after the other.
+    """
 
     _group_names: list[list[str]]
     _states: dict[str, dict[str, Stored]]
 
     def remember_groups(self, optimizer: Optimizer) -> None:
-        """By name, of an optimizer that DeepSpeed has not taken over yet."""
+        """Keep the names of an optimizer's parameter groups, before DeepSpeed takes it over."""
         assert self.lightning_module is not None
         self._group_names = [group["params"] for group in names.groups_of(optimizer, self.lightning_module)]
 
@@ -37,7 +40,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Found with the weights, which Lightning asks for before."""
+        """Return the states that were found with the weights, which Lightning asks for before."""
         states, self._states = self._states, {}
         return {"class": _class(optimizer), "state": states, "param_groups": self._groups(optimizer)}
 
@@ -64,6 +67,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         names.set_extra_state(module, checkpoint.get("extra_state", {}))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read optimizer states and the loss scale, and set the groups' options to the saved ones."""
         assert self.lightning_module is not None
         self.check_optimizers(checkpoint["optimizer_states"])
         keys: dict[str, list[str]] = {}
@@ -92,12 +96,12 @@ class PortableDeepSpeed(PortableCheckpoints):
 
 
 def _class(optimizer: Any) -> str:
-    """Of the one within DeepSpeed's."""
+    """Return the class's name of the optimizer within DeepSpeed's."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Those that are saved."""
+    """Return the buffers that are saved, by name."""
     parameters = names.parameters(module)
     state = names.state_of(module)
     return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""A DeepSpeed config: what is wrong with a user's file, and what the run makes of it. Imports no torch."""
+"""DeepSpeed configs: problems of a user's file, and what the run makes of it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ _SWITCHES = ("fp16", "bf16", "torch_autocast")
 
 @dataclass(frozen=True)
 class Run:
-    """What of a run its DeepSpeed config follows."""
+    """Values of a run that its DeepSpeed config has to agree with.
+
+    Attributes:
+        precision: its name.
+        micro_batch: samples a device takes at once.
+        replicas: devices, each of which reads different samples.
+        clip_norm: the largest norm of a gradient; 0 for no clipping.
+    """
 
     precision: str
     micro_batch: int
@@ -45,7 +52,7 @@ class Run:
 
     @property
     def values(self) -> dict[str, float]:
-        """The keys that the run decides."""
+        """Keys of the config that the run decides, with their values."""
         return {
             "train_batch_size": self.micro_batch * self.accumulation * self.replicas,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -55,9 +62,10 @@ class Run:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """
+    """Return a DeepSpeed config from a file.
+
     Raises:
-        ValueError: the file is no JSON object.
+        ValueError: the file is not a JSON object.
         OSError: the file can't be read.
     """
     found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -70,11 +78,15 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
-    """Keys that are unknown, conflict with the run or would be ignored. Without a run, one whose batch can't be cut."""
+    """Yield keys that are unknown, conflict with the run or would be ignored, a line each.
+
+    Args:
+        run: None where its batch can't be cut, which is told elsewhere.
+    """
     unknown = list(_unknown(config, ""))
     yield from unknown
     yield from (
-        f"{key} is not for here: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
+        f"{key} is not supported: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
     )
     if not unknown:  # behind a misspelt key there may be the stage
         yield from _stage(config.get("zero_optimization"))
@@ -85,12 +97,12 @@ def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
 def _unknown(node: dict[str, Any], path: str) -> Iterator[str]:
     known = config_keys.of_block(path)
     for key, value in node.items():
-        place = f"{path}.{key}".lstrip(".")
-        if known is not None and key not in known and place not in _DECIDED_ELSEWHERE:
+        full_key = f"{path}.{key}".lstrip(".")
+        if known is not None and key not in known and full_key not in _DECIDED_ELSEWHERE:
             close = get_close_matches(key, known, n=1, cutoff=0.5)
-            yield f"{place}: DeepSpeed reads no such key.{f' Did you mean {close[0]}?' if close else ''}"
+            yield f"{full_key}: DeepSpeed reads no such key.{f' Did you mean {close[0]}?' if close else ''}"
         elif isinstance(value, dict):
-            yield from _unknown(value, place)
+            yield from _unknown(value, full_key)
 
 
 def _stage(zero: Any) -> Iterator[str]:
@@ -121,7 +133,10 @@ def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
 
 
 def resolved(config: dict[str, Any], run: Run) -> dict[str, Any]:
-    """The config that DeepSpeed gets: what the run decides is filled in, any other "auto" is left to its default."""
+    """Return the config that DeepSpeed gets.
+
+    What the run decides is filled in; any other "auto" is left to DeepSpeed's default.
+    """
     full = _without_auto(copy.deepcopy(config))
     full.update(run.values)
     full.setdefault("zero_allow_untested_optimizer", True)  # at stage 3, a test after a fit needs it, too
@@ -134,7 +149,7 @@ def resolved(config: dict[str, Any], run: Run) -> dict[str, Any]:
 
 
 def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[str, Any]]:
-    """The blocks that make a precision mean what it means elsewhere, as far as DeepSpeed can.
+    """Return the blocks that make a precision mean what it means elsewhere, as far as DeepSpeed can.
 
     bf16-mixed is autocast over 32-bit weights: DeepSpeed's own "mixed" keeps the weights themselves in 16 bits. Its
     autocast in float16 clips gradients before they are unscaled (0.19), so float16 is left to its own.
@@ -154,7 +169,7 @@ def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[s
 
 
 def differences(config: dict[str, Any], full: dict[str, Any], precision: str) -> Iterator[str]:
-    """What the run should say: where a precision is not what it is elsewhere, and what "auto" was left to DeepSpeed.
+    """Yield what the run should say: a precision that is not what it is elsewhere, and "auto" left to DeepSpeed.
 
     Args:
         full: `resolved` of ``config``.

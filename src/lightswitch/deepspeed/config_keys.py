@@ -1,4 +1,4 @@
-"""The keys that the DeepSpeed installed here reads from its config, told by its source: no torch is imported."""
+"""Keys that the installed DeepSpeed reads from its config, found in its source: no torch is imported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_FILES = {  # blocks whose keys are those that a file reads
 
 @functools.cache
 def of_block(path: str) -> frozenset[str] | None:
-    """The keys of a block, as in "zero_optimization.offload_param"; of the whole for "".
+    """Return the keys of a block, such as "zero_optimization.offload_param"; of the whole config for "".
 
     None where the source does not tell.
     """
@@ -48,7 +48,7 @@ def of_block(path: str) -> frozenset[str] | None:
 
 
 def _fields(file: str, name: str) -> Iterator[str]:
-    """Of a pydantic model; a field is also known by its alias."""
+    """Yield the fields of a pydantic model, and their aliases."""
     for node in ast.walk(_tree(file)):
         if not isinstance(node, ast.ClassDef) or node.name != name:
             continue
@@ -59,7 +59,7 @@ def _fields(file: str, name: str) -> Iterator[str]:
 
 
 def _read(file: str, block: str | None) -> Iterator[str]:
-    """The keys that a file reads from a block of the config ("" is the whole); None: from any dict."""
+    """Yield the keys that a file reads from a block of the config ("" is the whole); for None, from any dict."""
     constants = _constants(file)
     for node in ast.walk(_tree(file)):
         for owner, key in _lookups(node):
@@ -71,7 +71,7 @@ def _read(file: str, block: str | None) -> Iterator[str]:
 
 
 def _lookups(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """(dict, key) of `get_scalar_param(dict, key, …)`, `dict.get(key)`, `dict[key]`, `key in dict`."""
+    """Yield (dict, key) of `get_scalar_param(dict, key, …)`, `dict.get(key)`, `dict[key]`, `key in dict`."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "get_scalar_param":
         yield node.args[0], node.args[1]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
@@ -83,7 +83,7 @@ def _lookups(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _block(owner: ast.expr, constants: dict[str, str]) -> str | None:
-    """ "" for `param_dict`, "name" for `param_dict[NAME]`."""
+    """Return "" for `param_dict`, "name" for `param_dict[NAME]`."""
     text = ast.unparse(owner).removesuffix(".keys()")
     if text == "param_dict":
         return ""
@@ -92,7 +92,7 @@ def _block(owner: ast.expr, constants: dict[str, str]) -> str | None:
 
 @functools.cache
 def _constants(file: str) -> dict[str, str]:
-    """Those of the file and of the constants beside it."""
+    """Return the string constants of a file and of the constants.py beside it, by name."""
     found: dict[str, str] = {}
     for path in (str(Path(file).with_name("constants.py")), "runtime/constants.py", file):
         if not (_root() / path).exists():

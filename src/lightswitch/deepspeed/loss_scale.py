@@ -1,4 +1,4 @@
-"""DeepSpeed's loss scale in a checkpoint, as torch's GradScaler has its own there: a run goes on under either."""
+"""Loss scale of DeepSpeed in a checkpoint, in the form of torch's GradScaler: a run goes on under either."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ KEY = "MixedPrecision"  # Lightning's, for the state of the GradScaler
 
 
 def state_of(scaler: Any) -> dict[str, Any]:
-    """The `GradScaler.state_dict` that grows at the same step; empty where the scale is fixed, or there is none.
+    """Return the `GradScaler.state_dict` that grows at the same step; empty where the scale is fixed, or there is none.
 
     Args:
-        scaler: a `DynamicLossScaler`, which grows in a step with ``scale_window`` good ones, or a multiple, behind it;
-            GradScaler in one that makes them up.
+        scaler: a `DynamicLossScaler`, which grows in a step with ``scale_window`` good ones, or a multiple, before it;
+            GradScaler grows in the one that completes them.
     """
     if not getattr(scaler, "dynamic", False):
         return {}
@@ -28,7 +28,10 @@ def state_of(scaler: Any) -> dict[str, Any]:
 
 
 def load(scaler: Any, state: dict[str, Any]) -> None:
-    """Scale and place between two growths; by how much and how often it grows, the run's config says."""
+    """Set a scaler's scale and its progress to the next growth.
+
+    By how much and how often it grows, the run's config says.
+    """
     if not state or not getattr(scaler, "dynamic", False):
         return
     scaler.cur_scale = state["scale"]

@@ -1,4 +1,4 @@
-"""Whether an operator that DeepSpeed compiles at its first use is there. Imports no torch."""
+"""Operators that DeepSpeed compiles at their first use, and whether they are there. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ _BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder", "fused_
 
 
 def problems(op: str, purpose: str) -> Iterator[str]:
-    """Why a run that needs it can't start now: it is not built, or its build was cut short and left a lock to wait for.
+    """Yield why a run that needs an operator can't start: it is not built, or its build left a lock to wait for.
 
     A build takes minutes, in each process, without a word: so a person starts it.
+
+    Args:
+        op: DeepSpeed's name for it: async_io, cpu_adam or fused_adam.
+        purpose: what needs it, as the message begins.
     """
     locks = [path for path in _folders(op) if path.name == op and (path / "lock").exists()]
     if locks:
@@ -30,7 +34,7 @@ def problems(op: str, purpose: str) -> Iterator[str]:
 
 
 def _folders(op: str) -> Iterator[Path]:
-    """Where torch keeps what it has compiled, and DeepSpeed what it was installed with."""
+    """Yield where torch keeps what it has compiled, and where DeepSpeed was installed with operators."""
     cache = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch_extensions")
     yield from (path for path in (root / op, *root.glob(f"*/{op}")) if path.is_dir())

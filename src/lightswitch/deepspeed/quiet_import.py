@@ -1,4 +1,4 @@
-"""deepspeed, imported without what it says where there is no GPU."""
+"""The deepspeed package, imported without its messages where there is no GPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Stored = Tensor | Piece
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank keeps of a parameter."""
+    """Part of a parameter that this rank keeps."""
 
     flat: Tensor  # this rank's part of a group of parameters, in the optimizer's precision: (elements,)
     begin: int  # in `flat`
@@ -40,10 +40,10 @@ class _Part:
 
 
 def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[str, Stored]]]:
-    """Each parameter's name, what this rank keeps of its weight in the optimizer's precision, and of its state.
+    """Yield each parameter's name, the part of its weight that this rank keeps, and the parts of its optimizer state.
 
-    The state (exp_avg, …, step) is empty before the first step, and of a frozen parameter. What is no Piece, all ranks
-    that have it hold whole.
+    Weights are in the optimizer's precision. The state (exp_avg, …, step) is empty before the first step, and of a
+    frozen parameter. What is not a Piece, all ranks that have it hold whole.
     """
     for name, parameter in names.parameters(module).items():
         part = _part(engine, parameter)
@@ -59,7 +59,11 @@ def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[s
 
 
 def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
-    """Set the working copy and the optimizer's of every parameter to the whole one that ``read`` knows by its name."""
+    """Set the working copy and the optimizer's copy of every parameter.
+
+    Args:
+        read: returns a whole parameter by its name, or None to leave it as it is.
+    """
     for name, parameter in names.parameters(module).items():
         whole, part = read(name), _part(engine, parameter)
         if whole is None:
@@ -76,7 +80,11 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
 
 
 def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """The same for the optimizer's states, of which ``read`` knows all of a parameter's by its name."""
+    """Set the optimizer's states of every parameter.
+
+    Args:
+        read: returns the states of a parameter, whole, by the parameter's name.
+    """
     states, steps = _states(engine), [0]
     for name, parameter in names.parameters(module).items():
         part = _part(engine, parameter) if parameter.requires_grad else None
@@ -96,7 +104,7 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
 
 
 def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:
-    """None for a parameter that every rank keeps whole and no optimizer keeps."""
+    """Return this rank's part of a parameter; None for one that every rank keeps whole and no optimizer keeps."""
     zero, rank = engine.optimizer, dist.get_rank()
     if hasattr(parameter, "ds_tensor"):
         positions, number = getattr(zero, "grad_position", {}), getattr(parameter, "ds_id", None)
@@ -118,7 +126,7 @@ def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:
 
 
 def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
-    """By group, as DeepSpeed has made the optimizer step over flat groups in place of parameters."""
+    """Return the optimizer's state by flat group, as DeepSpeed made it step over groups in place of parameters."""
     states: dict[Tensor, dict[str, Any]] = getattr(getattr(engine.optimizer, "optimizer", None), "state", {})
     return states
 
@@ -128,6 +136,6 @@ def _is_spread(value: object, part: _Part) -> bool:
 
 
 def _device_of_step(engine: Any, flat: Tensor) -> torch.device:
-    """As torch's optimizers want it."""
+    """Return the device on which torch's optimizers want their step."""
     group = engine.optimizer.optimizer.param_groups[0]
     return flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

@@ -29,7 +29,7 @@ from lightswitch.deepspeed.checkpoints import PortableDeepSpeed
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.errors import Refused
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
-from lightswitch.strategies.rank_0 import share
+from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.unused import Unused, listed
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy, whose arguments it takes, for unmodified models.
+    """ZeRO by DeepSpeed for unmodified models, with the arguments of Lightning's DeepSpeedStrategy.
 
     The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
     partitioned parameter by parameter, so that no device holds it whole; what `configure_model` builds is held whole by
@@ -49,7 +49,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
     # Configuration
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
-        """A copy, as Lightning writes into it; and not from an environment variable, which no config shows."""
+        """Return a copy of the config, as Lightning writes into it; never one that an environment variable names."""
         return zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
 
     def _format_config(self) -> None:
@@ -120,7 +120,10 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Not `deepspeed.zero.Init`: under it, what a module does to its children's parameters is lost, or fails."""
+        """Build placeholders on ranks other than 0, at stage 3.
+
+        Not by `deepspeed.zero.Init`: under it, what a module does to its children's parameters is lost, or fails.
+        """
         self._init_config_if_needed()
         assert self.lightning_module is not None
         with placeholders() if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
@@ -128,7 +131,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         fill_with_nothing(self.lightning_module)
 
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        """Before the parameters are partitioned: `configure_optimizers` may look at their shapes.
+        """Make the optimizer before the parameters are partitioned: `configure_optimizers` may look at their shapes.
 
         Raises:
             Refused: there is not one optimizer.
@@ -164,7 +167,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         self.model = model
 
     def _place(self, model: nn.Module | None) -> None:
-        """Rank 0's weights and buffers, on the device; at stage 3 a part of each parameter."""
+        """Broadcast rank 0's weights and buffers to each device; at stage 3 keep a part of each parameter."""
         assert model is not None
         assert self.config is not None
         if self.zero_stage_3:
@@ -177,13 +180,13 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
                     _cast(model.parameters(), dtype)
             model.to(self.root_device)
             for parameter in model.parameters():
-                share([parameter])
+                broadcast_in_place([parameter])
         self._share_buffers()
 
     def _share_buffers(self) -> None:
-        """Rank 0's, as under DDP: the statistics of batch norms differ by rank."""
+        """Broadcast rank 0's buffers, as under DDP: the statistics of batch norms differ by rank."""
         assert self.lightning_module is not None
-        share(self.lightning_module.buffers())
+        broadcast_in_place(self.lightning_module.buffers())
 
     def on_validation_start(self) -> None:
         self._share_buffers()
@@ -195,7 +198,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         self._share_buffers()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """
+        """Step, after checking that each parameter has a gradient.
+
         Raises:
             Refused: a parameter took no part in the loss, and DeepSpeed, which steps groups, can leave none out.
         """
@@ -206,8 +210,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             if self._is_boundary and (unused := list(self._unused.of_step())):
                 raise Refused(
                     f"{listed(unused)} took no part in the loss of step {self.lightning_module.global_step}, and "
-                    "DeepSpeed steps also what has no gradient; freeze what is not used (requires_grad=False), or use "
-                    "strategy=fsdp"
+                    "DeepSpeed also updates what has no gradient; freeze what is not used (requires_grad=False), or "
+                    "use strategy=fsdp"
                 )
             return output
 
@@ -215,11 +219,11 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     @property
     def _is_boundary(self) -> bool:
-        """Not in the micro batches before the last one of a step."""
+        """Whether this is the last micro batch of a step."""
         return isinstance(self.model, deepspeed.DeepSpeedEngine) and self.model.is_gradient_accumulation_boundary()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning has divided the loss by the accumulation; DeepSpeed would divide it once more."""
+        """Run backward without dividing the loss once more: Lightning has divided it by the accumulation."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def teardown(self) -> None:
@@ -237,9 +241,10 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
 
 def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
-    """
+    """Refuse parameters that can't be flattened with the others.
+
     Raises:
-        Refused: a parameter can't be flattened with the others.
+        Refused: one is complex, or of another dtype.
     """
     for name, parameter in names.parameters(model).items():
         kept_in = kept_in or parameter.dtype
@@ -251,9 +256,10 @@ def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
 
 
 def _refuse_empty(model: nn.Module) -> None:
-    """
+    """Refuse parameters without elements, for which DeepSpeed fails as soon as it gathers them (0.19).
+
     Raises:
-        Refused: DeepSpeed fails as soon as it gathers a parameter without elements (0.19).
+        Refused: there is one.
     """
     for name, parameter in names.parameters(model).items():
         if parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
@@ -261,35 +267,40 @@ def _refuse_empty(model: nn.Module) -> None:
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """The weights alone; buffers stay as they are."""
+    """Cast weights alone; buffers stay as they are."""
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def _let_compiled_modules_hold_parameters() -> None:
-    """A module that torch.compile has wrapped hands attributes on to the one inside. At stage 3, where DeepSpeed gives
-    each module a mapping of its own for its parameters, the inner one would get that of the outer one, which is empty.
+    """Let a module that torch.compile has wrapped have its own mapping of parameters.
+
+    It hands attributes on to the module inside. At stage 3, where DeepSpeed gives each module a mapping of its own, the
+    inner one would get that of the outer one, which is empty.
     """
     OptimizedModule._opt_mod_attributes.add("_parameters")
 
 
 class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
     def _zero_init_param(self, param: nn.Parameter) -> None:
-        """As DeepSpeed's, which fails for a parameter that is a scalar (0.19)."""
+        """Partition a parameter as DeepSpeed does, which fails for one that is a scalar (0.19)."""
         _cast([param], self.dtype)
         self._convert_to_deepspeed_param(param)
-        share([param])
+        broadcast_in_place([param])
         param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
 
 
 class _Precision(DeepSpeedPrecision):
-    """Leaves the inputs as they are where the weights are in 32 bits and DeepSpeed casts for each operation."""
+    """Precision that leaves inputs as they are where weights are in 32 bits and DeepSpeed casts each operation."""
 
     autocasts = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """In 32 bits, the module as it is: Lightning would cast its buffers as well, and make complex ones real."""
+        """Return the module as it is, in 32 bits.
+
+        Lightning would cast its buffers as well, and make complex ones real.
+        """
         return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
 
     def convert_input(self, data: Any) -> Any:

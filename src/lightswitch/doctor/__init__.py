@@ -1,1 +1,1 @@
-"""What a machine, or all nodes of a job, can do, and what is wrong with them: `python -m lightswitch.doctor`."""
+"""Examination of a machine, or of all nodes of a job, and what is wrong with them: `python -m lightswitch.doctor`."""

@@ -1,4 +1,4 @@
-"""What a machine, or all nodes of a job, can do, and what is wrong with them.
+"""Say what a machine, or all nodes of a job, can do, and what is wrong with them.
 
 python -m lightswitch.doctor
 srun --nodes=2 --ntasks-per-node=1 python -m lightswitch.doctor
@@ -34,6 +34,7 @@ CODE = ("train.py", "conf", "src")
 
 
 def main() -> None:
+    """Run the command; it ends with exit code 1 where the report names a problem."""
     parser = argparse.ArgumentParser(
         "python -m lightswitch.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,18 +76,18 @@ def _examine(report: Report, timeout_seconds: float) -> None:
 
 
 def _gathered(store: Store, place: Place, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
-    """What each process says that came in time; its address, too."""
+    """Return what each process that came in time has found on its machine, with the address it listens at."""
     listener = network.Listener(place.address)
     store.set(str(place.rank), json.dumps({**own, "address": listener.address}))
     if place.rank == 0:
         missing = rendezvous.missing(store, place)
-        report.problems += [f"rank {rank} did not come in {place.timeout_seconds:g} s" for rank in missing]
+        report.problems += [f"rank {rank} did not join within {place.timeout_seconds:g} s" for rank in missing]
         store.set("came", json.dumps([rank for rank in range(place.world_size) if rank not in missing]))
     return [json.loads(one) for one in store.multi_get([str(rank) for rank in json.loads(store.get("came"))])]
 
 
 def _unreached(store: Store, place: Place, everyone: list[dict[str, Any]], node: str, report: Report) -> list[str]:
-    """The pairs of nodes without a way from the first to the second; the first process of each node tries it."""
+    """Return the pairs of nodes without a way from the first to the second; one process of each node tries it."""
     firsts = {one["node"]: one for one in reversed(everyone)}
     is_first = firsts[node]["rank"] == place.rank
     ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}

@@ -1,4 +1,4 @@
-"""What one process finds on its machine."""
+"""Findings of one process on its machine."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ _LEAST_FREE_SHARE = 0.5  # of a GPU's memory
 
 @dataclass(frozen=True)
 class Machine:
+    """Findings of one process on its machine.
+
+    Attributes:
+        node: its hostname.
+        holdings: what it has, a line each: cores, memory, disk, GPUs, network interfaces.
+        backends: of torch.distributed.
+        ops: operators of DeepSpeed, and whether they are built.
+        environment: variables that are safe to show.
+        problems: a line each, with what to do.
+    """
+
     node: str
     holdings: list[str]  # a line each
     backends: list[str]
@@ -34,7 +45,8 @@ class Machine:
 
 
 def look(local_rank: int, folder: Path) -> Machine:
-    """
+    """Return what this process finds on its machine. What all processes of a node share is told by the first of them.
+
     Args:
         folder: where the runs go.
     """

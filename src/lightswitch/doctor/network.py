@@ -1,4 +1,4 @@
-"""Which nodes reach one another, and how fast they add up what each has."""
+"""Ways between nodes, and the speed of all-reduces over them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TIMES_ON_GPU = {**_TIMES, 2**28: 10}
 
 
 class Listener:
-    """Answers each byte that comes, as long as the process lives.
+    """Socket that answers a byte with the same byte, as long as the process lives.
 
     Args:
-        main_address: the address is that of the interface which leads there.
+        main_address: of rank 0; the socket listens on the interface that leads there.
     """
 
     def __init__(self, main_address: str) -> None:
@@ -45,7 +45,7 @@ class Listener:
 
 
 def reach(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Of each node, what went wrong on the way to it, or nothing."""
+    """Return for each node what went wrong on the way to it; empty where nothing did."""
     with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
         return dict(zip(others, pool.map(_fault, others.values()), strict=True))
 
@@ -54,14 +54,15 @@ def _fault(address: tuple[str, int]) -> str:
     try:
         with socket.create_connection(address, _REACH_SECONDS) as peer:
             peer.sendall(b"?")
-            return "" if peer.recv(1) == b"?" else "it hung up"
+            return "" if peer.recv(1) == b"?" else "it closed the connection"
     except OSError as error:
         return error.strerror or str(error)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of an all-reduce; the bus bandwidth is comparable between world sizes (NVIDIA's nccl-tests, PERFORMANCE.md)."""
+    """Measurement of an all-reduce; its bus bandwidth compares between world sizes (NVIDIA's nccl-tests,
+    PERFORMANCE.md)."""
 
     size_bytes: int
     seconds: float
@@ -77,6 +78,15 @@ class Measured:
 
 
 def measure(backend: str, store: Store, place: Place, local_rank: int) -> Iterator[Measured]:
+    """Yield the speed of all-reduces of growing sizes over a group of its own. Collective.
+
+    Args:
+        backend: gloo or nccl.
+        store: where the processes of the group meet.
+
+    Raises:
+        RuntimeError: a process failed, or did not come in time.
+    """
     on_gpu = backend == "nccl"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     timeout = timedelta(seconds=place.timeout_seconds)

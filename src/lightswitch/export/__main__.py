@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lightswitch.errors import Refused
+from lightswitch.errors import ExitCode, Refused
 from lightswitch.monitoring.terminal import Line
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
     arguments = _parser().parse_args(words)
     try:
         _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
@@ -45,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _exit_with(problem: str) -> NoReturn:
     print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(ExitCode.REFUSED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +77,7 @@ def _file(text: str) -> Path:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB)", text)
     if found is None or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no size; write it as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text} is not a size; write it as 500MB or 5GB")
     return int(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2]])
 
 
@@ -112,7 +113,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _call(file: Path) -> str:
-    """What gives the model back; where that would be refused, with the argument that it asks for."""
+    """Return the call that gives the model back, with the argument that it needs where it would be refused without."""
     from lightswitch.export import files, source, trust
 
     config = source.read_config(files.config_of(file))
@@ -126,7 +127,7 @@ def _call(file: Path) -> str:
 
 
 def _names_of_tied(weights: Weights) -> dict[str, str]:
-    """A state dict has all names of a tensor, and a checkpoint the first; it lists the others."""
+    """Return the first name of each tied tensor by its other names: a state dict has all, a checkpoint the first."""
     if weights.names_of_tied is None:
         told = (
             "the checkpoint does not list tied tensors, as an earlier version's; each is written under one name alone"
@@ -137,7 +138,7 @@ def _names_of_tied(weights: Weights) -> dict[str, str]:
 
 
 class _Progress:
-    """A bar in a terminal; elsewhere nothing."""
+    """Progress bar in a terminal, and nothing elsewhere."""
 
     def __init__(self, total_bytes: int) -> None:
         self._line = Line(sys.stderr) if sys.stderr.isatty() else None

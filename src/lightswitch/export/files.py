@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightswitch.checkpoints import directory, safe
-from lightswitch.checkpoints.reader import Told, why
+from lightswitch.checkpoints.reader import OnRead, why
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.export.weights import Weights
 from lightswitch.trees import MARK, make_tree, remove_tree
@@ -37,27 +37,34 @@ def write(
     dtype: torch.dtype | None,
     shard_bytes: int,
     names_of_tied: Mapping[str, str],
-    told: Told,
+    on_read: OnRead,
 ) -> list[Path]:
-    """Written beside, compared with what was read, and renamed into place: the files are whole, or they are not there.
+    """Write weights beside their place, compare what was written, and rename it: the files are complete, or not there.
 
     Args:
-        file: of the suffix .safetensors or .pt.
-        shard_bytes: of one file of safetensors at most, unless a single tensor is larger. The peak of memory.
-        names_of_tied: of a state dict, more names of tensors: the name in ``weights`` by the other.
+        config: the model's node, written beside the weights.
+        file: with the suffix .safetensors or .pt.
+        dtype: what floating-point tensors are rounded to; None for their own.
+        shard_bytes: of one file of safetensors at most, unless a single tensor is larger. It bounds the memory taken.
+        names_of_tied: for a state dict, more names of tensors: the name in ``weights`` by the other.
+        on_read: called with the number of bytes that were just read.
+
+    Returns:
+        the files, in the order of their names.
 
     Raises:
         OSError: the disk is full, or does not give back what was written.
-        Refused: a value is beyond the range of ``dtype``, or a module keeps what no file of safetensors holds.
+        Refused: a value is beyond the range of ``dtype``, or a module keeps what safetensors can't hold.
     """
     if weights.extra_state and file.suffix == ".safetensors":
-        raise Refused(f"{next(iter(weights.extra_state))} is no tensor, and safetensors hold no other; use -o NAME.pt")
+        first = next(iter(weights.extra_state))
+        raise Refused(f"{first} is not a tensor, and safetensors hold nothing else; use -o NAME.pt")
     shards = _shards(weights, dtype, shard_bytes) if file.suffix == ".safetensors" else [list(weights.like)]
     names = _file_names(file, len(shards))
     with _beside(file) as partial:
         OmegaConf.save(OmegaConf.create(config), partial / config_of(file).name)
         for name, shard in zip(names, shards, strict=True):
-            tensors = weights.read(shard, dtype, told)
+            tensors = weights.read(shard, dtype, on_read)
             _check_range(weights, tensors)
             if file.suffix == ".safetensors":
                 _save(partial / name, tensors)
@@ -73,7 +80,7 @@ def write(
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The file that `write` was given, and the state dict; None where ``path`` is no export.
+    """Return the file that `write` was given, and the state dict; None where ``path`` is not an export.
 
     Raises:
         UnfitCheckpoint: a file can't be read.
@@ -100,10 +107,12 @@ def _checked(state: Any) -> dict[str, Any]:
 
 
 def config_of(file: Path) -> Path:
+    """Return where the model's config lies for a file of weights."""
     return file.with_name(f"{file.name}.yaml")
 
 
 def index_of(file: Path) -> Path:
+    """Return where the index of shards lies for a file of weights."""
     return file.with_name(f"{file.name}.index.json")
 
 
@@ -121,6 +130,7 @@ def _shards(weights: Weights, dtype: torch.dtype | None, shard_bytes: int) -> li
 
 
 def bytes_of(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
+    """Return the bytes of a tensor once it is rounded to ``dtype``."""
     return weights.like[name].numel() * weights.dtype(name, dtype).itemsize
 
 
@@ -138,7 +148,7 @@ def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, lis
 
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
-    """A folder whose files are renamed to beside ``file`` at the end, if nothing is raised before."""
+    """Yield a folder whose files are moved to beside ``file`` at the end, if nothing is raised before."""
     partial = make_tree(directory.vacant(file.with_name(f"{file.name}.partial")))
     try:
         yield partial
@@ -173,7 +183,7 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Tensors with what the file holds; each is let go when it has been compared."""
+    """Compare tensors with what the file holds, and free each of them when that is done."""
     for name, found in _tensors_in(path, list(tensors)):
         if not _same_bits(found, tensors.pop(name)):
             raise OSError(f"{path.name} does not give back {name} as it was written")
@@ -190,7 +200,7 @@ def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also where they are NaN."""
+    """Return whether two tensors are equal bit by bit, also where they are NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

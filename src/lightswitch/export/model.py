@@ -1,4 +1,4 @@
-"""A model with its weights, for inference."""
+"""Models with their weights, for inference."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from lightswitch.export.weights import Weights
 
 
 def load(path: str | Path, model: LightningModule | None = None, trust: bool = False) -> LightningModule:
-    """The model of a run directory (its best checkpoint, else its last), of a checkpoint or of an export.
+    """Return the model of a run directory (of its best checkpoint, else its last), a checkpoint or an export.
 
-    On the CPU, in the dtype of the saved weights, in evaluation mode and without gradients, as `freeze()` makes it.
+    It is on the CPU, in the dtype of the saved weights, in evaluation mode and frozen (`freeze()`).
 
     Args:
+        path: a run directory, a checkpoint, or what `python -m lightswitch.export` has written.
         model: takes the weights, and no config is read.
         trust: build the model whatever its config calls. Without it, that is code of your own, and torch's optimizers,
             schedules and layers.
@@ -38,27 +39,29 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     builder = "the one given" if model else "its config builds"
     if (found := files.read(Path(path))) is not None:
         file, state = found
-        model = _configured(model) if model else built(source.read_config(files.config_of(file), trust=trust), trust)
+        model = (
+            _configured(model) if model else build_model(source.read_config(files.config_of(file), trust=trust), trust)
+        )
     else:
         checkpoint = source.checkpoint_at(Path(path))
         weights = Weights(checkpoint)
-        model = _configured(model) if model else built(source.model_config(checkpoint, trust), trust)
+        model = _configured(model) if model else build_model(source.model_config(checkpoint, trust), trust)
         model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as when a run is resumed
         state = {**weights.read(weights.like), **weights.extra_state}
     try:
         model.load_state_dict(_under_names_of(model, state), assign=True)
     except RuntimeError as error:
         problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
-        raise UnfitCheckpoint(f"{path} is of another model than {builder}: {problem}") from error
+        raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}") from error
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model
 
 
-def built(config: source.ModelConfig, trust: bool) -> LightningModule:
-    """From its config, as a run builds it, but with parameters that hold no values yet.
+def build_model(config: source.ModelConfig, trust: bool) -> LightningModule:
+    """Return a model built from its config as a run builds it, but with parameters that hold no values yet.
 
-    Not on the meta device: what is computed in a constructor and not saved, as a table of angles, has to have values.
+    Not on the meta device: what a constructor computes and does not save, as a table of angles, has to have values.
 
     Raises:
         UnfitCheckpoint: its class is not found, does not take its arguments, or builds something else.
@@ -82,7 +85,7 @@ def built(config: source.ModelConfig, trust: bool) -> LightningModule:
     ) as error:  # as of a model that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
-    raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, and no LightningModule")
+    raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, not a LightningModule")
 
 
 def _configured(model: LightningModule) -> LightningModule:
@@ -91,7 +94,7 @@ def _configured(model: LightningModule) -> LightningModule:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Parameters are allocated and left as they are: nothing is drawn for them, no page of memory touched."""
+    """Mode in which parameters are allocated and not filled: nothing is drawn for them, no page of memory touched."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -108,7 +111,7 @@ def _writes(function: str) -> bool:
 
 
 def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` for `load_state_dict` of a model that may be compiled inside, and may tie parameters."""
+    """Return a state for `load_state_dict` of a model that may be compiled inside, and may tie parameters."""
     live = model.state_dict(keep_vars=True)
     names = _names(live)
     fitting: dict[str, Any] = {}
@@ -127,7 +130,7 @@ def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
-    """All own names of each tensor of a state dict with its variables, by its identity."""
+    """Return all own names of each tensor of a state dict with its variables, by the tensor's identity."""
     names: dict[int, list[str]] = {}
     for name, value in live.items():
         if isinstance(value, Tensor):
@@ -136,7 +139,7 @@ def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
 
 
 def _convert(model: LightningModule, dtypes: set[torch.dtype]) -> None:
-    """Buffers that are computed, not saved, go with weights that are not in 32 bits, as in a run of that precision."""
+    """Cast computed buffers to the one dtype of weights that are not in 32 bits, as in a run of that precision."""
     floating = {dtype for dtype in dtypes if dtype.is_floating_point}
     if len(floating) == 1 and floating != {torch.float32}:
         model.to(*floating)

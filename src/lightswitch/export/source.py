@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, and which model it is of."""
+"""Checkpoints and model configs that a path given by the user stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = "config.yaml"
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint itself; of a run directory its best one, else its last.
+    """Return the checkpoint that a path stands for: itself, or the best of a run directory, else its last.
 
     Raises:
         UnfitCheckpoint: there is none.
@@ -33,18 +33,22 @@ def checkpoint_at(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model is built from: the file, and its node of plain types."""
+    """Config that a model is built from: its file, and the node in plain types."""
 
     file: Path
     node: dict[str, Any]
 
     @property
     def target(self) -> str:
+        """Dotted path of the model's class."""
         return str(self.node["_target_"])
 
 
 def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
-    """The model's node of the resolved config of the run that the checkpoint lies in.
+    """Return the model's node in the resolved config of the run that a checkpoint lies in.
+
+    Args:
+        trust: resolve interpolations, which may call whatever is registered as a resolver.
 
     Raises:
         UnfitCheckpoint: it lies in no run directory.
@@ -59,10 +63,13 @@ def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
 
 
 def read_config(path: Path, key: str | None = None, trust: bool = False) -> ModelConfig:
-    """A model's node: the whole file, or what is under a key of it.
+    """Return a model's node: the whole file, or what is under a key of it.
 
     Args:
-        trust: resolve interpolations, of which one may call whatever is registered as a resolver.
+        trust: resolve interpolations, which may call whatever is registered as a resolver.
+
+    Raises:
+        UnfitCheckpoint: the file can't be read, or has no such node.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which code a model's config may name, where it lies beside weights that may come from anywhere.
+"""The code that a model's config may name where it lies beside weights that may come from anywhere.
 
 Hydra's `instantiate` calls whatever a config names, at any depth. What passes is what models are made of: a
 LightningModule of the user's own, and in it classes of the user's own, and optimizers, schedules and layers of torch.
@@ -27,7 +27,7 @@ _OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
 
 
 def untrusted(node: Any, folder: Path) -> str | None:
-    """What a config names first that is not to be called without the user's word; None if all may be.
+    """Return the first thing a config names that must not be called without the user's consent; None if there is none.
 
     Args:
         node: of plain types, with interpolations as they are written: one may call a resolver, or hide a target.
@@ -56,10 +56,12 @@ def _called(node: Any) -> Iterator[str]:
 
 
 def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
-    """What a dotted path leads to is judged by where it is defined, not by the path: modules import others.
+    """Return whether a dotted path leads to a class or function that may be called.
+
+    It is judged by where the object is defined, not by the path: modules import others.
 
     Args:
-        kinds: of which it is a class, or makes an object.
+        kinds: base classes, one of which it must be a subclass of, or make an object of.
     """
     first = target.partition(".")[0]
     if first != "torch" and not _is_own(first, folder):
@@ -78,7 +80,7 @@ def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
 
 
 def _made_by(function: Any) -> type | None:
-    """The class that a function says it returns; another function may do anything with its arguments."""
+    """Return the class that a function is annotated to return; None where anything may happen to its arguments."""
     if not inspect.isfunction(function):
         return None
     try:
@@ -89,7 +91,7 @@ def _made_by(function: Any) -> type | None:
 
 
 def _is_of_torch(found: Any, home: str) -> bool:
-    """A function of torch's may read a file or run code; of these classes, none does."""
+    """Return whether it is one of torch's optimizers, schedules or layers; torch's functions may read files."""
     return inspect.isclass(found) and any(
         (home == module or home.startswith(f"{module}.")) and issubclass(found, kinds)
         for module, kinds in _OF_TORCH.items()
@@ -97,15 +99,15 @@ def _is_of_torch(found: Any, home: str) -> bool:
 
 
 def _is_own(package: str, folder: Path) -> bool:
-    """It lies on Python's path, where no installer has put it, and neither around the config nor beside it."""
-    places = list(_places(package)) if package != _ENGINE else []
-    return bool(places) and not any(
-        place in (folder, *folder.parents) or place.parent == folder or _is_installed(place) for place in places
+    """Return whether a package lies on Python's path, not installed, and neither around the config nor beside it."""
+    locations = list(_locations(package)) if package != _ENGINE else []
+    return bool(locations) and not any(
+        place in (folder, *folder.parents) or place.parent == folder or _is_installed(place) for place in locations
     )
 
 
-def _places(package: str) -> Iterator[Path]:
-    """The folders of a package, or a module's file; the import system finds them without running anything of it."""
+def _locations(package: str) -> Iterator[Path]:
+    """Yield the folders of a package, or a module's file, as the import system finds them without running it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # of `__main__`, or no name at all

@@ -1,4 +1,4 @@
-"""The weights of a model in a checkpoint, read in one process whatever wrote them."""
+"""Weights of a model in a checkpoint, read in one process whatever wrote them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightswitch.checkpoints.reader import Reader, Told, unreadable
+from lightswitch.checkpoints.reader import OnRead, Reader, unreadable
 
 _PREFIX = "model."
 
 
 class Weights:
-    """Of one checkpoint. Its checksums are compared at once, tensors read later.
+    """Weights of one checkpoint, whose checksums are compared at once and whose tensors are read later.
+
+    Attributes:
+        state: all of the checkpoint but tensors.
+        extra_state: what modules keep that is not a tensor, by name.
+        names_of_tied: first names of tied tensors by their others; None in checkpoints of an earlier version.
+        like: tensors by name on the meta device, shapes and dtypes without values.
 
     Raises:
-        UnfitCheckpoint: it can't be read, or it isn't what was written.
+        UnfitCheckpoint: it can't be read, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,23 +37,29 @@ class Weights:
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}  # without values: shapes and dtypes
 
     def read(
-        self, names: Iterable[str], dtype: torch.dtype | None = None, told: Told | None = None
+        self, names: Iterable[str], dtype: torch.dtype | None = None, on_read: OnRead | None = None
     ) -> dict[str, Tensor]:
-        """On the CPU. With a dtype, floating-point tensors are rounded to it one by one as they are read."""
+        """Return tensors on the CPU, by name.
+
+        Args:
+            dtype: what floating-point tensors are rounded to, one by one as they are read; None for their own.
+            on_read: called with the number of bytes that were just read.
+        """
         tensors = {
             name: torch.empty_like(self.like[name], dtype=self.dtype(name, dtype), device="cpu") for name in names
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads, as meant
-            self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, told)
+            self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
         return tensors
 
     def _mapping(self, key: str) -> dict[str, Any]:
         found = self.state.get(key, {})
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-            raise unreadable(self._reader.path, f"{key} holds no names")
+            raise unreadable(self._reader.path, f"{key} is damaged")
         return found
 
     def dtype(self, name: str, asked: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of a tensor once it is rounded to the one that is asked for; integers keep theirs."""
         saved = self.like[name].dtype
         return asked if asked is not None and saved.is_floating_point else saved

@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
-from lightswitch.errors import ExitCode, LostRank, Refused
+from lightswitch.errors import ExitCode, Failure, LostRank, Refused
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Failure, Rank, in_words, node_name, of_error, shown
+from lightswitch.fault_tolerance.failure import Rank, in_words, node_name, of_error, shown
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)

@@ -14,8 +14,8 @@ from pathlib import Path
 from lightswitch import versions
 from lightswitch.cluster import variables
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode
-from lightswitch.fault_tolerance.failure import Failure, Rank
+from lightswitch.errors import ExitCode, Failure
+from lightswitch.fault_tolerance.failure import Rank
 from lightswitch.fault_tolerance.stacks import all_stacks
 from lightswitch.runs import log as run_log
 
@@ -47,6 +47,7 @@ class CrashReport:
 
     def tell(self, failure: Failure) -> int:
         """What the run failed of, to the user, once for all processes of the run; the exit code."""
+        self.run.process.note_failure(failure.line)
         text = f"{failure.line}\n{failure.details}".rstrip() + "\n"
         try:
             self._write("failure.txt", text.encode(errors="backslashreplace"), os.O_EXCL)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from hydra.errors import InstantiationException
 
-from lightswitch.errors import ExitCode
+from lightswitch.errors import Failure
 from lightswitch.fault_tolerance import loader_workers
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
-FAILED = 1  # the exit code; 2 is for what a user can mend
 
 # Errors of a rank whose neighbour is gone: of gloo, NCCL, and the store where ranks meet
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
@@ -28,36 +27,6 @@ class Rank:
 
     def __str__(self) -> str:
         return f"rank {self.number}{f' of {self.world_size}' if self.world_size else ''} on {self.node}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """
-    Args:
-        line: what the user reads first.
-        details: a traceback, or where the ranks stand. Of what a user can mend it goes to the run's log alone.
-        follows: it looks as if it came of another rank's failure.
-        rank: of the rank that raised it.
-    """
-
-    line: str
-    details: str = ""
-    exit_code: int = ExitCode.FAILED
-    follows: bool = False
-    rank: int | None = None
-
-
-class RanksFailed(Exception):
-    """Of ranks that Python started for this process, which takes no part in the run itself.
-
-    Args:
-        is_told: they have told the user.
-        exit_code: with which the first of them has ended; None if it was killed.
-    """
-
-    def __init__(self, failure: Failure, is_told: bool, exit_code: int | None) -> None:
-        self.failure, self.is_told, self.exit_code = failure, is_told, exit_code
-        super().__init__(failure.line)
 
 
 def of_error(rank: Rank, error: BaseException) -> Failure:

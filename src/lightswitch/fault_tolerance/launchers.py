@@ -26,8 +26,8 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, ExitCode, Refused, Stopped
-from lightswitch.fault_tolerance.failure import Failure, RanksFailed, node_name
+from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Refused, Stopped
+from lightswitch.fault_tolerance.failure import node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
 from lightswitch.fault_tolerance.watchdog.callback import Watch
 from lightswitch.process.state import Process
@@ -77,6 +77,7 @@ class Scripts(_SubprocessScriptLauncher):
         process = self.run.process
         if code < 0:  # else it has told its error itself
             line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
+            process.note_failure(line)
             print(line, file=sys.stderr, flush=True)
         process.leave_now(ExitCode.REFUSED if code == ExitCode.REFUSED else ExitCode.FAILED)
 

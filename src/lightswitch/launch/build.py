@@ -49,7 +49,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     Raises:
         RefusedRequest: with what each constructor says of its arguments, all at once, and where the user's own say it.
     """
-    gc.freeze()  # what was imported stays: it is not to be looked through again and again
+    gc.freeze()  # what was imported stays (entry stopped the collector meanwhile): it need not be searched again
     gc.enable()
     leave_group_at_exit()
     record = RunRecord(cfg, run)  # of what was asked for
@@ -59,6 +59,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(refusals)
+    # In this order hooks run: what the run had before is read first, then failures are heard of, then batches are cut.
+    # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed)
     watch = Watch(cfg, run, batch, Limits(**cfg.watch))
     engine: list[Callback] = [record, watch, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
@@ -71,7 +73,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         refusals,
         callbacks=[*engine, *_switched_on(callbacks)],
         logger=_switched_on(loggers),
-        **_plugins(cfg, cluster),
+        **_plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
         accumulate_grad_batches=plan.accumulation,
     )
@@ -111,11 +113,20 @@ def _is_of_user(error: BaseException) -> bool:
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _NOT_THE_USERS
 
 
-def _plugins(cfg: DictConfig, cluster: Any) -> dict[str, Any]:
-    """Lightning refuses 64-true by its name under fully_shard, which takes any dtype, and takes it as a plugin."""
-    if str(cfg.trainer.get("precision")) not in ("64", "64-true"):
+def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
+    """Return the Trainer's arguments for the cluster environment and for a precision that has no name of Lightning's.
+
+    Such is one that the config names by its class, and 64-true: Lightning refuses that name under fully_shard, which
+    takes any dtype.
+    """
+    precision = cfg.trainer.get("precision")
+    if isinstance(precision, DictConfig):
+        plugin = _instantiated(cfg.trainer, "precision", refusals)
+    elif str(precision) in ("64", "64-true"):
+        plugin = DoublePrecision()
+    else:
         return {"plugins": cluster}
-    return {"plugins": [plugin for plugin in (cluster, DoublePrecision()) if plugin], "precision": None}
+    return {"plugins": [one for one in (cluster, plugin) if one is not None], "precision": None}
 
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:

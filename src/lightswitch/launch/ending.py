@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 
 from lightswitch.config.confidential import Cleaner
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, ToldElsewhere
+from lightswitch.errors import ExitCode, Failure, RanksFailed, ToldElsewhere
 from lightswitch.fault_tolerance import classify, crash_report, telling
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Failure, RanksFailed, shown
+from lightswitch.fault_tolerance.failure import in_words, shown
 from lightswitch.process.state import Process
 
 
@@ -47,6 +47,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
     None for a bug in a run of one process: Python prints its traceback.
     """
     if isinstance(error, ToldElsewhere):
+        run.process.note_failure(f"error: {error}")
         return ExitCode.REFUSED
     has_begun = run.process.steps_have_begun.is_set()
     if (member := run.process.watchdog) is not None:
@@ -62,6 +63,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
         return _tell(first, report)
+    run.process.note_failure(in_words(error))
     classify.add_report(error, first, rank, "outside of the Trainer", report)
     report.log(first.details)
     return None
@@ -69,6 +71,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
 
 def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == ExitCode.REFUSED:
+        report.run.process.note_failure(first.line)
         if telling.once(first.line):
             report.log_mistake(first.details)
         return ExitCode.REFUSED

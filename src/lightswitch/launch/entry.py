@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster import placement
@@ -23,9 +23,8 @@ from lightswitch.config import composition
 from lightswitch.config.hydra_errors import check_flags, of_composition
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, RefusedRequest, Stopped
+from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
 from lightswitch.fault_tolerance import requeue
-from lightswitch.fault_tolerance.failure import RanksFailed
 from lightswitch.launch import commands, ending, resolvers
 from lightswitch.preflight import environment
 from lightswitch.process import signals
@@ -116,6 +115,8 @@ class Entry:
             return job.run(self.typed, cfg, place)
         self.is_composed = True
         run = RunContext.of(cfg, HydraConfig.get(), place, self.process, self.signals)
+        if not OmegaConf.is_missing(run.hydra.job, "num"):
+            self.process.failure_file = job.failure_file(run.run_dir, place)
         try:
             self.main(cfg, run)
             ending.leave_watchdog(run.process)

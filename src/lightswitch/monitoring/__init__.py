@@ -1,1 +1,1 @@
-"""What a run shows while it goes, and what it records."""
+"""Monitoring: what a run shows while it goes, and what it records."""

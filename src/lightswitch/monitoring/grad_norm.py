@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 
 class GradNorm(Callback):
-    """Logs `grad_norm` at each logged step: the L2 norm over the optimizer's parameters, before clipping.
+    """Callback that logs `grad_norm` at each logged step: the L2 norm over the optimizer's parameters, before clipping.
 
-    It is the whole gradient's under every strategy, without the loss scale of 16-mixed. DeepSpeed keeps its
-    gradients to itself: there the callback says once that it is off.
+    It is the whole gradient's under every strategy, without the loss scale of 16-mixed. DeepSpeed keeps its gradients
+    to itself: there the callback says once that it is off.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.is_global_zero:
-            log.warning("grad_norm is not logged under DeepSpeed, which keeps its gradients to itself")
+            log.warning("grad_norm is not logged under DeepSpeed, which does not expose its gradients")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if isinstance(trainer.strategy, DeepSpeedStrategy) or not trainer._logger_connector.should_update_logs:
@@ -48,7 +48,7 @@ def _norm_of_step(model: Any, optimizer: Optimizer) -> float:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """L2 norm of all gradients as one vector; with sharded parameters a collective call. Returns a scalar."""
+    """Return the L2 norm of all gradients as one vector, a scalar tensor. Collective where parameters are sharded."""
     by_mesh: dict[Any, list[Tensor]] = defaultdict(list)  # DTensors of different meshes do not mix
     for parameter in parameters:
         if parameter.grad is not None:
@@ -58,7 +58,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _loss_scale(trainer: Trainer, optimizer: Optimizer) -> float:
-    """What gradients are still multiplied by: a fused optimizer divides by the scale only in its step."""
+    """Return what gradients are still multiplied by: a fused optimizer divides by the scale only in its step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return 1.0

@@ -8,7 +8,7 @@ import torch
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that tensors took of a CUDA device; for other devices, that the process took of the host."""
+    """Return the most memory that tensors took on a CUDA device; elsewhere, that the process took on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

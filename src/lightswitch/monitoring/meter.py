@@ -1,4 +1,4 @@
-"""The speed of training: optimizer steps a second, pauses left out."""
+"""Speed of training: optimizer steps a second, pauses left out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from time import perf_counter
 
 
 class Meter:
-    """Tell it of each step and each pause; `steps_per_second` is then over the last `window` readings.
+    """Meter of optimizer steps a second, which is told of each step and each pause.
 
     The first steps warm caches, allocators and data workers up, and do not count.
+
+    Args:
+        window: readings over which the speed is taken.
+
+    Attributes:
+        steps_per_second: at the last reading; None until there are steps to measure.
     """
 
     WARMUP_STEPS = 3
@@ -19,6 +25,7 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
+        """Begin anew at a step, with a warm-up."""
         self.steps_per_second: float | None = None
         self._readings.clear()
         self._warm_step = step + self.WARMUP_STEPS
@@ -27,12 +34,13 @@ class Meter:
         self._pause_start: float | None = None
 
     def update(self, step: int) -> None:
-        """Call after each step: the reading that all others are against is taken when the warm-up ends."""
+        """Note a step; call it after each, as the reading that all others are against is taken when the warm-up
+        ends."""
         if not self._readings and step >= self._warm_step:
             self._readings.append((step, self._training_seconds()))
 
     def read(self, step: int) -> float | None:
-        """Steps a second since `window` readings ago; None until there are steps to measure."""
+        """Take a reading, and return the steps a second since `window` readings ago; None until there are any."""
         if self._readings and step > self._readings[-1][0]:
             first_step, first_seconds = self._readings[0]
             seconds = self._training_seconds()
@@ -41,16 +49,18 @@ class Meter:
         return self.steps_per_second
 
     def pause(self) -> None:
+        """Stop the clock, as for a validation; a second time it does nothing."""
         if self._pause_start is None:
             self._pause_start = perf_counter()
 
     def resume(self) -> None:
+        """Start the clock again after a pause."""
         if self._pause_start is not None:
             self._paused_seconds += perf_counter() - self._pause_start
             self._pause_start = None
 
     def seconds_for(self, steps: int) -> float | None:
-        """Expected wall time of so many more steps, with pauses in the proportion seen so far."""
+        """Return the expected wall time of so many more steps, with pauses in the proportion seen so far."""
         if self.steps_per_second is None:
             return None
         training_seconds = self._training_seconds()

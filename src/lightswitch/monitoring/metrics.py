@@ -23,7 +23,7 @@ FIRST_COLUMNS = ("step", "samples", "epoch")
 
 
 class MetricsFile(Logger):
-    """Writes `metrics.csv` in `directory`, which is complete on disk after each call.
+    """Logger that writes `metrics.csv` in `directory`, which is complete on disk after each call.
 
     Columns: `step` (Lightning's: the index of the last optimizer step, from 0), `samples` (consumed so far),
     `epoch`, then the metrics in order of first appearance. Calls for one step share a row. A row without
@@ -51,7 +51,7 @@ class MetricsFile(Logger):
         self._table.put(step, {name: _text(value) for name, value in metrics.items()})
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a table of metrics has no place for them, and the run directory has the configuration."""
+        """Do nothing: a table of metrics has no place for them, and the run directory has the configuration."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class MetricsFile(Logger):
 
 
 class Table:
-    """A CSV file keyed by its column `step`, made for changing its last row."""
+    """CSV file keyed by its column `step`, made for changing its last row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,15 +79,16 @@ class Table:
         self._last: dict[str, str] = {}
         self._own: dict[str, str] = {}  # what this process put into the latest row that it wrote
         self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
-        _set_harmed_aside(path)
+        _set_damaged_aside(path)
         self._load()
 
     @property
     def last_step(self) -> int:
+        """Step of the last row; 0 in an empty table."""
         return int(self._last.get("step", 0))
 
     def put(self, step: int, values: Mapping[str, str]) -> None:
-        """Merges `values` into the row of `step`, or appends one."""
+        """Merge values, as text by column, into the row of a step, or append one."""
         if _size(self._path) != self._size:
             self._load()  # another process, such as a spawned worker, has written since
         if self._own.get("step") != str(step):
@@ -103,7 +104,7 @@ class Table:
         self._write_last()
 
     def drop_after(self, step: int) -> None:
-        """Drops the rows of later steps, but for what this process has put into its latest one."""
+        """Drop the rows of later steps, but for what this process has put into its latest one."""
         rows = self._rows()
         kept = [row for row in rows if int(row["step"]) <= step]
         if len(kept) == len(rows):
@@ -114,7 +115,8 @@ class Table:
             self.put(int(own["step"]), own)
 
     def _amend(self, step: int, values: Mapping[str, str]) -> bool:
-        """An earlier row, which an evaluation of an older checkpoint belongs to; False where there is none."""
+        """Change an earlier row, which an evaluation of an older checkpoint belongs to; return False if there is
+        none."""
         rows = self._rows()
         for row in rows:
             if row["step"] == str(step):
@@ -181,8 +183,8 @@ class Table:
         return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
-def _set_harmed_aside(path: Path) -> None:
-    """A file with lines that are no rows of it is kept beside as it is; its rows stay."""
+def _set_damaged_aside(path: Path) -> None:
+    """Keep a file that has damaged lines as a copy beside it, and its sound rows in the file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b"\n"):  # the last one was being written when the run was killed
         lines.pop()
@@ -190,7 +192,7 @@ def _set_harmed_aside(path: Path) -> None:
     rows = [line for line in lines[1:] if _is_row(_fields(line), columns)] if "step" in columns else []
     if len(rows) == len(lines[1:]) and ("step" in columns or not lines):
         return
-    aside = (path.with_name(f"{path.stem}_harmed_{number}{path.suffix}") for number in itertools.count(1))
+    aside = (path.with_name(f"{path.stem}_damaged_{number}{path.suffix}") for number in itertools.count(1))
     kept = next(other for other in aside if not other.exists())
     shutil.copyfile(path, kept)
     log.warning("%s has lines that can't be read; it is kept as %s, and goes on without them", path, kept.name)

@@ -1,4 +1,4 @@
-"""A run of ours as one run of MLflow."""
+"""Runs as runs of MLflow."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from lightning.pytorch.loggers import MLFlowLogger
 
 
 class MLflowRun(MLFlowLogger):
-    """Continues the experiment's run of the same name, where Lightning's logger would start another.
+    """Logger to MLflow that continues the experiment's run of the same name, where Lightning's would start another.
+
+    Args:
+        experiment_name: created if there is none.
+        run_name: which is looked for.
+        tracking_uri: of the store; `sqlite:///…` for a local file.
+        options: of Lightning's MLFlowLogger.
 
     Raises:
-        ModuleNotFoundError: where MLflow, or what its SQLite store needs, is not installed.
+        ModuleNotFoundError: MLflow, or what its SQLite store needs, is not installed.
     """
 
     def __init__(self, experiment_name: str, run_name: str, tracking_uri: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What model a run trains, and how large it is."""
+"""Class and size of the model that a run trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelSize(Callback):
-    """Tells it once the model is built, and before a strategy takes it apart.
+    """Callback that logs the model's class and number of parameters once, before a strategy takes it apart.
 
     `configure_model` is the user's, and is left to Lightning: called once more, it may read weights, or form a process
     group that other ranks know nothing of.

@@ -1,4 +1,4 @@
-"""What Lightning asks for in place of a profiler where there is none."""
+"""Stand-in for a profiler where there is none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _NOTHING = nullcontext()
 
 
 class NoProfiler(PassThroughProfiler):
-    """Lightning enters a context around each hook of each callback, about 70 a step, and its own makes each anew."""
+    """Profiler that does nothing, in less time than Lightning's own.
+
+    Lightning enters a context around each hook of each callback, about 70 a step, and makes each of them anew.
+    """
 
     def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]  # Lightning's is a generator
         return _NOTHING

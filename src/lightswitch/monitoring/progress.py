@@ -1,4 +1,4 @@
-"""How far a run is: one line that moves on a terminal, a few plain lines in a log."""
+"""Progress of a run: one line that moves on a terminal, a few plain lines in a log."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LOG_EVALUATION_SECONDS = 30
 
 
 class Progress(ProgressBar):
-    """Shows optimizer steps over the whole run, loss, speed and time left, on rank 0.
+    """Progress bar of optimizer steps over the whole run, with loss, speed and time left, on rank 0.
 
-    Where stdout is no terminal it logs a line each tenth of the run, or five minutes, and one a validation.
+    Where stdout is not a terminal it logs a line each tenth of the run, or five minutes, and one a validation.
 
     Args:
         samples_per_step: the global batch.
@@ -147,7 +147,7 @@ class Progress(ProgressBar):
             self._line = None
 
     def _schedule(self, step: int) -> None:
-        """When to show training next: at the earlier of a step and a time."""
+        """Set when training is shown next: at the earlier of a step and a time."""
         self._shown_step = step
         self._next_seconds = perf_counter() + (LOG_SECONDS if self._line is None else REDRAW_SECONDS)
         if self._line is None and self._total_steps is not None:

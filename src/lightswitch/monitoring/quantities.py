@@ -6,7 +6,7 @@ import math
 
 
 def compact(number: float) -> str:
-    """Three digits and a magnitude: 370, 45.2k, 1.23M."""
+    """Return a number with three digits and a magnitude: 370, 45.2k, 1.23M."""
     if not math.isfinite(number):
         return str(number)
     for magnitude in ("", "k", "M", "G", "T"):
@@ -19,11 +19,7 @@ def compact(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """0:21, 1:02:03, and hours beyond a day: 51:00:00."""
+    """Return seconds as a clock shows them: 0:21, 1:02:03, and hours beyond a day as 51:00:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def gibibytes(count_bytes: float) -> str:
-    return f"{count_bytes / 2**30:.2f} GiB"

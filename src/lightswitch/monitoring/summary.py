@@ -1,4 +1,4 @@
-"""What a run came to, as text."""
+"""Results of a run as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightswitch.monitoring.quantities import clock
 
 
 def table(rows: Mapping[str, object]) -> str:
-    """One line an entry, names to the left and values to the right; entries that are None are left out.
+    """Return one line an entry, names to the left and values to the right; entries that are None are left out.
 
     Integers get thousands separators, floats four digits, durations a clock; strings stay as they are.
     """

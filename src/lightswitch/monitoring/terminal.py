@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 class Line:
-    """The line that a terminal's cursor is on; records logged to the same terminal appear above it."""
+    """Line that a terminal's cursor is on, redrawn in place; records logged to the same terminal appear above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -19,7 +19,7 @@ class Line:
             handler.addFilter(self._make_room)
 
     def draw(self, label: str, done: int, total: int | None, status: str) -> None:
-        """`train  37% |███████             | 370/1000 · loss 2.31`, with as long a bar as fits."""
+        """Draw `train  37% |███████             | 370/1000 · loss 2.31`, with as long a bar as fits."""
         width = shutil.get_terminal_size().columns - 1  # the last column would wrap in some terminals
         if total is None:
             text = f"{label} {done}{status}"
@@ -32,12 +32,13 @@ class Line:
         self._drawn = True
 
     def clear(self) -> None:
+        """Erase the line, until it is drawn again."""
         if self._drawn:
             self._write("\r\x1b[K")
             self._drawn = False
 
     def end(self) -> None:
-        """Leaves the text where it is and goes to the next line."""
+        """Leave the text where it is and go to the next line."""
         for handler in self._handlers:
             handler.removeFilter(self._make_room)
         if self._drawn:
@@ -54,7 +55,7 @@ class Line:
 
 
 def bar(fraction: float, room: int) -> str:
-    """`|███████             |` of at most `room` characters; nothing where fewer than six are left."""
+    """Return `|███████             |` of at most `room` characters; nothing where fewer than six are left."""
     width = min(room - 2, 20)
     if width < 4:
         return ""

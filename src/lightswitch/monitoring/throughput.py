@@ -11,9 +11,10 @@ from lightswitch.monitoring.meter import Meter
 
 
 class Throughput(Callback):
-    """Logs, at each logged step, the speed since the last one and the peak memory of rank 0.
+    """Callback that logs, at each logged step, the speed since the last one and the peak memory of rank 0.
 
-    Time in validation and in saving checkpoints does not count; time spent waiting for data does.
+    Time in validation and in saving checkpoints does not count; time spent waiting for data does. Memory is in GiB,
+    speed in seconds a step, samples and tokens a second.
 
     Args:
         samples_per_step: the global batch.

@@ -1,1 +1,1 @@
-"""Every problem of a request that can be known before a process is started. Imports no torch."""
+"""Checks of a request before a process is started: every problem that can be known by then. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Every problem of a run that can be known before a process is started, all at once."""
+"""Check of a whole request, which tells all problems at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, launchers, precision, root_keys, strategies, targets
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
-_FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
+_DERIVED = {  # arguments of the Trainer that are not given to it by themselves
     "accumulate_grad_batches": "the batch: set micro_batch_size",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
@@ -28,7 +28,7 @@ _FOLLOWS = {  # arguments of the Trainer that are not given to it by themselves
 
 
 def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
-    """How the run's batch is cut, once nothing is wrong with its config.
+    """Return how the run's batch is cut, if nothing is wrong with its config.
 
     Raises:
         RefusedRequest: with all problems found. Those in what was typed come first and alone, and before torch is
@@ -86,7 +86,7 @@ def _resolved(cfg: DictConfig) -> Any:
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:
     trainer = cfg["trainer"]
-    for argument, source in _FOLLOWS.items():
+    for argument, source in _DERIVED.items():
         if argument in trainer:
             yield f"trainer.{argument} follows from {source}, and leave it out"
     try:

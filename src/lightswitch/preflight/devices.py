@@ -1,4 +1,4 @@
-"""The devices of a run: how many are meant, of which kind, and whether this machine has them."""
+"""Devices of a run: how many are meant, of which kind, and whether this machine has them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
 
 
 def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the numbers of nodes and devices, whatever the machine has."""
     nodes, devices = trainer["num_nodes"], trainer["devices"]
     if type(nodes) is not int or nodes < 1:
         yield f"trainer.num_nodes={nodes}: use a number from 1"
@@ -23,7 +24,7 @@ def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
 
 
 def count(devices: int | str | list[int]) -> int:
-    """The number of devices a node that `Trainer(devices=)` means."""
+    """Return the number of devices a node that `Trainer(devices=)` means."""
     if isinstance(devices, list):
         return len(devices)
     if devices in _AS_MANY_AS_THERE_ARE:
@@ -36,6 +37,7 @@ def count(devices: int | str | list[int]) -> int:
 
 
 def absent(trainer: dict[str, Any]) -> Iterator[str]:
+    """Yield what is asked of accelerators that this machine does not have."""
     from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
     name, devices = trainer.get("accelerator", "auto"), trainer["devices"]
@@ -60,7 +62,7 @@ def _on_cpu(devices: int | str | list[int]) -> Iterator[str]:
 
 
 def accelerator(trainer: dict[str, Any]) -> str:
-    """The one in use; what `auto` stands for on this machine."""
+    """Return the accelerator in use: what `auto` stands for on this machine."""
     from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
     name = str(trainer.get("accelerator", "auto"))

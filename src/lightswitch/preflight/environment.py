@@ -1,4 +1,4 @@
-"""The variables by which launchers speak: those that mean nothing, and those that came without the others."""
+"""Environment variables of launchers: those whose value means nothing, and those that lack others."""
 
 from __future__ import annotations
 
@@ -55,10 +55,12 @@ _OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:
-    """
+    """Check what launchers have exported.
+
+    Lightning, torch and DeepSpeed take most of it for numbers, or for a rank among processes that are not there.
+
     Raises:
-        RefusedRequest: with all that is wrong, a line each. Lightning, torch and DeepSpeed take most of it for numbers,
-            or for a place among processes that are not there.
+        RefusedRequest: with all that is wrong, a line each.
     """
     problems = list(_malformed(environ)) or list(_misplaced(environ))
     if problems:
@@ -86,7 +88,7 @@ def _told(environ: Mapping[str, str], name: str, expected: str) -> str:
 
 
 def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
-    """What can't be, of variables that are well-formed each."""
+    """Yield what contradicts itself among variables that are well-formed each."""
     launcher = placement.launcher(environ)
     yield from (
         list(_incomplete(launcher, environ))
@@ -132,7 +134,10 @@ def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Ranks are counted node by node: strategies that shard over a node's devices, and Lightning, rely on it."""
+    """Yield ranks that are not counted node by node.
+
+    Strategies that shard over a node's devices, and Lightning, rely on that order.
+    """
     place = placement.detect(environ)
     rank, node, local = _ORDERED[launcher]
     per_node = place.devices_per_node or 1
@@ -146,9 +151,9 @@ def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
-    """A place among other processes, in a process that starts all others of its run itself.
+    """Yield variables that give this process a rank among others, where it is to start all others itself.
 
-    Lightning believes it: it would be silent, write no checkpoint, or wait for the others.
+    Lightning believes them: it would be silent, write no checkpoint, or wait for the others.
     """
     if "RANK" not in environ and environ.keys() >= set(_OF_LIGHTNING):
         return  # it is one of those others

@@ -1,4 +1,4 @@
-"""What was started from outside, by torchrun, srun or hand, against what the config asks for."""
+"""Processes that torchrun, srun or the user has started, against what the config asks for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _EVENED = {
 
 
 def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield how the processes that were started differ from the trainer's nodes and devices."""
     nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
     if not place.is_external:
         yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
@@ -34,12 +35,15 @@ def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
 
 
 def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
-    """A place that this run does not have: Lightning believes it, and trains without a word or a checkpoint."""
+    """Yield variables that give this process a rank beyond the run's.
+
+    Lightning believes them, and trains without a word or a checkpoint.
+    """
     arguments = {"NODE_RANK": "trainer.num_nodes", "LOCAL_RANK": "trainer.devices"}
     for name, count in counts.items():
         if int(os.environ.get(name, 0)) >= count:
             told = f"{name}={os.environ[name]} and {arguments[name]}={count}"
-            yield f"{told}: found a place that is not in this run; type unset {name}, or give {arguments[name]}"
+            yield f"{told}: found a rank that is not in this run; type unset {name}, or give {arguments[name]}"
 
 
 def _counted(count: int | None, noun: str) -> str:
@@ -47,6 +51,7 @@ def _counted(count: int | None, noun: str) -> str:
 
 
 def absent(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield that a cluster was named whose launcher did not start this process."""
     name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
     wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
     found = place.launcher

@@ -1,4 +1,4 @@
-"""Where a precision's numbers do not reach."""
+"""Precisions whose range or device does not suit the run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ _SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal one, 6.1e-5
 
 
 def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
+    """Yield why a precision can't be used.
+
+    Args:
+        cfg: the whole config, resolved.
+        accelerator: the one in use.
+    """
     precision = cfg["trainer"].get("precision")
     if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
         yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
@@ -20,7 +26,7 @@ def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
 
 
 def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
-    """Adam divides by √v + eps; in float16 both the squares v and the usual eps of 1e-8 are 0: NaN at step 2."""
+    """Yield optimizers that divide by √v + eps where both are 0 in float16, as Adam's: NaN at step 2."""
     for key, node in cfg["model"].items():
         if not isinstance(node, dict) or not _has_eps_below(_SMALLEST_FLOAT16, node):
             continue
@@ -33,7 +39,7 @@ def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _has_eps_below(smallest: float, node: dict[str, Any]) -> bool:
-    """Of a node that makes an optimizer with one number as its eps; all of torch's have a very small one by default."""
+    """Return whether a node makes an optimizer with a single eps below a number; torch's defaults all are small."""
     accepted = signature(node["_target_"]) if isinstance(node.get("_target_"), str) else None
     if accepted is None or not {"lr", "eps"} <= accepted.parameters.keys():
         return False

@@ -1,4 +1,4 @@
-"""The keys at a config's top: those that were misspelt, and those with a value that means nothing."""
+"""Keys at the top of a config: missing, misspelt, or with a value that means nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightswitch.errors import nearest
 from lightswitch.preflight import targets
 
 MODES = ("fit", "validate", "test", "predict")
-_KNOBS: dict[str, tuple[type, ...]] = {
+_KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "run_id": (str, int),
     "seed": (int,),
@@ -28,17 +28,18 @@ _KNOBS: dict[str, tuple[type, ...]] = {
 }
 
 
-_LIMITS = ("lost_after_seconds", "hung_after_seconds")
+_WATCH_KEYS = ("lost_after_seconds", "hung_after_seconds")
 _SCALING = ("rule", "reference_batch_size")
 _READ = (
-    *(*_KNOBS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
+    *(*_KINDS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
     *(f"lr_scaling.{key}" for key in _SCALING),
-    *(f"watch.{key}" for key in _LIMITS),
+    *(f"watch.{key}" for key in _WATCH_KEYS),
 )
 
 
 def missing(cfg: DictConfig) -> Iterator[str]:
-    """Keys that the engine reads, of a config that may be another project's, before anything is resolved in it."""
+    """Yield the keys that the engine reads and a config lacks, as one of another project may, before anything is
+    resolved."""
     for key in _READ:
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
@@ -47,12 +48,17 @@ def missing(cfg: DictConfig) -> Iterator[str]:
 
 
 def _raw_keys(node: Any) -> list[Any]:
-    """`in` would resolve their values."""
+    """Return the keys of a node without resolving their values, as `in` would."""
     return list(node.keys()) if isinstance(node, DictConfig) and not node._is_none() else []
 
 
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
-    """A `+key=` that resembles a key there is, or nearly is a group's; any other is a variable of the user's own."""
+    """Yield each `+key=` that resembles a key or a group there is; any other is a variable of the user's own.
+
+    Args:
+        cfg: resolved.
+        overrides: as typed.
+    """
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
         if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
@@ -62,20 +68,21 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
 
 
 def wrong(cfg: dict[str, Any]) -> Iterator[str]:
-    for knob, kinds in _KNOBS.items():
-        if type(cfg[knob]) not in kinds:
-            yield f"{knob}={cfg[knob]}: found {type(cfg[knob]).__name__}, expected {targets.names(kinds)}"
+    """Yield the keys whose value is of the wrong type or out of range."""
+    for key, kinds in _KINDS.items():
+        if type(cfg[key]) not in kinds:
+            yield f"{key}={cfg[key]}: found {type(cfg[key]).__name__}, expected {targets.names(kinds)}"
     if cfg["mode"] not in MODES:
         yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
     yield from _unknown(cfg, "lr_scaling", _SCALING)
-    yield from _unknown(cfg, "watch", _LIMITS)
+    yield from _unknown(cfg, "watch", _WATCH_KEYS)
     yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
-    for limit in _LIMITS:
-        seconds = cfg["watch"][limit]
+    for key in _WATCH_KEYS:
+        seconds = cfg["watch"][key]
         if type(seconds) not in (int, float) or seconds <= 0:
-            yield f"watch.{limit}={seconds}: it is a time in seconds, above 0"
+            yield f"watch.{key}={seconds}: it is a time in seconds, above 0"
 
 
 def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterator[str]:
@@ -84,6 +91,7 @@ def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterato
 
 
 def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
+    """Yield that a learning rate is to follow the global batch, and there is none, or nothing reads it."""
     rule = plain["lr_scaling"]["rule"]
     if rule == "none":
         return

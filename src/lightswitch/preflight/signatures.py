@@ -1,4 +1,4 @@
-"""What the code that a config names would accept, read from its source: nothing is imported, so no torch."""
+"""Signatures of the code that a config names, read from its source: nothing is imported, so no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(No
 
 @dataclass(frozen=True)
 class Parameter:
-    """Its annotation is followed when it is asked for: that may take one module after another to parse."""
+    """Parameter of a function. Its annotation is followed only when it is asked for: that may parse many modules.
+
+    Attributes:
+        name: of the parameter.
+    """
 
     name: str
     _scope: _Scope
@@ -23,12 +27,12 @@ class Parameter:
 
     @property
     def kinds(self) -> frozenset[type] | None:
-        """None: anything."""
+        """Types that its annotation allows; None where it allows anything."""
         return self._accepted[0]
 
     @property
     def literals(self) -> frozenset[object] | None:
-        """Those of typing.Literal. None: anything."""
+        """Values of typing.Literal that its annotation allows; None where it allows anything."""
         return self._accepted[1]
 
     @functools.cached_property
@@ -38,6 +42,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
+    """Parameters of a function or of a class's constructor.
+
+    Attributes:
+        parameters: by name, in order.
+        required: names of those without a default.
+        open_ended: whether it also takes any other keyword.
+    """
+
     parameters: dict[str, Parameter]
     required: frozenset[str]  # without a default
     open_ended: bool  # takes **kwargs
@@ -45,7 +57,7 @@ class Signature:
 
 @functools.cache
 def signature(target: str) -> Signature | None:
-    """The parameters of a class or function by its dotted path; None where the source does not tell.
+    """Return the parameters of a class or function by its dotted path; None where the source does not tell.
 
     Raises:
         LookupError: the module exists and is read, but holds no such name.
@@ -60,7 +72,7 @@ def signature(target: str) -> Signature | None:
 
 @dataclass(frozen=True)
 class _Scope:
-    """A module's top level."""
+    """Top level of a module: the names that it binds."""
 
     module: str
     path: Path
@@ -90,7 +102,11 @@ def _bound_names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 @functools.cache
 def _scope(module: str) -> _Scope | None:
-    """None for what has no Python source."""
+    """Return a module's top level; None for what has no Python source.
+
+    Raises:
+        LookupError: there is no such module.
+    """
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)  # of a top-level name: imports nothing
     for part in rest:
@@ -105,7 +121,7 @@ def _scope(module: str) -> _Scope | None:
 
 
 def _find(module: str, name: str, depth: int = 0) -> tuple[_Scope, ast.stmt] | None:
-    """The definition of a name, through the imports that hand it on."""
+    """Return the definition of a name, through the imports that hand it on."""
     scope = _scope(module)
     if scope is None or depth > 8:
         return None
@@ -139,7 +155,7 @@ def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
 
 
 def _resolution_order(scope: _Scope, node: ast.ClassDef) -> list[tuple[_Scope, ast.ClassDef]]:
-    """A class and its ancestors, an ancestor of several of them after the last, as Python looks through them."""
+    """Return a class and its ancestors in Python's order: an ancestor of several comes after the last of them."""
     found: list[tuple[_Scope, ast.ClassDef]] = [(scope, node)]
     for base in node.bases:
         named = _named(scope, base)
@@ -169,7 +185,7 @@ _ANYTHING: _Accepted = (None, None)
 
 
 def _accepted(scope: _Scope, node: ast.expr | None) -> _Accepted:
-    """Types and literals that an annotation allows."""
+    """Return the types and the literals that an annotation allows."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         node = ast.parse(node.value, mode="eval").body
     if isinstance(node, ast.Constant) and node.value is None:

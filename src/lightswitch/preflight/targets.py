@@ -1,4 +1,4 @@
-"""The arguments in a config's nodes against the code that the nodes name."""
+"""Arguments in a config's nodes, against the code that the nodes name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
 def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
-    """Of the nodes that name code, the arguments that the code does not take, and those that it lacks."""
+    """Yield the arguments that code named by a config does not take, and those that it lacks.
+
+    Args:
+        cfg: resolved.
+        keys: top-level nodes to look at.
+    """
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key])
         if key in ("callbacks", "logger"):
@@ -26,7 +31,7 @@ def _unfinished_nodes(group: str, nodes: dict[str, Any]) -> Iterator[str]:
 
 
 def _node_problems(path: str, node: Any) -> Iterator[str]:
-    """Problems of a node that names code, and of the nodes in it."""
+    """Yield problems of a node that names code, and of the nodes in it."""
     if isinstance(node, list):
         for index, item in enumerate(node):
             yield from _node_problems(f"{path}.{index}", item)
@@ -65,7 +70,10 @@ def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[s
 
 
 def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> Iterator[str]:
-    """What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused."""
+    """Yield an argument that the code does not take.
+
+    What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused.
+    """
     hint = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
@@ -90,4 +98,5 @@ def _misfit(value: Any, parameter: Parameter) -> str:
 
 
 def names(kinds: tuple[type, ...]) -> str:
+    """Return the names of types as a user writes them: null for None."""
     return " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in kinds))

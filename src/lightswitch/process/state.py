@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from lightswitch.errors import ExitCode
+
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
 _GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
 
@@ -48,6 +50,7 @@ class Process:
         refusal: why this start may not write its run directory; the ranks are told when they meet.
         locks: what this process holds of run directories, given back at its end.
         crash_folder: of the crash report of this start, on which the ranks agree when they meet.
+        failure_file: where the sweep that has started this run looks for what it failed of; None in any other run.
     """
 
     def __init__(self) -> None:
@@ -59,13 +62,14 @@ class Process:
         self.refusal = ""
         self.locks: list[Lock] = []
         self.crash_folder: Path | None = None
+        self.failure_file: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"crash_folder": self.crash_folder}
+        return {"crash_folder": self.crash_folder, "failure_file": self.failure_file}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Process.__init__(self)
-        self.crash_folder = state["crash_folder"]
+        self.__dict__.update(state)
 
     def join_watchdog(self, watchdog: Watchdog) -> None:
         """Have it watch this process from now on."""
@@ -91,6 +95,12 @@ class Process:
     def _forget_watchdog(self) -> None:
         self.watchdog = None
         self.is_watched.clear()
+
+    def note_failure(self, line: str) -> None:
+        """Leave a sweep what its job failed of; of several failures the first."""
+        if self.failure_file is not None:
+            with contextlib.suppress(OSError), self.failure_file.open("x") as file:
+                file.write(line)
 
     def release_locks(self) -> None:
         """Give back what this process holds."""
@@ -145,7 +155,7 @@ class Process:
                     if os.environ["LOCAL_RANK"] == "1":  # one line for all
                         line = f"rank 0 failed: process {parent} was killed before it trained"
                         print(line, file=sys.stderr, flush=True)
-                    self.leave_now(1)
+                    self.leave_now(ExitCode.FAILED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
@@ -161,7 +171,7 @@ class Process:
                 time.sleep(1)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_GRACE_SECONDS)
-            self.leave_now(128 + signal.SIGTERM)
+            self.leave_now(ExitCode.STOPPED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 

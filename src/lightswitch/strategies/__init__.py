@@ -1,1 +1,1 @@
-"""How a model is spread over processes."""
+"""Strategies: the ways in which a model is spread over processes."""

@@ -13,7 +13,7 @@ from lightswitch.strategies.single import Single
 
 
 def auto(accelerator: Any, devices: Any, num_nodes: Any) -> Strategy:
-    """One device as it is, several under ddp.
+    """Return the strategy for a number of devices: one as it is, several under ddp.
 
     The arguments are the Trainer's own, as checked there: a type here would have a mistake in one told twice.
     """
@@ -21,7 +21,7 @@ def auto(accelerator: Any, devices: Any, num_nodes: Any) -> Strategy:
 
 
 def _devices(accelerator: str, devices: int | str | list[int]) -> int:
-    """As the Trainer counts them."""
+    """Return the number of devices on a node as the Trainer counts them."""
     name = {"auto": _select_auto_accelerator(), "gpu": "cuda" if CUDAAccelerator.is_available() else "mps"}
     kind = AcceleratorRegistry.get(name.get(accelerator, accelerator))
     count = kind.auto_device_count() if devices == "auto" else devices

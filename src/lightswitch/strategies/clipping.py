@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 
 @torch.no_grad()
 def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
-    """As `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, which takes one mesh alone."""
+    """Clip the gradients of an optimizer's parameters by their norm over all devices. Collective.
+
+    `torch.nn.utils.clip_grad_norm_` does the same for parameters of one device mesh alone.
+    """
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -38,7 +41,13 @@ def clip_shards_by_norm(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """The same where ``group`` shares out the gradients of some parameters, as plain tensors."""
+    """Clip gradients of which some are sharded over a process group as plain tensors. Collective.
+
+    Args:
+        parameters: all that are clipped together.
+        sharded: those of which each rank of the group holds a part of the gradient; it holds others whole.
+        device: where the norm is summed, in double precision where the device has it.
+    """
     present = [parameter for parameter in parameters if parameter.grad is not None]
     squares = [
         get_total_norm([p.grad for p in present if p.grad is not None and (p in sharded) == is_sharded])

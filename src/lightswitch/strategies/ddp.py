@@ -22,10 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class DDP(PortableCheckpoints, DDPStrategy):
-    """Lightning's DDPStrategy, with all that it takes as plain values.
+    """Data parallelism: a replica of the model on each device, whose gradients are averaged.
 
-    `comm_hook` makes the gradients smaller for their way: rounded to 16 bits, or as products of two thin matrices
-    (PowerSGD, Vogels et al. 2019), of rank `matrix_approximation_rank` and from step `start_powerSGD_iter` on.
+    Args:
+        comm_hook: makes gradients smaller on their way: fp16 and bf16 round them, powersgd sends products of two thin
+            matrices (PowerSGD, Vogels et al. 2019, arXiv:1905.13727).
+        matrix_approximation_rank: of PowerSGD's matrices.
+        start_powerSGD_iter: the first step that uses PowerSGD.
+        timeout_seconds: how long a rank waits for another in a collective.
+        start_method: popen starts the script once more for each rank; spawn and fork start Python functions.
+
+    The others are those of torch's DistributedDataParallel.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class DDP(PortableCheckpoints, DDPStrategy):
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def _register_ddp_hooks(self) -> None:
-        """On every device: Lightning registers hooks on CUDA, and elsewhere drops them without a word."""
+        """Register the hook on every device: Lightning does on CUDA, and elsewhere drops it without a word."""
         assert isinstance(self.model, DistributedDataParallel)
         if self.comm_hook == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -72,18 +79,22 @@ class DDP(PortableCheckpoints, DDPStrategy):
             )
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             if self.is_global_zero:
-                log.warning("PowerSGD changes the gradients, and what it keeps of them is in no checkpoint")
+                log.warning("PowerSGD changes the gradients, and the errors it carries on are not saved in checkpoints")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """But for a static graph's first backward pass, which DDP must see whole. What it averages stays averaged."""
+        """Keep gradients on their rank inside of the context.
+
+        A static graph's first backward pass is synchronised, as DDP must see it whole. What it averages stays averaged.
+        """
         assert isinstance(self.model, DistributedDataParallel)
         first = self.model.static_graph and not self.model._static_graph_delay_allreduce_enqueued
         with nullcontext() if first else self.model.no_sync():
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """
+        """Check that every parameter has a gradient.
+
         Raises:
             Refused: a parameter took no part in the step, so that the gradients of the others were not averaged.
         """
@@ -101,5 +112,5 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
     @property
     def _is_synchronised(self) -> bool:
-        """Not so in the micro batches before the last one of a step."""
+        """Whether gradients are averaged now: not in the micro batches before the last one of a step."""
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.strategies.clipping import clip_by_norm
-from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
+from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
-from lightswitch.strategies.sharded import Sharded, average_replicated, compute_again
+from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
 from lightswitch.strategies.units import find_units
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
-    """Shards parameters, gradients and optimizer state; the model's repeated blocks are gathered one at a time.
+    """Sharding of parameters, gradients and optimizer state (FSDP2); the model's units are gathered one at a time.
 
     Runs on CUDA and on the CPU. What is built in `configure_model` is built once, on the CPU of global rank 0, and
-    handed out unit by unit, so that no device ever holds the whole model.
+    broadcast unit by unit, so that no device ever holds the whole model.
 
     Args:
         sharding_strategy: FULL_SHARD; SHARD_GRAD_OP, which keeps what it gathered for the backward pass; NO_SHARD,
@@ -53,6 +53,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
         param_dtype: what parameters are gathered and computed in; None for their own.
         reduce_dtype: what gradients are summed in; None for ``param_dtype``.
+        process_group_backend: of torch.distributed; None for the device's own.
+        timeout_seconds: how long a rank waits for another in a collective.
     """
 
     def __init__(
@@ -103,7 +105,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @property
     def _data_parallel_mesh(self) -> DeviceMesh:
-        """One-dimensional where there is one replica: a second dimension of size 1 would cost an all-reduce."""
+        """The mesh that shards, one-dimensional for a single replica: another dimension of size 1 would cost an all-
+        reduce."""
         replicated = self.device_mesh["replicate"].size() > 1
         return self.device_mesh["replicate", "shard"] if replicated else self.device_mesh["shard"]
 
@@ -135,9 +138,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         done: set[nn.Module] = set()
         self._replicated: set[nn.Parameter] = set()
         for module in [*reversed(units.values()), model]:  # inner before outer
-            hand_out(module, self.root_device, done)
+            broadcast_weights(module, self.root_device, done)
             self._shard_unit(module, is_root=module is model)
-        hand_out_metrics(model, self.root_device)
+        broadcast_metric_states(model, self.root_device)
         average_replicated(self._replicated)
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
@@ -146,9 +149,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return model
 
     def prepared(self) -> nn.Module:
-        """
+        """Return the module before anything of it is sharded.
+
         Raises:
-            Refused: the module does what this strategy does.
+            Refused: the module shards itself, or a sharded strategy can't take it.
         """
         assert self.lightning_module is not None
         if any(isinstance(parameter, DTensor) for parameter in self.lightning_module.parameters()):
@@ -160,10 +164,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
         if self.activation_checkpointing and not is_root:
-            compute_again(module)
+            checkpoint_activations(module)
         sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
         self._replicated |= replicated_parameters(module, sharded | self._replicated)
-        fully_shard(
+        shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
             # the root's parameters are needed again as soon as the backward pass begins
@@ -172,6 +176,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params=self._replicated,
         )
+        # gloo sums where it is asked for an average, in torch 2.8 (pytorch/pytorch#162338)
+        shards.set_force_sum_reduction_for_comms(self.root_device.type == "cpu")
 
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))
@@ -223,6 +229,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return output
 
     def free_gathered(self) -> None:
+        """Free the parameters that are gathered, in every unit and the root."""
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

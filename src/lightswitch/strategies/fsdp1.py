@@ -1,4 +1,5 @@
-"""torch's older FullyShardedDataParallel, on CUDA and on the CPU, with the traps of Lightning's FSDPStrategy mended."""
+"""Sharding by torch's older FullyShardedDataParallel, on CUDA and on the CPU, with Lightning's FSDPStrategy
+corrected."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ from lightswitch.checkpoints import names
 from lightswitch.errors import Refused
 from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
-from lightswitch.strategies.initial_weights import hand_out, hand_out_metrics
+from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
-from lightswitch.strategies.sharded import Sharded, average_replicated, compute_again
+from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
 from lightswitch.strategies.units import find_units
 from lightswitch.strategies.unused import Unused
 
@@ -39,14 +40,16 @@ log = logging.getLogger(__name__)
 
 
 class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
-    """Lightning's FSDPStrategy under the names of its documentation, with plain values.
+    """Sharding by FullyShardedDataParallel: Lightning's FSDPStrategy, with its documented options as plain values.
 
     Args:
         device_mesh: of the two HYBRID strategies, [replicas, devices of each]; None for [nodes, devices of a node].
         auto_wrap_policy: what is gathered at once, by class name or path; None for the model's repeated blocks.
         activation_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
+        cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
         mixed_precision: dtypes by name, ``{param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: float32}``;
             None for the run's precision, which means what it means under every other strategy.
+        timeout_seconds: how long a rank waits for another in a collective.
     """
 
     def __init__(
@@ -117,22 +120,23 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         mesh = self._mesh()
         done: set[nn.Module] = set()
         for path, unit in reversed(find_units(model, self.units).items()):  # inner before outer
-            hand_out(unit, self.root_device, done)
+            broadcast_weights(unit, self.root_device, done)
             if self.activation_checkpointing:
-                compute_again(unit)
+                checkpoint_activations(unit)
             model.set_submodule(path, self._wrapped(unit, mesh))
-        hand_out(model, self.root_device, done)
+        broadcast_weights(model, self.root_device, done)
         root = self._wrapped(model, mesh)
-        hand_out_metrics(model, self.root_device)
+        broadcast_metric_states(model, self.root_device)
         self._check(root)
         self._unused = self._watched(root)
         average_replicated(self._replicated)
         return root
 
     def prepared(self) -> nn.Module:
-        """
+        """Return the module before anything of it is sharded.
+
         Raises:
-            Refused: the module does what this strategy does.
+            Refused: the module wraps itself, or a sharded strategy can't take it.
         """
         assert self.lightning_module is not None
         if any(isinstance(part, FullyShardedDataParallel) for part in self.lightning_module.modules()):
@@ -143,8 +147,11 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return super().prepared()
 
     def _mesh(self) -> DeviceMesh | None:
-        """Without one, the two HYBRID strategies would train replicas that are never averaged; and checkpoints are
-        written by DTensors, which have one."""
+        """Return the device mesh; None where nothing is sharded.
+
+        Without one, the two HYBRID strategies would train replicas that are never averaged, and no DTensor, by which
+        checkpoints are written, could be made.
+        """
         if self.sharding_strategy == ShardingStrategy.NO_SHARD:
             return None
         if "HYBRID" not in self.sharding_strategy.name:
@@ -189,7 +196,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     # Steps
 
     def _watched(self, root: FullyShardedDataParallel) -> Unused:
-        """The gradients of the parameters, which are parts of the flat ones in a step."""
+        """Return a record of the parameters without gradient, which have hooks on the parts of flat parameters."""
         assert self._timeout is not None
         unused = Unused(names.parameters(root.module), self._timeout.total_seconds())
         for unit in FullyShardedDataParallel.fsdp_modules(root):
@@ -202,7 +209,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return unused
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Leaves alone what has no gradient, as in one process; FSDP has zeros for it."""
+        """Step without touching parameters that have no gradient, as one process does; FSDP has zeros for them."""
 
         def closure_without_zeros() -> Any:
             output = closure()
@@ -213,7 +220,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return super().optimizer_step(optimizer, closure_without_zeros, *args, **kwargs)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Over all ranks' shards; torch's own sees those of one rank, and FSDP's own 32 bits of them."""
+        """Clip by the norm over all ranks' shards; torch's own sees one rank's, FSDP's own sums in 32 bits."""
         assert self._root is not None
         assert self._root.process_group is not None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -221,6 +228,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         clip_shards_by_norm(parameters, sharded, clip_val, self._root.process_group, self.root_device)
 
     def free_gathered(self) -> None:
+        """Free the parameters that are gathered."""
         assert self._root is not None
         for module, handle in handles(self._root):
             if hasattr(handle.flat_param, "_local_shard"):  # before the first forward pass, nothing is gathered
@@ -238,7 +246,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
 
 def _mark_used(unused: Unused, flat: Any, *_: Any) -> None:
-    """A hook of a unit's forward pass, in which autograd knows parts of the flat parameter in place of parameters."""
+    """Hook a unit's forward pass, in which autograd knows parts of the flat parameter in place of parameters."""
     for parameter, part in zip(flat._params, flat._tensors, strict=True):
         if part is not None and part.requires_grad:
             part.register_hook(lambda gradient, of=parameter: unused.mark_used(of) if gradient is not None else None)
@@ -249,7 +257,7 @@ def _dtypes(by_use: dict[str, str] | None) -> Dtypes | None:
 
 
 def _plain(precision: Any, on_cpu: bool) -> Precision:
-    """Lightning's plugin for a strategy that shards nothing."""
+    """Return Lightning's precision plugin for a strategy that shards nothing."""
     if precision in ("16-true", "bf16-true"):
         return HalfPrecision(precision)
     if precision in ("16-mixed", "bf16-mixed"):
@@ -261,7 +269,8 @@ def _plain(precision: Any, on_cpu: bool) -> Precision:
 
 @contextmanager
 def _in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
-    """For `configure_optimizers`, which may group parameters by their dimensions; sharded, each has one."""
+    """Give parameters their full shapes for `configure_optimizers`, which may group them by dimensions; shards are
+    flat."""
     local = {parameter: parameter.data for parameter in shapes}
     for parameter, shape in shapes.items():
         parameter.data = parameter.data.new_empty(()).expand(shape)

@@ -16,8 +16,10 @@ from lightswitch.checkpoints.portable import PortableCheckpoints
 
 
 class PortableFSDP1(PortableCheckpoints):
-    """Each rank writes and reads its own part of the flat parameters. torch's own way gathers them, and hangs where
-    parameters are frozen (2.13)."""
+    """Portable checkpoints of FullyShardedDataParallel: each rank writes and reads its part of the flat parameters.
+
+    torch's own way gathers them, and hangs where parameters are frozen (2.13).
+    """
 
     _root: FullyShardedDataParallel | None
 
@@ -28,7 +30,10 @@ class PortableFSDP1(PortableCheckpoints):
         return {name: pieces.get(value, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Numbers as tensors: rank 0, which writes what is none, may keep nothing of their parameter."""
+        """Return an optimizer's state by parameter names, with numbers as tensors.
+
+        Rank 0, which writes what is not a tensor, may keep nothing of a number's parameter.
+        """
         found = super().optimizer_state(optimizer)
         assert self._root is not None
         pieces, parameters = _pieces(self._root), names.parameters(self._root.module)
@@ -46,14 +51,14 @@ class PortableFSDP1(PortableCheckpoints):
 
 
 def handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
-    """Of the sharded modules, what gathers and frees their parameters."""
+    """Yield each sharded module with the handle that gathers and frees its parameters."""
     for module in FullyShardedDataParallel.fsdp_modules(root):
         if module._handle is not None and module._handle.uses_sharded_strategy:
             yield module, module._handle
 
 
 def _pieces(root: FullyShardedDataParallel) -> dict[Tensor, Piece]:
-    """What this rank keeps of each parameter that is sharded."""
+    """Return what this rank keeps of each parameter that is sharded."""
     found: dict[Tensor, Piece] = {}
     for _, handle in handles(root):
         flat = handle.flat_param
@@ -71,7 +76,7 @@ def _kept(value: Any, piece: Piece) -> Any:
 
 
 def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """As `state_dict`, with parameters themselves, and without FSDP's hooks, which gather them."""
+    """Yield a module's `state_dict` with parameters themselves, without FSDP's hooks, which would gather them."""
     if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         yield from module.state_dict(prefix=prefix, keep_vars=True).items()
         return

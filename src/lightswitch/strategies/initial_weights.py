@@ -1,4 +1,4 @@
-"""The values that training starts from: rank 0's on every rank, tensor by tensor: no device holds all of them."""
+"""Initial weights: rank 0's on every rank, sent tensor by tensor, so that no device holds all of them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightswitch.strategies.rank_0 import of_rank_0
+from lightswitch.strategies.rank_0 import broadcast_tensor
 
 
-def hand_out(module: nn.Module, device: torch.device, done: set[nn.Module]) -> None:
-    """Put rank 0's parameters and buffers on each rank's device, in place of its own, which may be on meta.
+def broadcast_weights(module: nn.Module, device: torch.device, done: set[nn.Module]) -> None:
+    """Replace parameters and buffers on each rank by rank 0's, on the rank's device. Collective.
 
     Args:
-        done: modules that have theirs; those inside ``module`` are added.
+        module: of which ranks other than 0 may hold everything on the meta device.
+        done: modules that have theirs already; those inside ``module`` are added.
     """
-    handed: dict[Tensor, Tensor] = {}  # a tied parameter stays tied
+    replaced: dict[Tensor, Tensor] = {}  # a tied parameter stays tied
     for part in [part for part in module.modules() if part not in done]:
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in handed:
-                handed[parameter] = nn.Parameter(of_rank_0(parameter, device), parameter.requires_grad)
-            setattr(part, name, handed[parameter])
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(broadcast_tensor(parameter, device), parameter.requires_grad)
+            setattr(part, name, replaced[parameter])
         for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, of_rank_0(buffer, device))
+            setattr(part, name, broadcast_tensor(buffer, device))
         done.add(part)
 
 
-def hand_out_metrics(module: nn.Module, device: torch.device) -> None:
-    """The same for the states of metrics, which are neither parameters nor buffers."""
+def broadcast_metric_states(module: nn.Module, device: torch.device) -> None:
+    """Replace the states of metrics, which are neither parameters nor buffers, by rank 0's. Collective."""
     for part in module.modules():
         if isinstance(part, Metric):
-            part._apply(lambda tensor: of_rank_0(tensor, device))
+            part._apply(lambda tensor: broadcast_tensor(tensor, device))
 
 
 def left_on_meta(module: nn.Module) -> list[str]:
-    """Tensors that a module keeps as plain attributes, which nothing moves to a device."""
+    """Return the names of tensors on the meta device that are plain attributes, which nothing moves to a device."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()

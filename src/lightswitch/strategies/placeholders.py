@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @contextmanager
 def placeholders() -> Iterator[None]:
-    """In it, modules get parameters on the meta device, which take no memory; buffers and all else are as ever.
+    """Let modules built in the context have parameters on the meta device, which take no memory; all else is as ever.
 
     Under `torch.device("meta")` plain tensors and the states of metrics would be on meta, too, and stay there.
     """

@@ -1,4 +1,4 @@
-"""Rank 0's values on every rank."""
+"""Broadcasts from rank 0."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def of_rank_0(tensor: Tensor, device: torch.device) -> Tensor:
-    """A new tensor, on the device. Other ranks' own may be on meta."""
+def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return rank 0's tensor as a new one on the device. Collective.
+
+    Args:
+        tensor: of the same shape and dtype on every rank; on others than 0 it may be on the meta device.
+    """
     if dist.get_rank() == 0:
         value = tensor.detach().to(device).contiguous()
     else:
@@ -21,12 +25,13 @@ def of_rank_0(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def share(tensors: Iterable[Tensor]) -> None:
-    """In place; what is of one dtype at once, in a copy of it all."""
+def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors in place by rank 0's, those of one dtype and device at once, in a copy of them all.
+    Collective."""
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.dtype, tensor.device].append(tensor)
     for (_, device), group in alike.items():
-        values = of_rank_0(torch.cat([tensor.flatten() for tensor in group]), device)
+        values = broadcast_tensor(torch.cat([tensor.flatten() for tensor in group]), device)
         for tensor, value in zip(group, torch.split(values, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(value.view(tensor.shape))

@@ -1,4 +1,5 @@
-"""Parameters that each device of a sharded model holds whole: they can't be sharded with the others of their unit."""
+"""Parameters that each device of a sharded model holds whole, as they can't be sharded with the others of their
+unit."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from torchmetrics import Metric
 
 
 def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> set[nn.Parameter]:
-    """Scalars and empty ones can't be cut; complex ones, and those of another dtype than most of the unit, can't be
+    """Return the parameters of a unit that every device has to hold whole.
+
+    Scalars and empty ones can't be cut; complex ones, and those of another dtype than most of the unit, can't be
     gathered with the others; a metric's network runs outside of the model's forward pass.
 
     Args:
-        others: parameters of units inside of it.
+        others: parameters of units inside of it, and of any that are replicated already.
     """
     own = [parameter for parameter in unit.parameters() if parameter not in others]
     counts: Counter[torch.dtype] = Counter()
@@ -30,6 +33,9 @@ def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> s
 
 
 def average_gradient(parameter: Tensor) -> None:
-    """A hook after a backward pass. What earlier ones have averaged is equal on all ranks, so its mean is itself."""
+    """Average a parameter's gradient over all ranks: a hook after a backward pass. Collective.
+
+    What earlier passes of the step have averaged is equal on all ranks, so that its mean is itself.
+    """
     assert parameter.grad is not None
     dist.all_reduce(parameter.grad.div_(dist.get_world_size()))

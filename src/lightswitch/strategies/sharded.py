@@ -1,4 +1,4 @@
-"""What FSDP's two generations share: for modules that know nothing of it, and are built once, by rank 0."""
+"""The common part of both FSDPs: for modules that know nothing of sharding, and are built once, by rank 0."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from torch.utils.checkpoint import checkpoint
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.initial_weights import left_on_meta
-from lightswitch.strategies.rank_0 import share
+from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.replicated import average_gradient
 
 
 class Sharded(ParallelStrategy):
-    """Stands before Lightning's strategy among the bases of a class, which says how it frees what it has gathered."""
+    """Base of sharded strategies; it comes before Lightning's among the bases of a class, which frees what it
+    gathers."""
 
     @abstractmethod
     def free_gathered(self) -> None:
-        """Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit; a load makes it stale."""
+        """Free the parameters that are gathered.
+
+        Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit; loading makes them stale.
+        """
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Of `configure_model`: the values are rank 0's, and those of other ranks would be thrown away."""
+        """Build on the CPU on rank 0, and on the meta device elsewhere, where values would be thrown away."""
         with torch.device("cpu" if self.global_rank == 0 else "meta"):
             yield
 
     def prepared(self) -> nn.Module:
-        """The module, before anything of it is sharded.
+        """Return the module before anything of it is sharded.
 
         Raises:
-            Refused: it does what a sharded strategy does, or can't be handed out.
+            Refused: it optimizes by hand, or keeps a tensor that can't be broadcast.
         """
         module = self.lightning_module
         assert module is not None
         if not module.automatic_optimization:
             raise Refused(
-                f"{type(module).__name__} optimizes by hand inside of training_step, where a sharded strategy has the "
+                f"{type(module).__name__} uses manual optimization, where a sharded strategy has the "
                 "parameters gathered; use strategy=ddp"
             )
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
@@ -57,7 +61,9 @@ class Sharded(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         assert self.model is not None
-        share(self.model.buffers())  # as under ddp: the statistics of a batch norm differ by what a rank has seen
+        broadcast_in_place(
+            self.model.buffers()
+        )  # as under ddp: the statistics of a batch norm differ by what a rank has seen
         return output
 
     def on_validation_end(self) -> None:
@@ -70,13 +76,16 @@ class Sharded(ParallelStrategy):
         self.free_gathered()
 
 
-def compute_again(unit: nn.Module) -> None:
-    """Its activations, in the backward pass. Inside of the hooks that gather the parameters, which are at hand then."""
+def checkpoint_activations(unit: nn.Module) -> None:
+    """Compute a unit's activations again in the backward pass, instead of keeping them.
+
+    It happens inside of the hooks that gather the unit's parameters, which are there then.
+    """
     unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
-    """The gradients of what every device holds whole."""
+    """Register hooks that average the gradients of parameters which every device holds whole."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.numel():
             parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's

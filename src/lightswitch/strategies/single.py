@@ -10,7 +10,7 @@ from lightswitch.checkpoints.portable import PortableCheckpoints
 
 
 class Single(PortableCheckpoints, SingleDeviceStrategy):
-    """Lightning's single-device strategy on the Trainer's accelerator; Lightning's own wants the device's name."""
+    """One device: Lightning's strategy on the Trainer's accelerator, where Lightning's own wants the device's name."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu")

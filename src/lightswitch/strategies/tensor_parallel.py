@@ -15,7 +15,9 @@ from lightswitch.strategies.fsdp import FSDP
 
 
 class TensorParallel(FSDP):
-    """The devices of a group draw the same random numbers, so that what they hold alike stays alike; dropout inside of
+    """Data × tensor parallelism: layers cut over groups of devices by a plan, and each part sharded as under fsdp.
+
+    The devices of a group draw the same random numbers, so that what they hold alike stays alike; dropout inside of
     a cut layer therefore drops the same units of each part.
 
     Args:
@@ -32,6 +34,11 @@ class TensorParallel(FSDP):
         self._styles: dict[nn.Module, ParallelStyle] = {}
 
     def prepared(self) -> nn.Module:
+        """Return the module with the styles of its layers looked up, before anything of it is cut.
+
+        Raises:
+            Refused: there is no plan for it, or the plan fits none of its modules.
+        """
         model = super().prepared()
         plan = self._plan(model)
         self._styles = {
@@ -41,7 +48,9 @@ class TensorParallel(FSDP):
             if fnmatchcase(path, pattern)
         }
         if not self._styles:
-            raise Refused(f"the plan {', '.join(plan)} fits no module of {type(model).__name__}")
+            raise Refused(
+                f"the plan {', '.join(plan)} fits no module of {type(model).__name__}; its keys are paths of modules"
+            )
         data_parallel = self._data_parallel_mesh
         group = (data_parallel if data_parallel.ndim == 1 else data_parallel._flatten()).get_group()
         for module in model.modules():

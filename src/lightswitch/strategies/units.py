@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded, gathered and freed as one: its repeated blocks, or those that are named."""
+"""Units of a model, sharded, gathered and freed as one: its repeated blocks, or modules that are named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightswitch.errors import Refused
 
 
 def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Units by path, outer before inner.
+    """Return the units of a model by path, outer before inner.
 
     Args:
         named: class names (``Block``) or paths (``encoder.layers.*``). None: the children of a container that are of
@@ -34,7 +34,7 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
 
 
 def _repeated(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost ones."""
+    """Yield the outermost modules that a container repeats, with their paths."""
     classes = Counter(type(child) for child in module.children() if _has_matrix(child))
     for name, child in module.named_children():
         is_unit = _is_container(module) and classes[type(child)] > 1 and _has_matrix(child) and _has_forward(child)
@@ -49,17 +49,17 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Gathering hooks onto the forward pass, which a mere list of modules has not."""
+    """Return whether a module has a forward pass to hook onto, which a mere list of modules has not."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """A norm's few numbers are not worth a collective of their own."""
+    """Return whether a module has a matrix; a norm's few numbers are not worth a collective of their own."""
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _is_separable(model: nn.Module, unit: nn.Module) -> bool:
-    """A parameter that is tied across units has to be gathered by a module around both."""
+    """Return whether a unit shares no parameter with other modules; tied ones are gathered by a module around both."""
     inside, everywhere = _held(unit), _held(model)
     return all(everywhere[parameter] == times for parameter, times in inside.items())
 

@@ -18,10 +18,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Unused:
-    """Those of each step, on all ranks. Collective: made by all of them at once.
+    """Record of the parameters that took no part in the loss of a step, on any rank.
+
+    Collective: made by all ranks at once.
 
     Args:
-        parameters: by name. What is frozen now is let be, also if it is trained later.
+        parameters: by name. What is frozen now is left out, also if it is trained later.
         timeout_seconds: to wait for a rank, whose backward pass may take longer.
     """
 
@@ -35,13 +37,13 @@ class Unused:
         self._store = PrefixStore(f"unused/{named[0]}", _get_default_store())
 
     def mark_used(self, parameter: Tensor) -> None:
-        """A hook of its gradient."""
+        """Note a parameter that has a gradient: a hook of its gradient."""
         self._used.add(parameter)
 
     def of_step(self) -> dict[str, nn.Parameter]:
-        """Those that no rank has used since the last call; in which every rank tells what it has used.
+        """Return the parameters by name that no rank has used since the last call, to which every rank contributes.
 
-        By way of the store where ranks have met: a rank that has used all does not wait.
+        Ranks tell each other by way of the store where they met: one that has used all parameters does not wait.
         """
         here = {name for name, p in self._parameters.items() if p.requires_grad and p not in self._used}
         self._used.clear()
@@ -61,5 +63,6 @@ class Unused:
 
 
 def listed(names: Sequence[str], shown: int = 3) -> str:
+    """Return names for a message: the first few, and how many more."""
     more = f" and {len(names) - shown} more parameters" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

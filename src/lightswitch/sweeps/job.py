@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
-from lightswitch.errors import RefusedRequest
+from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.process.signals import REQUEUED
 from lightswitch.runs import results
 from lightswitch.sweeps import record
@@ -44,6 +44,8 @@ def run(typed: list[str], cfg: DictConfig, place: Placement) -> float | None:
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
     job = Record(hydra.job.num, typed_overrides(hydra), directory, start=_start())
     earlier = record.read(folder)
+    if record.is_damaged(folder):
+        print(f"{directory}/job.json can't be read; the job is taken for one that did not end", flush=True)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise RefusedRequest([f"{directory} holds the job with {other}; start this sweep under another run_id"])
     if (
@@ -57,6 +59,7 @@ def run(typed: list[str], cfg: DictConfig, place: Placement) -> float | None:
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
+    own.append(f"hydra.job.num={job.number}")  # by which it knows that it is a job
     if place.rank == 0:
         record.write(job, folder)
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
@@ -70,17 +73,30 @@ def _start() -> str:
 
 
 def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: str, place: Placement) -> float | None:
+    failure = failure_file(folder, place)
+    failure.unlink(missing_ok=True)
     ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, place.is_external))
     if ended.exit_code == 0:
         job = replace(job, state=FINISHED, objective=results.read(folder).get(objective))
     elif ended.signals:
         job = replace(job, state=STOPPED)
     else:
-        job = replace(job, state=FAILED, error=ended.error or _how(ended.exit_code))
+        job = replace(job, state=FAILED, error=_read(failure) or _how(ended.exit_code))
+    failure.unlink(missing_ok=True)
     value = _end(job, folder, place.rank)
     if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit is the job's alone
-        raise SystemExit(ended.exit_code if ended.exit_code > 0 else 128 + ended.signals[0])
+        code = ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0])
+        raise SystemExit(code)
     return value
+
+
+def failure_file(folder: Path, place: Placement) -> Path:
+    """Return where a job's process leaves what it failed of: each task of a cluster's job has its own."""
+    return folder / f"failure_{place.rank}.txt"
+
+
+def _read(failure: Path) -> str | None:
+    return failure.read_text(errors="replace").partition("\n")[0] if failure.exists() else None
 
 
 def _failure_elsewhere(job: Record, folder: Path, has_tasks: bool) -> Callable[[], bool]:

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from lightswitch.process.signals import CAUGHT
 
 _ENOUGH = 3  # interrupts: the first two are the run's own, to save and to end without it
 _LOOK_EVERY_SECONDS = 1
 _GRACE_SECONDS = 10
-_ERROR = re.compile(r"(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)(?::.*)?$|rank \d+ .*failed.*)")
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
     exit_code: int  # of a process that a signal has killed, the negative of its number
-    error: str | None  # the first that it told
     signals: list[int]  # that came while it ran
 
 
@@ -39,17 +33,13 @@ def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -
         is_lost: whether it is of no use any more and is to be ended; asked every second.
     """
     with _started(command, cwd) as (child, signals):
-        assert child.stderr is not None
-        errors = _Errors(child.stderr)
-        errors.start()
         exit_code = _wait(child, is_lost)
     _signal_all(child, signal.SIGKILL)
-    errors.join()
-    return ProcessEnd(exit_code, errors.first, signals)
+    return ProcessEnd(exit_code, signals)
 
 
 @contextlib.contextmanager
-def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """An interrupt goes to all of its processes, as from a terminal, and the others to the first, as from Slurm."""
     received: list[int] = []
 
@@ -61,9 +51,7 @@ def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[s
             _signal_all(child, signal.SIGKILL if received.count(number) >= _ENOUGH else number)
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits it, and unblocks what it can answer
-    child = subprocess.Popen(
-        command, cwd=cwd, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    )
+    child = subprocess.Popen(command, cwd=cwd, start_new_session=True)
     wakeup = signal.set_wakeup_fd(-1)  # what listens there would end this process before its child
     before = {number: signal.signal(number, hand_on) for number in (*CAUGHT, signal.SIGHUP)}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -75,7 +63,7 @@ def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[s
             signal.signal(number, handler)
 
 
-def _wait(child: subprocess.Popen[str], is_lost: Callable[[], bool]) -> int:
+def _wait(child: subprocess.Popen[bytes], is_lost: Callable[[], bool]) -> int:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(_LOOK_EVERY_SECONDS)
@@ -85,22 +73,6 @@ def _wait(child: subprocess.Popen[str], is_lost: Callable[[], bool]) -> int:
             _signal_all(child, signal.SIGKILL)
 
 
-def _signal_all(child: subprocess.Popen[str], number: int) -> None:
+def _signal_all(child: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, number)
-
-
-class _Errors(threading.Thread):
-    """Shows what a process writes to its standard error, and keeps the first line that tells an error."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        super().__init__(daemon=True)
-        self._stream = stream
-        self.first: str | None = None
-
-    def run(self) -> None:
-        for line in self._stream:
-            sys.stderr.write(line)
-            sys.stderr.flush()
-            if self.first is None and (told := _ERROR.match(line)):
-                self.first = told[1].removeprefix("error: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import secrets
@@ -60,13 +59,18 @@ def read(folder: Path) -> Record | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):  # it is empty, or cut short, or no text
-        _warn_of(folder / _FILE)
         return _of_its_run(folder)
 
 
-@functools.cache
-def _warn_of(path: Path) -> None:
-    print(f"{os.path.relpath(path)} can't be read; the job is taken for one that did not end", flush=True)
+def is_damaged(folder: Path) -> bool:
+    """Whether there is a record that can't be read."""
+    try:
+        Record(**json.loads((folder / _FILE).read_text()))
+    except (ValueError, TypeError):
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def _of_its_run(folder: Path) -> Record | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import Row, interleaved, row
+from tests.engine.conftest import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[3]
 ROWS = {
     "startup": ["strategy=fdsp"],
     "step": ["MLP", "MLP", "the peer's way", "GPT"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightswitch.checkpoints.best import believed
+from lightswitch.checkpoints.best import trusted_states
 from tests.engine.checkpoints import hostile
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 
@@ -91,9 +91,9 @@ def test_a_path_that_leads_elsewhere_makes_all_of_it_unknown(name: str, path: An
         path = str(tmp_path / path)
     good = str(tmp_path / "checkpoints" / "best.ckpt")
     state = callback.state_dict() | {"best_k_models": {good: torch.tensor(1.0)}, "kth_best_model_path": good}
-    states = believed({callback.state_key: {**state, "best_model_path": good}, "other": 3}, [callback])
+    states = trusted_states({callback.state_key: {**state, "best_model_path": good}, "other": 3}, [callback])
     assert states == {callback.state_key: {**state, "best_model_path": good}, "other": 3}
-    found = believed({callback.state_key: {**state, "best_model_path": good, name: path}}, [callback])
+    found = trusted_states({callback.state_key: {**state, "best_model_path": good, name: path}}, [callback])
     if path == "" and name != "kth_best_model_path":
         return  # as it is before the first one
     assert found[callback.state_key] == {

@@ -139,14 +139,14 @@ def edited(path: Path, what: str) -> Path:
 
 
 EDITED = {
-    "a file elsewhere": ".metadata leads out of the checkpoint, to ../x.distcp",
-    "a file at an absolute path": ".metadata leads out of the checkpoint, to /",
-    "a file without a checksum": "SHA256SUMS does not name __9_0.distcp",
+    "a file elsewhere": ".metadata names a file outside of the checkpoint: ../x.distcp",
+    "a file at an absolute path": ".metadata names a file outside of the checkpoint: /",
+    "a file without a checksum": "SHA256SUMS has no checksum of __9_0.distcp",
     "2^44 numbers": "__0_0.distcp is shorter than .metadata says",
     "a part of the numbers": ".metadata has 1000 of the 1001 numbers of model.w",
     "a part that lies outside": ".metadata has a part of model.w that lies outside of it",
     "a place beyond the file": "__0_0.distcp is shorter than .metadata says",
-    "no place": ".metadata has no place for a part of model.w",
+    "no place": ".metadata does not say where a part of model.w is",
 }
 
 
@@ -168,7 +168,7 @@ def test_checksums_of_files_elsewhere_are_damage(name: str, tmp_path: Path, capl
     (tmp_path / "checkpoints" / "x").touch()
     with (harmed / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name}\n")
-    with pytest.raises(UnfitCheckpoint, match=f"SHA256SUMS leads out of the checkpoint, to {name}; start anew"):
+    with pytest.raises(UnfitCheckpoint, match=f"SHA256SUMS names a file outside of the checkpoint: {name}; start anew"):
         newest(tmp_path)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.tiny import GPT
+from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import WAYS
 
-RUN = (*GPT, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=1")
+RUN = (*LANGUAGE, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=1")
 AS_LIGHTNING = (
     "callbacks.lightnings._target_=tests.engine.checkpoints.lightnings.AsLightning",
     "callbacks.lightnings.folder=${hydra:runtime.output_dir}",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import PLAIN, Train
+from tests.engine.tiny import RECORD
 
 STEPS, KILLS = 60, 5
 RUN = (
@@ -19,8 +20,7 @@ RUN = (
     "trainer.val_check_interval=4",
     "trainer.log_every_n_steps=1",
     "callbacks.last_checkpoint.every_n_steps=2",
-    "callbacks.record._target_=tests.engine.plain.Record",
-    "callbacks.record.folder=${hydra:runtime.output_dir}",
+    *RECORD,
 )
 RANDOM = ("model.dropout=0.3", "data.noise=0.1")
 WAYS = {

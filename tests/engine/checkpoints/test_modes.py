@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.tiny import GPT
+from tests.engine.curves import predictions
+from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import WAYS
 
-RUN = (*GPT, "micro_batch_size=6")
+RUN = (*LANGUAGE, "micro_batch_size=6")
 FIT = ("run_id=mine", "trainer.max_steps=16", "trainer.val_check_interval=8")
 SHARED = ("ddp × 2", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2", "fsdp_tp 2 × 2")
 
@@ -30,7 +29,7 @@ def test_fit_tests_the_best(way: str, alone: Finished, train: Train) -> None:
 @pytest.fixture(scope="module")
 def predicted(alone: Finished, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     train = runs_in(tmp_path_factory.mktemp("predicted"))
-    return _predictions(train(*_reads(alone), "mode=predict", "strategy=single").run_dir)
+    return predictions(train(*_reads(alone), "mode=predict", "strategy=single"))
 
 
 @pytest.mark.parametrize("way", SHARED)
@@ -39,13 +38,9 @@ def test_it_is_validated_and_predicted_from(way: str, alone: Finished, predicted
     validated = train(*_reads(alone), "mode=validate", *switches, ranks=ranks).column("val/loss")
     (step,) = validated
     assert validated[step] == pytest.approx(alone.column("val/loss")[step - 1], abs=1e-5)
-    found = _predictions(train(*_reads(alone), "mode=predict", *switches, ranks=ranks).run_dir)
+    found = predictions(train(*_reads(alone), "mode=predict", *switches, ranks=ranks))
     assert torch.allclose(found, predicted, atol=1e-3)
 
 
 def _reads(alone: Finished) -> tuple[str, ...]:
     return (*RUN, f"ckpt_path={alone.run_dir}/checkpoints/best.ckpt")
-
-
-def _predictions(run_dir: Path) -> torch.Tensor:
-    return torch.cat([batch for file in sorted(run_dir.glob("predictions/*.pt")) for batch in torch.load(file)])

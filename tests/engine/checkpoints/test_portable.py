@@ -37,8 +37,8 @@ def test_a_run_goes_on_under_one_strategy_after_another(first: int, uninterrupte
 
 SHORT = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=100", "strategy=single")
 OTHERS = {
-    "model.width=32": "is of another model: model.width was 16, is 32; net.0.weight has 16×2 in it and 32×2 in the "
-    "model; ",
+    "model.width=32": "was saved from a different model: model.width was 16, is 32; "
+    "net.0.weight is 16×2 in the checkpoint and 32×2 in the model; ",
     "data.samples=201": "can't be resumed: it was trained on 200 samples, and the training set has 201 now; ",
     "seed=7": "can't be resumed: it was trained with seed=42, this run has 7; ",
     "global_batch_size=32": "can't be resumed: it was trained with global_batch_size=64, this run has 32; ",

@@ -28,7 +28,7 @@ def test_a_rank_that_does_not_come_to_a_save_is_named(train: Train) -> None:
         check=False,
     )
     assert run.returncode == 1
-    assert run.err.splitlines()[0] == "rank 1 did not come to save step_2.ckpt in 4 s"
+    assert run.err.splitlines()[0] == "rank 1 did not reach the save of step_2.ckpt in 4 s"
 
 
 def test_without_the_watch_all_ranks_hear_at_once_of_one_that_fails_while_it_saves(tmp_path: Path) -> None:

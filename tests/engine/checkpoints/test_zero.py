@@ -11,8 +11,9 @@ from lightswitch.checkpoints import directory, zero
 from tests.engine.checkpoints import hostile
 from tests.engine.checkpoints.test_foreign import AS_LIGHTNING
 from tests.engine.conftest import Train
+from tests.engine.tiny import PICTURES
 
-LATE = ("model._target_=tests.engine.foreign.Late", "data=digits", "trainer.accelerator=cpu", "~callbacks.progress")
+LATE = ("model._target_=tests.engine.foreign.Late", PICTURES, "trainer.accelerator=cpu", "~callbacks.progress")
 RUN = (*LATE, "trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -14,58 +13,51 @@ import torch
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.curves import predictions
+from tests.engine.tiny import LANGUAGE_MODEL, RECORD, TEXT
 
 ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
 SHORT = (*ON_CPU, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
 DEBUG = ("anomaly", "limit", "one_batch", "overfit", "profiler")
 
 
-def column(run_dir: Path, name: str) -> dict[int, float]:
-    with (run_dir / "metrics.csv").open() as file:
-        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
-
-
 # debug=
 
 
 @pytest.fixture(scope="module")
-def debugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run directory by debug choice."""
+def debugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """A run by debug choice."""
     train = runs_in(tmp_path_factory.mktemp("debug"))
-    record = (
-        "callbacks.record._target_=tests.engine.plain.Record",
-        "callbacks.record.folder=${hydra:runtime.output_dir}",
-    )
-    return {choice: train(*ON_CPU, *record, "trainer.max_steps=20", f"debug={choice}").run_dir for choice in DEBUG}
+    return {choice: train(*ON_CPU, *RECORD, "trainer.max_steps=20", f"debug={choice}") for choice in DEBUG}
 
 
-def test_one_batch_runs_every_stage_and_leaves_no_checkpoint(debugged: dict[str, Path]) -> None:
-    run_dir = debugged["one_batch"]
+def test_one_batch_runs_every_stage_and_leaves_no_checkpoint(debugged: dict[str, Finished]) -> None:
+    run_dir = debugged["one_batch"].run_dir
     assert len(_steps(run_dir)) == 1
     assert list(run_dir.glob("checkpoints/*")) == []
 
 
-def test_limit_cuts_every_stage_short(debugged: dict[str, Path]) -> None:
-    assert list(column(debugged["limit"], "train/loss")) == list(range(20))
-    assert list(column(debugged["limit"], "val/loss")) == [9, 19]
-    assert len(column(debugged["limit"], "test/loss")) == 1
+def test_limit_cuts_every_stage_short(debugged: dict[str, Finished]) -> None:
+    assert list(debugged["limit"].column("train/loss")) == list(range(20))
+    assert list(debugged["limit"].column("val/loss")) == [9, 19]
+    assert len(debugged["limit"].column("test/loss")) == 1
 
 
-def test_overfit_reads_the_same_samples_over_and_over(debugged: dict[str, Path]) -> None:
-    steps = _steps(debugged["overfit"])
+def test_overfit_reads_the_same_samples_over_and_over(debugged: dict[str, Finished]) -> None:
+    steps = _steps(debugged["overfit"].run_dir)
     assert len(steps) == 20
     assert len({tuple(sorted(ids)) for ids in steps}) == 1
-    loss = column(debugged["overfit"], "train/loss")
+    loss = debugged["overfit"].column("train/loss")
     assert loss[19] < loss[0] / 2
 
 
-def test_profiler_leaves_a_table_in_the_run_directory(debugged: dict[str, Path]) -> None:
-    (table,) = debugged["profiler"].glob("fit-profile*.txt")
+def test_profiler_leaves_a_table_in_the_run_directory(debugged: dict[str, Finished]) -> None:
+    (table,) = debugged["profiler"].run_dir.glob("fit-profile*.txt")
     assert "run_training_batch" in table.read_text()
 
 
-def test_anomaly_trains_as_ever(debugged: dict[str, Path]) -> None:
-    assert len(_steps(debugged["anomaly"])) == 20
+def test_anomaly_trains_as_ever(debugged: dict[str, Finished]) -> None:
+    assert len(_steps(debugged["anomaly"].run_dir)) == 20
 
 
 def _steps(run_dir: Path) -> list[list[int]]:
@@ -117,29 +109,12 @@ def test_mlflow_stands_beside_the_default_loggers(train: Train) -> None:
 # optimizer and scheduler
 
 
-TINY_GPT = (
-    "trainer.accelerator=cpu",
-    "data=text",
-    "model.context=8",
-    "model.width=16",
-    "model.layers=1",
-    "model.sample_tokens=0",
-    "run_id=mine",
-)
+TINY = (*LANGUAGE_MODEL, TEXT, "model.layers=1", "model.width=16", "trainer.accelerator=cpu", "run_id=mine")
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> str:
-    (tmp_path / "book.txt").write_text(
-        "It was a bright cold day in April, and the clocks were striking thirteen. " * 99
-    )
-    return f"data.files={tmp_path / 'book.txt'}"
-
-
-def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(train: Train, book: str) -> None:
+def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(train: Train) -> None:
     run = train(
-        *TINY_GPT,
-        book,
+        *TINY,
         "trainer.max_steps=6",
         "trainer.log_every_n_steps=1",
         "trainer.val_check_interval=6",
@@ -156,9 +131,9 @@ def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(tra
     assert rates == pytest.approx({0: 0.025, 1: 0.025, 2: 0.0125, 3: 0.0125, 4: 0.00625, 5: 0.00625})
 
 
-def test_a_constant_schedule_leaves_the_rate_as_it_is(train: Train, book: str) -> None:
+def test_a_constant_schedule_leaves_the_rate_as_it_is(train: Train) -> None:
     steps = ("trainer.max_steps=3", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1")
-    run = train(*TINY_GPT, book, *steps, "scheduler=constant")
+    run = train(*TINY, *steps, "scheduler=constant")
     assert set(run.column("lr-AdamW/pg1").values()) == {3e-3}
 
 
@@ -211,14 +186,9 @@ def test_predictions_are_written_in_the_order_of_the_data(trained: Finished, tra
     run = ("mode=predict", f"ckpt_path={checkpoint}")
     alone = train(*ON_CPU, *run)
     shared = train(*ON_CPU, *run, "strategy=ddp_fork", "trainer.devices=2")
-    one, two = _predictions(alone.run_dir), _predictions(shared.run_dir)
+    one, two = predictions(alone), predictions(shared)
     assert len(one) == 41
     assert torch.equal(one, two)
-
-
-def _predictions(run_dir: Path) -> torch.Tensor:
-    files = sorted((run_dir / "predictions").glob("rank_*.pt"))
-    return torch.cat([batch for file in files for batch in torch.load(file)])
 
 
 def test_a_missing_checkpoint_is_told_with_those_that_are_there(trained: Finished, train: Train) -> None:

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch import commands, resolvers
+from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
-from tests.engine.launch.test_placement import SRUN, TORCHRUN
 
 OF_TRAINING = (
     "optimizer.lr=1e-4",

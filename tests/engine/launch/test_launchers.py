@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.engine.conftest import CHECKOUT, PLAIN, Train
-from tests.engine.launch.conftest import Start
+from tests.engine.conftest import PLAIN, Train
 from tests.engine.launch.witness import WITNESS, witnesses
+from tests.engine.processes import TRAIN_PY, Start
 
 RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
-TRAIN_PY = str(CHECKOUT / "train.py")
 TIMEOUT_SECONDS = 120
 
 

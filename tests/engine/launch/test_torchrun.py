@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Finished, Train
-from tests.engine.launch.conftest import Start
-from tests.engine.launch.test_launchers import RUN, TRAIN_PY, finish, the_run
+from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.engine.launch.test_launchers import RUN, finish, the_run
 from tests.engine.launch.witness import witnesses
+from tests.engine.processes import TRAIN_PY, Start
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-m", "torch.distributed.launch")  # its older name
@@ -40,7 +41,7 @@ def test_a_run_that_agents_restart_goes_on_where_it_stood(
 ) -> None:
     place = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
     run = (*RUN, "trainer.max_steps=8", "trainer.log_every_n_steps=1")
-    fails = ("callbacks.fails._target_=tests.engine.launch.pace.FailsOnce", "callbacks.fails.step=5")
+    fails = (FAILS_ONCE, "callbacks.fails.step=5")
     agents = [start(*TORCHRUN, *place, "--rdzv-id=mine", "--max-restarts=1", TRAIN_PY, *run, *fails) for _ in (0, 1)]
     out = "".join(finish(agent) for agent in agents)
     assert "RuntimeError: a passing fault" in out

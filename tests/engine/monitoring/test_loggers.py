@@ -11,10 +11,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from tests.engine.conftest import CHECKOUT
 from tests.engine.monitoring.test_metrics import columns
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = CHECKOUT / "conf"
 
 
 @pytest.fixture

@@ -181,12 +181,12 @@ def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
     for step in (9, 19):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 2.0}, step)
     path = tmp_path / "metrics.csv"
-    harmed = path.read_bytes().replace(*harm, 1)
-    path.write_bytes(harmed)
+    damaged = path.read_bytes().replace(*harm, 1)
+    path.write_bytes(damaged)
     for _ in range(2):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 1.0}, 29)
     assert column(tmp_path, "step") == steps
-    assert [other.read_bytes() for other in tmp_path.glob("metrics_harmed_*")] == [harmed]
+    assert [other.read_bytes() for other in tmp_path.glob("metrics_damaged_*")] == [damaged]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has lines that can't be read; it is kept as metrics_harmed_1.csv, and goes on without them"
+        f"{path} has lines that can't be read; it is kept as metrics_damaged_1.csv, and goes on without them"
     ]

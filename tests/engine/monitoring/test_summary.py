@@ -2,7 +2,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightswitch.monitoring.quantities import clock, compact, gibibytes
+from lightswitch.monitoring.quantities import clock, compact
 from lightswitch.monitoring.summary import table
 
 
@@ -40,7 +40,3 @@ def test_numbers_get_three_digits_and_a_magnitude(number: float, text: str) -> N
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183_600, "51:00:00")])
 def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
-
-
-def test_memory_reads_in_binary_units() -> None:
-    assert gibibytes(1.5 * 2**30) == "1.50 GiB"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import CHECKOUT, PLAIN_DATA
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import submit
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slurm
 
 RUN = (
     *(
-        "model._target_=tests.engine.launch.raising.RaisingModel",
-        "data._target_=tests.engine.plain.PlainData",
+        "model._target_=tests.engine.fault_tolerance.raising.RaisingModel",
+        PLAIN_DATA,
         "strategy=ddp",
     ),
     *("model.error=value", "trainer.accelerator=cpu", "trainer.max_steps=6", "model.rank=null"),

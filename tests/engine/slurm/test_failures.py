@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import CHECKOUT, PLAIN_DATA
+from tests.engine.fault_tolerance.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 
@@ -16,13 +17,13 @@ pytestmark = pytest.mark.slurm
 
 RUN = (
     *(
-        "model._target_=tests.engine.failing.FailingModel",
+        FAILING_MODEL,
         "model.how=nothing",
         "model.step_seconds=0.1",
         "name=failing",
     ),
     *(
-        "data._target_=tests.engine.plain.PlainData",
+        PLAIN_DATA,
         "strategy=ddp",
         "trainer.max_steps=1000",
         "trainer.log_every_n_steps=2",

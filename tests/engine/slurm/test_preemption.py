@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, runs_in
+from tests.engine.fault_tolerance.pace import FAILS_ONCE, PACE_TARGET
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 
@@ -29,7 +30,7 @@ RUN = (
     "trainer.log_every_n_steps=1",
     "callbacks.last_checkpoint.every_n_steps=5",
 )
-PACE = ("callbacks.pace._target_=tests.engine.launch.pace.Pace", "callbacks.pace.seconds=0.05")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.05")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_ctrl_c_ends_a_job(slurm_cluster: Cluster, checkout: Path) -> None:
 def test_a_job_that_fails_is_started_again_and_goes_on(
     slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
 ) -> None:
-    fails_at = ("callbacks.fails._target_=tests.engine.launch.pace.FailsOnce", "callbacks.fails.step=23")
+    fails_at = (FAILS_ONCE, "callbacks.fails.step=23")
     job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *fails_at, cwd=checkout, nodes=1, ntasks=1)
     assert job.wait() == "COMPLETED", job.output()
     assert "failed with exit code 1, time 1 of at most 3: requeued" in job.output()

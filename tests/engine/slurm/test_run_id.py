@@ -12,6 +12,7 @@ import pytest
 
 from lightswitch.runs import lock
 from tests.engine.conftest import CHECKOUT, PLAIN
+from tests.engine.fault_tolerance.pace import PACE_TARGET
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 
@@ -25,7 +26,7 @@ RUN = (
     "trainer.max_steps=2",
     "trainer.val_check_interval=2",
 )
-PACE = ("callbacks.pace._target_=tests.engine.launch.pace.Pace", "callbacks.pace.seconds=0.2")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def _tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_typed_in_an_allocation_is_a_run_each(slurm_cluster: Cluster, checkout: Path) -> None:
     """By `python` and, as a step each, by `srun python`."""
-    (checkout / "swept.py").symlink_to(CHECKOUT / "tests/engine/launch/swept.py")
+    (checkout / "swept.py").symlink_to(CHECKOUT / "tests/engine/sweeps/swept.py")
     python = f"{sys.executable} swept.py"
     commands = (f"{python} seed=1", f"{python} seed=2", f"srun -n1 {python} seed=3", f"srun -n1 {python} seed=4")
     done = slurm_cluster.run("salloc", "-n1", "bash", "-ec", "; ".join(commands), cwd=checkout)

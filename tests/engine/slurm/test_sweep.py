@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN
-from tests.engine.launch.test_sweep import rows
+from tests.engine.fault_tolerance.pace import FAILS_ONCE
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
+from tests.engine.sweeps.test_sweeps import rows
 
 pytestmark = pytest.mark.slurm
 
@@ -24,17 +25,15 @@ RUN = (*PLAIN, *WITNESS, "name=plain", "trainer.max_steps=2", "trainer.val_check
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The checkout seen from a folder of the test's own, so that its runs stay there."""
-    for name in ("train.py", "conf", "slurm", "tests/engine/launch/swept.py"):
-        (tmp_path / Path(name).name).symlink_to(CHECKOUT / name)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    return tmp_path
+def checkout(checkout: Path) -> Path:
+    """As for all tests on a cluster, with swept.py in it."""
+    (checkout / "swept.py").symlink_to(CHECKOUT / "tests/engine/sweeps/swept.py")
+    return checkout
 
 
 def test_an_array_trains_a_run_in_each_task(slurm_cluster: Cluster, checkout: Path) -> None:
     script, options = CHECKOUT / "slurm/sweep.sh", {"nodes": 1, "ntasks": 1, "array": "0-1"}
-    fails_once = "callbacks.fails._target_=tests.engine.launch.pace.FailsOnce callbacks.fails.step=1"
+    fails_once = f"{FAILS_ONCE} callbacks.fails.step=1"
     lines = ("seed=1", f"seed=2 'model.width=8' {fails_once}")
     array = submit(slurm_cluster, script, *RUN, "--", *lines, cwd=checkout, **options)
     tasks = [Job(slurm_cluster, f"{array.id}_{number}") for number in (0, 1)]

@@ -8,10 +8,11 @@ from functools import cache
 import pytest
 
 from tests.engine.conftest import Finished, runs_in
-from tests.engine.strategies.witness import WITNESS, held, largest_difference, tensors
-from tests.engine.tiny import NO_CHECKPOINTS
+from tests.engine.curves import largest_difference
+from tests.engine.strategies.witness import WITNESS, held, tensors
+from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 
-RUN = ("data=digits", "global_batch_size=16", "micro_batch_size=4", "trainer.max_steps=6", "trainer.accelerator=cpu")
+RUN = (PICTURES, "global_batch_size=16", "micro_batch_size=4", "trainer.max_steps=6", "trainer.accelerator=cpu")
 RUN += ("trainer.val_check_interval=6", "trainer.limit_val_batches=4", "trainer.limit_test_batches=4")
 RUN += ("trainer.log_every_n_steps=1",)
 RUN += (*NO_CHECKPOINTS, *WITNESS, "~callbacks.progress")

@@ -10,10 +10,11 @@ import torch
 
 from lightswitch.preflight.strategies import Request, problems
 from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.strategies.witness import GRAD_NORM, WITNESS, held, largest_difference, tensors
-from tests.engine.tiny import MODELS, NO_CHECKPOINTS
+from tests.engine.curves import largest_difference
+from tests.engine.strategies.witness import COMMON, held, tensors
+from tests.engine.tiny import MODELS, PICTURES
+from tests.engine.ways import WAYS
 
-COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 SWITCHES = {  # overrides, ranks, and the part of the model that each rank holds
     "one device": (("strategy=fsdp",), 1, 1.0),
     "FULL_SHARD": (("strategy=fsdp",), 2, 0.5),
@@ -22,7 +23,7 @@ SWITCHES = {  # overrides, ranks, and the part of the model that each rank holds
     "HYBRID_SHARD": (("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2", "micro_batch_size=null"), 4, 0.5),
     "activation checkpointing": (("strategy=fsdp", "trainer.strategy.activation_checkpointing=true"), 4, 0.25),
 }
-CASES = [("gpt", switch) for switch in SWITCHES] + [("vit", "FULL_SHARD")]
+CASES = [("language", switch) for switch in SWITCHES] + [("classifier", "FULL_SHARD")]
 
 Run = Callable[..., Finished]
 
@@ -50,7 +51,7 @@ def test_it_is_the_run_of_one_process(model: str, switch: str, run: Run) -> None
         assert elements["optimizer"] == pytest.approx(2 * elements["trained"] * part, rel=0.01)
 
 
-MODULES = ("data=digits", "global_batch_size=24", "trainer.max_steps=6", "trainer.val_check_interval=6")
+MODULES = (PICTURES, "global_batch_size=24", "trainer.max_steps=6", "trainer.val_check_interval=6")
 MODULES += ("trainer.log_every_n_steps=1", *COMMON)
 
 
@@ -75,8 +76,8 @@ SHORT = ("trainer.max_steps=3", "trainer.val_check_interval=3")
     ids=["bf16-mixed", "bf16-true", "64-true", "gathered in bfloat16"],
 )
 def test_every_precision_trains(precision: tuple[str, ...], run: Run) -> None:
-    exact = run(*MODELS["gpt"], *COMMON, *SHORT, "strategy=single")
-    rounded = run(*MODELS["gpt"], *COMMON, *SHORT, "strategy=fsdp", *precision, ranks=2)
+    exact = run(*MODELS["language"], *COMMON, *SHORT, "strategy=single")
+    rounded = run(*MODELS["language"], *COMMON, *SHORT, "strategy=fsdp", *precision, ranks=2)
     for step, loss in rounded.column("train/loss").items():
         assert loss == pytest.approx(exact.column("train/loss")[step], abs=0.03)
     kept = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision[0].partition("=")[2], torch.float32)
@@ -85,15 +86,16 @@ def test_every_precision_trains(precision: tuple[str, ...], run: Run) -> None:
 
 def test_units_can_be_named_and_offloading_on_the_cpu_is_told(train: Train) -> None:
     named = ("strategy=fsdp_offload", "trainer.strategy.units=[Attention,transformer.blocks.*.mlp]", *SHORT)
-    sharded = train(*MODELS["gpt"], *COMMON, *named, ranks=2)
+    sharded = train(*MODELS["language"], *COMMON, *named, ranks=2)
     assert "units      2 Attention, 2 MLP over shard 2" in sharded.out
     assert "cpu_offload does nothing on the CPU" in sharded.out
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp_tp", 4)])
-def test_it_validates_and_predicts_from_its_checkpoint(strategy: str, ranks: int, train: Train) -> None:
-    switches = (*MODELS["gpt"], f"strategy={strategy}", "trainer.accelerator=cpu", "run_id=mine")
-    checkpoint = "ckpt_path=runs/gpt/mine/checkpoints/last.ckpt"
+@pytest.mark.parametrize("way", ["fsdp × 2", "fsdp_tp 2 × 2"])
+def test_it_validates_and_predicts_from_its_checkpoint(way: str, train: Train) -> None:
+    ranks = WAYS[way].ranks
+    switches = (*MODELS["language"], *WAYS[way].switches, "trainer.accelerator=cpu", "run_id=mine")
+    checkpoint = "ckpt_path=runs/languagemodel/mine/checkpoints/last.ckpt"
     fitted = train(*switches, *SHORT, ranks=ranks)
     loss = fitted.column("val/loss")[2]
     validated = train(*switches, "mode=validate", checkpoint, ranks=ranks, folder=fitted.folder)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 
 from tests.engine.conftest import Train
-from tests.engine.strategies.witness import GRAD_NORM, WITNESS, held, largest_difference, tensors
-from tests.engine.tiny import GPT, NO_CHECKPOINTS
+from tests.engine.curves import largest_difference
+from tests.engine.strategies.witness import COMMON, held, tensors
+from tests.engine.tiny import LANGUAGE
+from tests.engine.ways import TENSOR_PARALLEL
 
-COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
-TP = (*COMMON, "strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
+TP = (*COMMON, *TENSOR_PARALLEL)
 
 
 def test_two_by_two_devices_run_as_one(train: Train) -> None:
     steps = ("trainer.max_steps=25", "trainer.val_check_interval=25")
-    alone = train(*GPT, *COMMON, *steps, "strategy=single")
-    cut = train(*GPT, *TP, *steps, ranks=4)
+    alone = train(*LANGUAGE, *COMMON, *steps, "strategy=single")
+    cut = train(*LANGUAGE, *TP, *steps, ranks=4)
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(cut, alone, metric) <= 1e-5, metric
     assert largest_difference(cut, alone, "grad_norm") <= 1e-4
@@ -30,7 +31,7 @@ def test_two_by_two_devices_run_as_one(train: Train) -> None:
 
 
 def test_the_devices_of_a_group_drop_the_same_units(train: Train) -> None:
-    options = ("model.dropout=0.3", "model.tied=false", "model.norm=rms", "model.bias=true", "precision=bf16-mixed")
-    cut = train(*GPT, *TP, *options, "trainer.max_steps=4", "trainer.val_check_interval=4", ranks=2)
+    options = ("model.dropout=0.3", "model.tied=false", "model.bias=true", "precision=bf16-mixed")
+    cut = train(*LANGUAGE, *TP, *options, "trainer.max_steps=4", "trainer.val_check_interval=4", ranks=2)
     assert tensors(cut, "end", 0) == tensors(cut, "end", 1)
     assert max(cut.column("train/loss").values()) < 6

@@ -30,7 +30,7 @@ _DDP = (
     "type trainer.strategy.find_unused_parameters=true"
 )
 _STEPPED = (
-    "{} took no part in the loss of step {}, and DeepSpeed steps also what has no gradient; freeze what is not used "
+    "{} took no part in the loss of step {}, and DeepSpeed also updates what has no gradient; freeze what is not used "
     "(requires_grad=False), or use strategy=fsdp"
 )
 _ONE_DTYPE = "{} is of {}, and DeepSpeed keeps all parameters in one real dtype; use strategy=fsdp or ddp"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.conftest import PLAIN, Train
-from tests.engine.tiny import GPT, NO_CHECKPOINTS, VIT
+from tests.engine.tiny import CLASSIFIER, LANGUAGE, NO_CHECKPOINTS, PICTURES
+from tests.engine.ways import TENSOR_PARALLEL
 
 CPU = (*NO_CHECKPOINTS, "trainer.accelerator=cpu", "trainer.devices=2")
 OPTIONS = {
@@ -48,9 +49,8 @@ def test_of_options(options: str, train: Train) -> None:
     assert (run.returncode, run.err) == (2, f"error: {OPTIONS[options]}\n")
 
 
-BY_HAND = "optimizes by hand inside of training_step, where a sharded strategy has the parameters gathered; "
-DIGITS = ("data=digits", "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
-TENSOR_PARALLEL = ("strategy=fsdp_tp", "trainer.strategy.tensor_parallel_size=2")
+BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
+OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
 MODULES = {
     "Manual fsdp": f"Manual {BY_HAND}use strategy=ddp",
     "Manual fsdp1": f"Manual {BY_HAND}use strategy=ddp",
@@ -70,7 +70,7 @@ MODULES = {
 @pytest.mark.parametrize("module", MODULES)
 def test_of_modules(module: str, train: Train) -> None:
     name, strategy, *options = module.split()
-    model = (f"model._target_=tests.engine.foreign.{name}", *options, *DIGITS)
+    model = (f"model._target_=tests.engine.foreign.{name}", *options, *OVER_PICTURES)
     run = train(*model, *CPU, f"strategy={strategy}", ranks=2, check=False)
     assert run.returncode == 2
     assert run.err.splitlines()[0] == f"error: {MODULES[module]}"
@@ -78,15 +78,12 @@ def test_of_modules(module: str, train: Train) -> None:
 
 
 PLANS = {
-    "no plan": (VIT, "strategy=fsdp_tp has no plan for VisionTransformer, only for GPT; use strategy=fsdp, or"),
+    "no plan": (CLASSIFIER, "strategy=fsdp_tp has no plan for PatchClassifier, only for "),
     "devices": (
-        (*GPT, "trainer.strategy.tensor_parallel_size=3"),
+        (*LANGUAGE, "trainer.strategy.tensor_parallel_size=3"),
         "trainer.strategy.tensor_parallel_size=3 does not divide 1 × 2 devices; use trainer.devices=3",
     ),
-    "heads": (
-        (*GPT, "model.heads=1"),
-        "the GPT's heads 1 does not divide over a tensor-parallel group of 2; use model.heads=2",
-    ),
+    "heads": ((*LANGUAGE, "model.heads=1"), "1 heads do not divide over a tensor-parallel group of 2"),
 }
 
 

@@ -1,3 +1,5 @@
+"""One device: the strategy that is not distributed."""
+
 from __future__ import annotations
 
 import lightning.pytorch as pl

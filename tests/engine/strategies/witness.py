@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from lightswitch.checkpoints.names import own_name
 from tests.engine.conftest import Finished
+from tests.engine.tiny import NO_CHECKPOINTS
 
 WITNESS = (
     "callbacks.witness._target_=tests.engine.strategies.witness.Witness",
     "callbacks.witness.folder=${hydra:runtime.output_dir}",
 )
 GRAD_NORM = ("callbacks.grad_norm._target_=lightswitch.monitoring.grad_norm.GradNorm",)
+COMMON = (*NO_CHECKPOINTS, *WITNESS, *GRAD_NORM, "trainer.accelerator=cpu")
 
 
 class Witness(pl.Callback):
@@ -82,9 +84,3 @@ def tensors(run: Finished, when: str, rank: int) -> dict[str, bytes]:
     """To the bit."""
     saved = torch.load(run.run_dir / f"{when}_{rank}.pt")
     return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in saved.items()}
-
-
-def largest_difference(found: Finished, expected: Finished, metric: str) -> float:
-    a, b = found.column(metric), expected.column(metric)
-    assert a.keys() == b.keys()
-    return max(abs(a[step] - b[step]) for step in b)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import CHECKOUT, PLAIN_DATA, PLAIN_MODEL
+from tests.engine.fault_tolerance.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 from tests.engine.tables import documents
@@ -42,14 +43,14 @@ class Case:
 
 
 def in_model(how: str, *arguments: str) -> tuple[str, ...]:
-    model = ("model._target_=tests.engine.failing.FailingModel", f"model.how={how!r}")
-    return *model, "data._target_=tests.engine.plain.PlainData", *arguments
+    model = (FAILING_MODEL, f"model.how={how!r}")
+    return *model, PLAIN_DATA, *arguments
 
 
 def in_data(how: str) -> tuple[str, ...]:
     return (
-        "model._target_=tests.engine.plain.PlainModel",
-        "data._target_=tests.engine.failing.FailingData",
+        PLAIN_MODEL,
+        "data._target_=tests.engine.fault_tolerance.failing.FailingData",
         f"data.how={how!r}",
     )
 

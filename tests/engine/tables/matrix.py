@@ -14,7 +14,8 @@ import torch
 
 from tests.engine.conftest import CHECKOUT, Finished, Train, runs_in
 from tests.engine.tables import documents
-from tests.engine.tiny import GPT
+from tests.engine.tiny import LANGUAGE
+from tests.engine.ways import PLAN
 
 CELLS = documents.DOCS / "matrix.json"
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
@@ -22,7 +23,7 @@ STRATEGIES = sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob(
 ON_ONE_DEVICE = ("single", "ddp_spawn", "ddp_fork")  # of themselves, they start their processes by other means
 FOUR = ("fsdp_hybrid", "fsdp_tp")
 RUN = (
-    *GPT,
+    *LANGUAGE,
     "trainer.max_steps=3",
     "trainer.val_check_interval=3",
     "micro_batch_size=null",
@@ -33,6 +34,7 @@ RUN = (
 EXTRA = {
     "deepspeed": ("trainer.strategy.config={train_micro_batch_size_per_gpu: auto, zero_optimization: {stage: 2}}",),
     "fsdp_hybrid": ("trainer.strategy.shard_size=2",),
+    "fsdp_tp": (PLAN,),
 }
 Cells = dict[str, dict[str, dict[str, str]]]  # accelerator, strategy, precision: "trains", or why it is refused
 
@@ -68,8 +70,7 @@ def _ranks(accelerator: str, strategy: str) -> int:
 
 def _told(finished: Finished) -> str:
     if finished.returncode == 0:
-        losses = finished.column("val/loss").values()
-        return "trains" if losses and all(map(math.isfinite, losses)) else "its loss is not finite"
+        return "trains" if all(map(math.isfinite, finished.column("val/loss").values())) else "its loss is not finite"
     lines = [line.removeprefix("error: ") for line in finished.err.splitlines() if line.startswith("error: ")]
     if finished.returncode == 2 and lines:
         return lines[0]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.tables import documents
-from tests.engine.tiny import GPT
+from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import WAYS
 
-RUN = (*GPT, "micro_batch_size=6", "run_id=mine", "trainer.val_check_interval=4", "scheduler.total_steps=16")
+RUN = (*LANGUAGE, "micro_batch_size=6", "run_id=mine", "trainer.val_check_interval=4", "scheduler.total_steps=16")
 SAVED, END = 7, 16  # steps: the first lies between two validations
 METRICS = ("train/loss", "val/loss", "samples")
 

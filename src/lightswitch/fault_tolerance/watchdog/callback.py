@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, ExitCode, Stopped
+from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Stopped
 from lightswitch.fault_tolerance import classify, crash_report, loader_workers
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Failure, Rank, RanksFailed, node_name
+from lightswitch.fault_tolerance.failure import Rank, node_name
 from lightswitch.fault_tolerance.stacks import oom_kills
 from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.member import Member
@@ -97,7 +97,7 @@ class Watch(Callback):
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
         if own.exit_code == ExitCode.FAILED:
-            classify.add_report(error, own, rank, self.batch.place(trainer), self.report)
+            classify.add_report(error, own, rank, self.batch.describe_position(trainer), self.report)
         return own
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
@@ -142,8 +142,9 @@ class Watch(Callback):
         crash_report.to_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
             self.report.tell(failure)
-            self.report.add_rank(member.rank, self.batch.place(self._trainer), self._own)
+            self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
         elif failure.rank == member.rank.number:
+            self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
             self.report.log_mistake(failure.details)
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lightswitch.fault_tolerance.failure import Failure, Rank
+from lightswitch.errors import Failure
+from lightswitch.fault_tolerance.failure import Rank
 from lightswitch.fault_tolerance.stacks import Stand
 from lightswitch.fault_tolerance.watchdog.door import Door
 from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from threading import Event, Thread, Timer
 from typing import Any, TypeVar
 
-from lightswitch.errors import Ended
-from lightswitch.fault_tolerance.failure import Failure, Rank, cut
+from lightswitch.errors import Ended, Failure
+from lightswitch.fault_tolerance.failure import Rank, cut
 from lightswitch.fault_tolerance.stacks import oom_kills, stand
 from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub

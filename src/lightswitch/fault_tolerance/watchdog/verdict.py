@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightswitch.fault_tolerance.failure import Failure, Rank
+from lightswitch.errors import Failure
+from lightswitch.fault_tolerance.failure import Rank
 from lightswitch.fault_tolerance.stacks import Stand
 
 _SETTLE_SECONDS = 0.5  # ranks that end together are heard of one after the other

@@ -1,4 +1,4 @@
-"""What each strategy can't do, told in a line before a process is started. Imports no torch."""
+"""Limits of each strategy, told in a line before a process is started. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Request", "problems"]
 
 
 def problems(request: Request) -> Iterator[str]:
-    """Why the strategy refuses the run; nothing for a strategy from elsewhere."""
+    """Yield why a strategy of the engine's refuses the run; nothing for one of the user's own."""
     name = str(request.strategy.get("_target_")).rpartition(".")[2]
-    if name in _LIMITS:
-        yield from _LIMITS[name](request)
+    if name in _CHECKS:
+        yield from _CHECKS[name](request)
 
 
 def _single(request: Request) -> Iterator[str]:
@@ -24,7 +24,7 @@ def _single(request: Request) -> Iterator[str]:
         )
 
 
-_LIMITS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
+_CHECKS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
     "Single": _single,
     "DDP": ddp.problems,
     "FSDP1": fsdp1.problems,

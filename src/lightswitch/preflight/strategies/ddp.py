@@ -1,4 +1,4 @@
-"""What DistributedDataParallel can't do."""
+"""Limits of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightswitch.preflight.strategies.request import Request
 
 
 def problems(request: Request) -> Iterator[str]:
+    """Yield why DistributedDataParallel can't take the run, a line each."""
     options = request.strategy
     method = options.get("start_method")
     if request.nodes > 1 and method in ("spawn", "fork"):

@@ -1,4 +1,4 @@
-"""What DeepSpeed can't do."""
+"""Limits of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightswitch.preflight.strategies.request import Request
 
 
 def problems(request: Request) -> Iterator[str]:
+    """Yield why DeepSpeed can't take the run, a line each."""
     if importlib.util.find_spec("deepspeed") is None:
         yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
         return
@@ -56,7 +57,7 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
 
 
 def _compiled(request: Request) -> Iterator[str]:
-    """What the run can't do without compiling it first."""
+    """Yield what the run can't do before an operator of DeepSpeed's is compiled."""
     options, optimizer = request.strategy, str((request.model.get("optimizer") or {}).get("_target_"))
     if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
         path = Path(options.get("nvme_path", "/local_nvme"))

@@ -1,4 +1,4 @@
-"""What fully_shard, alone and with tensor parallelism, can't do."""
+"""Limits of fully_shard, alone and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightswitch.preflight.strategies.request import Request
 
 
 def problems(request: Request) -> Iterator[str]:
+    """Yield why fully_shard can't take the run, a line each."""
     options = request.strategy
     sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
     devices = request.world_size // options.get("tensor_parallel_size", 1)
@@ -33,6 +34,7 @@ def problems(request: Request) -> Iterator[str]:
 
 
 def tensor_parallel_problems(request: Request) -> Iterator[str]:
+    """Yield why tensor parallelism can't take the run, a line each; also what fully_shard refuses."""
     size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
     if size < 1 or request.world_size % size:
         yield (

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel can't do."""
+"""Limits of FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightswitch.preflight.strategies.request import Request
 
 
 def problems(request: Request) -> Iterator[str]:
+    """Yield why FullyShardedDataParallel can't take the run, a line each."""
     options = request.strategy
     yield from _mesh(options.get("sharding_strategy", "FULL_SHARD"), options.get("device_mesh"), request)
     yield from _dtypes(options.get("mixed_precision") or {})

@@ -1,4 +1,4 @@
-"""What torch's process groups can't do."""
+"""Limits of torch's process groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from lightswitch.preflight.strategies.request import Request
 
 
 def problems(request: Request) -> Iterator[str]:
+    """Yield why torch can't form the process group that is asked for."""
     timeout = request.strategy.get("timeout_seconds", 1)
     if timeout <= 0:
         yield f"trainer.strategy.timeout_seconds={timeout}: use a number greater than 0, or leave it out"

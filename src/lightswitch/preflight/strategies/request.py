@@ -1,4 +1,4 @@
-"""What of a run decides whether its strategy can take it."""
+"""Parts of a run by which its strategy can take it or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
+    """Parts of a run's config by which its strategy can take it or not.
+
+    Attributes:
+        strategy, model, trainer: nodes of the config, resolved.
+        devices: of a node.
+        batch: global_batch_size and micro_batch_size, in samples.
+    """
+
     strategy: dict[str, Any]  # the config node trainer.strategy
     model: dict[str, Any]  # the config node model
     trainer: dict[str, Any]  # the config node trainer
@@ -18,8 +26,10 @@ class Request:
 
     @property
     def world_size(self) -> int:
+        """Devices of the run, over all nodes."""
         return self.nodes * self.devices
 
     @property
     def precision(self) -> str:
+        """Name of the precision, as typed."""
         return str(self.trainer.get("precision"))

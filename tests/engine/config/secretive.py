@@ -1,0 +1,62 @@
+"""A run with secrets in its environment and its config, and a stranger who looks at the store where its ranks meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import psutil
+from torch._C._distributed_c10d import TCPStore
+
+from tests.engine.fault_tolerance.failing import FailingModel
+from tests.engine.plain import PlainData
+
+
+class SecretModel(FailingModel):
+    """Is given a token and a key of several lines, has them among its hyperparameters, and tells them in its error."""
+
+    def __init__(self, token: str, pem: str = "", **rest: object) -> None:
+        super().__init__(**rest)  # type: ignore[arg-type]
+        self.token, self.pem = token, pem
+        self.save_hyperparameters()
+
+    def _perhaps_fail(self, stage: str, batch_idx: int) -> None:
+        try:
+            super()._perhaps_fail(stage, batch_idx)
+        except RuntimeError:
+            raise RuntimeError(f"401 for https://example.org/?token={self.token}") from KeyError(self.pem)
+
+
+class SecretData(PlainData):
+    def __init__(self, password: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Stranger(pl.Callback):
+    """Reads the whole store once rank 0 has told what it has, and waits for rank 1; and again in training."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        if os.environ.get("RANK") == "1":
+            store = _store()
+            store.wait(["meeting/0"])
+            self._keep("before", store)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            self._keep("after", _store())
+        else:
+            listening = [one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
+            port = int(os.environ["MASTER_PORT"])
+            (self.folder / "served").write_text(" ".join(one.ip for one in listening if one.port == port))
+
+    def _keep(self, name: str, store: TCPStore) -> None:
+        (self.folder / name).write_text("\n".join(f"{key} {store.get(key)!r}" for key in store.list_keys()))
+
+
+def _store() -> TCPStore:
+    place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, False)
+    return TCPStore(*place, timedelta(seconds=60), wait_for_workers=False)

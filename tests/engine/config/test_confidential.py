@@ -1,0 +1,183 @@
+"""What is secret stays in the environment: it is in no file of the run, in no store, on no terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+from urllib.parse import quote_plus
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import lightswitch
+from lightswitch.cluster import variables
+from lightswitch.config import confidential
+from lightswitch.config.confidential import Cleaner
+from lightswitch.errors import Refused
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+
+SECRET = "hunter2-correct-horse"
+KEY = "MIIEvQIBADANBgkqhkiG9w0"
+PEM = f"-----BEGIN KEY-----\n{KEY}+/A\n'{KEY}'\n-----END KEY-----\n"
+HIDDEN = ("SLURM_JWT", "DB_PASSWD", "HF_AUTH", "token", "CUDA_TOKEN", "NCCL_AUTH", "TORCH_PASSWORD", "WANDB_API_KEY")
+ENVIRONMENT = {
+    "API_TOKEN": SECRET,
+    "PEM": PEM,
+    **{name: f"{SECRET}-{name}" for name in HIDDEN},
+    "NCCL_NET": f"http://me:{SECRET}@x",
+}
+RUN = (
+    *(
+        "model._target_=tests.engine.config.secretive.SecretModel",
+        "+model.token=${oc.env:API_TOKEN}",
+        "+model.how=raises",
+        "+model.pem=${oc.env:PEM}",
+    ),
+    *(
+        "data._target_=tests.engine.config.secretive.SecretData",
+        "+data.password='Basic ${oc.env:API_TOKEN}'",
+        "model.rank=1",
+    ),
+    *("strategy=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4", "callbacks.last_checkpoint.every_n_steps=1"),
+    *(
+        "callbacks.stranger._target_=tests.engine.config.secretive.Stranger",
+        "callbacks.stranger.folder=${oc.env:SEEN}",
+        "run_id=mine",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("seen")
+
+
+@pytest.fixture(scope="module")
+def failed(seen: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    train = runs_in(tmp_path_factory.mktemp("failed"))
+    torchrun = {"TORCHELASTIC_ERROR_FILE": str(seen / "torchrun.json")}
+    finished = train(*RUN, ranks=2, environment={**ENVIRONMENT, **torchrun, "SEEN": str(seen)}, check=False)
+    assert finished.returncode == 1, finished.err
+    return finished
+
+
+def test_no_file_of_a_run_holds_a_secret_of_its_environment(failed: Finished) -> None:
+    files = [path for path in failed.folder.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"config.yaml", "run.json", "train.log", "hparams.yaml", "trainer.pt", "failure.txt", "rank_1.txt"} <= names
+    assert [path for path in files if re.search(f"{SECRET}|{KEY}".encode(), path.read_bytes())] == []
+
+
+def test_neither_the_terminal_nor_torchrun_is_told_one(failed: Finished, seen: Path) -> None:
+    assert "token=${oc.env:API_TOKEN}" in (seen / "torchrun.json").read_text()
+    assert SECRET not in (seen / "torchrun.json").read_text()
+    assert "RuntimeError: 401 for https://example.org/?token=${oc.env:API_TOKEN}" in failed.err
+    assert 'KeyError: "${oc.env:PEM}"' in failed.err
+    assert not re.search(f"{SECRET}|{KEY}", failed.out + failed.err)
+
+
+def test_the_store_has_digests_while_ranks_meet_and_nothing_of_them_afterwards(failed: Finished, seen: Path) -> None:
+    before, after = ((seen / name).read_text() for name in ("before", "after"))
+    assert "meeting/0 " in before
+    assert SECRET not in before
+    assert "API_TOKEN" not in before
+    assert "meeting/" not in after
+    assert not list(failed.run_dir.glob(".meeting_*"))
+
+
+def test_ranks_of_one_machine_meet_where_no_other_machine_can(failed: Finished, seen: Path) -> None:
+    assert (seen / "served").read_text() == "127.0.0.1"
+
+
+def test_a_crash_report_is_its_owners_alone(failed: Finished) -> None:
+    (report,) = (failed.run_dir / "crash").iterdir()
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (report, report.parent)} == {0o700}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in report.iterdir()} == {0o600}
+
+
+def test_a_crash_report_shows_the_variables_that_are_named(failed: Finished) -> None:
+    told = next(failed.run_dir.glob("crash/*/rank_1.txt")).read_text()
+    assert "\nRANK=1\n" in told
+    assert "\nNCCL_NET=(not shown)\n" in told
+    assert not [name for name in HIDDEN if f"\n{name}=" in told]
+
+
+def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = OmegaConf.load(failed.run_dir / "config.yaml")
+    assert OmegaConf.to_container(config)["model"]["token"] == "${oc.env:API_TOKEN}"
+    saved = torch.load(failed.run_dir / "checkpoints" / "last.ckpt" / "trainer.pt", weights_only=True)
+    assert saved["hyper_parameters"]["token"] == "${oc.env:API_TOKEN}"
+    monkeypatch.setenv("API_TOKEN", "another")
+    monkeypatch.setenv("PEM", PEM)
+    assert lightswitch.load(failed.run_dir / "checkpoints" / "last.ckpt").token == "another"
+    monkeypatch.delenv("API_TOKEN")
+    with pytest.raises(Refused, match="Environment variable 'API_TOKEN' not found"):
+        lightswitch.load(failed.run_dir / "checkpoints" / "last.ckpt")
+
+
+def test_a_rank_with_another_secret_is_named_without_it(train: Train) -> None:
+    refused = train(
+        *PLAIN, "strategy=ddp", "trainer.accelerator=cpu", "+objectives.user=${oc.env:RANK}", ranks=2, check=False
+    )
+    assert refused.returncode == 2
+    assert f"rank 1 on {gethostname()} has another objectives.user than rank 0 on {gethostname()}; " in refused.err
+
+
+def test_a_reference_to_what_comes_from_the_environment_is_written_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", SECRET)
+    cfg = OmegaConf.create(
+        {"one": "${oc.env:TOKEN}", "two": "${one}", "three": {"four": ["${two}", 5]}, "six": "${three}"}
+    )
+    written = OmegaConf.to_container(confidential.written(cfg))
+    assert written == {
+        "one": "${oc.env:TOKEN}",
+        "two": "${oc.env:TOKEN}",
+        "three": {"four": ["${oc.env:TOKEN}", 5]},
+        "six": {"four": ["${oc.env:TOKEN}", 5]},
+    }
+    assert confidential.values(cfg).hidden == {"one", "two", "three.four", "six.four"}
+
+
+FORMS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "repr": repr,
+    "repr of more": lambda pem: repr(f'"{pem}"'),
+    "JSON": json.dumps,
+    "a part of a URL": quote_plus,
+    "one line": lambda pem: " ".join(pem.split()),
+    "lines": str.splitlines,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_value_is_known_in_the_forms_in_which_errors_show_it(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEM", PEM)
+    cleaned = Cleaner.of(OmegaConf.create({"pem": "${oc.env:PEM}"})).cleaned
+    told = f"KeyError: {FORMS[form](PEM)}"
+    assert KEY in told
+    assert KEY not in cleaned(told)
+    assert cleaned(told).startswith("KeyError: ")
+
+
+@pytest.mark.parametrize("value", ["https://u:${oc.env:API_KEY}@host/", "${oc.decode:'[${oc.env:API_KEY}]'}"])
+def test_a_variable_is_known_where_the_value_is_more_than_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "marker123456")
+    cleaner = Cleaner.of(OmegaConf.create({"token": value}))
+    assert cleaner.cleaned("login failed for marker123456") == "login failed for ${oc.env:API_KEY}"
+
+
+def test_a_short_value_stays_in_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHORT", "1234567")
+    cleaner = Cleaner.of(OmegaConf.create({"pin": "${oc.env:SHORT}", "empty": "${oc.env:NONE,''}"}))
+    assert [cleaner.cleaned(text) for text in ("1234567", "12345678", "")] == ["${oc.env:SHORT}", "12345678", ""]
+
+
+def test_variables_are_shown_by_name_alone() -> None:
+    environ = dict.fromkeys([*HIDDEN, "SLURM_JOB_ID", "RANK"], "7")
+    assert variables.shown(environ) == {"RANK": "7", "SLURM_JOB_ID": "7"}

@@ -1,0 +1,226 @@
+"""A DeepSpeed config file means what the run means, or is refused by the names of its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightswitch.deepspeed import config_keys
+from lightswitch.deepspeed.config import Run, differences, problems, resolved
+from lightswitch.preflight.strategies import Request
+from lightswitch.preflight.strategies import problems as limits
+from tests.engine.conftest import PLAIN, Train
+from tests.engine.tiny import NO_CHECKPOINTS
+
+pytest.importorskip("deepspeed")
+
+RUN = Run(precision="32-true", micro_batch=4, accumulation=3, replicas=2, clip_norm=0.5)
+ZERO = {"zero_optimization": {"stage": 2}}
+AUTO: dict[str, Any] = {  # as people bring it from other frameworks
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 0,
+    },
+    "steps_per_print": 1000,
+}
+
+
+def test_auto_is_taken_from_the_run() -> None:
+    assert list(problems(AUTO, RUN)) == []
+    full = resolved(AUTO, RUN)
+    assert {key: full[key] for key in list(AUTO)[:4]} == {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.5,
+    }
+    assert "auto" not in json.dumps(full)
+    assert AUTO["train_batch_size"] == "auto"
+
+
+def test_auto_that_follows_from_nothing_is_deepspeeds_default_and_told() -> None:
+    full = resolved(AUTO, RUN)
+    assert full["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 0}
+    assert list(differences(AUTO, full, "32-true")) == [
+        '"auto" of zero_optimization.reduce_bucket_size, zero_optimization.stage3_prefetch_bucket_size is DeepSpeed\'s '
+        "default: nothing in the run tells a better value"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "on"),
+    [
+        ("32-true", None),
+        ("bf16-mixed", "torch_autocast"),
+        ("bf16-true", "bf16"),
+        ("16-mixed", "fp16"),
+        ("16-true", "fp16"),
+    ],
+)
+def test_precision_switches_on_one_block(precision: str, on: str | None) -> None:
+    full = resolved(AUTO, Run(precision, 4, 3, 2, 0.5))
+    assert [name for name in ("fp16", "bf16", "torch_autocast") if full.get(name, {}).get("enabled")] == [on] * bool(on)
+    assert full["fp16"]["loss_scale"] == 0
+
+
+def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
+    config = {**ZERO, "bf16": {"enabled": True}}
+    run = Run("bf16-mixed", 4, 3, 2, 0.5)
+    assert list(problems(config, run)) == []
+    (told,) = differences(config, resolved(config, run), "bf16-mixed")
+    assert told.startswith("DeepSpeed's bf16 keeps the weights themselves in 16 bits")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {**ZERO, "gradient_cliping": 1.0},
+            "gradient_cliping: DeepSpeed reads no such key. Did you mean gradient_clipping?",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_com": True}},
+            "zero_optimization.overlap_com: DeepSpeed reads no such key. Did you mean overlap_comm?",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+            "zero_optimization.offload_param.devise: DeepSpeed reads no such key. Did you mean device?",
+        ),
+        (
+            {"zero_optimisation": {"stage": 2}},
+            "zero_optimisation: DeepSpeed reads no such key. Did you mean zero_optimization?",
+        ),
+        ({**ZERO, "fp16": {"enable": True}}, "fp16.enable: DeepSpeed reads no such key. Did you mean enabled?"),
+        (
+            {**ZERO, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+            "optimizer is not supported: the model's configure_optimizers makes the optimizer; leave it out",
+        ),
+        (
+            {**ZERO, "scheduler": {"type": "WarmupLR"}},
+            "scheduler is not supported: the model's configure_optimizers makes the scheduler; leave it out",
+        ),
+        (
+            {**ZERO, "train_batch_size": 32},
+            'train_batch_size is 32, and the run has 24 by global_batch_size and micro_batch_size; use "auto"',
+        ),
+        (
+            {**ZERO, "gradient_accumulation_steps": 1},
+            'gradient_accumulation_steps is 1, and the run has 3 by global_batch_size and micro_batch_size; use "auto"',
+        ),
+        (
+            {**ZERO, "gradient_clipping": 1.0},
+            'gradient_clipping is 1.0, and the run has 0.5 by trainer.gradient_clip_val; use "auto"',
+        ),
+        (
+            {**ZERO, "bf16": {"enabled": True}},
+            'bf16.enabled is true, and the run has precision=32-true; use "auto", or another precision',
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "zero_optimization.stage is 0, which shards nothing; use 1, 2 or 3, or strategy=ddp",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param is ignored at stage 2; use stage 3, or leave it out",
+        ),
+    ],
+)
+def test_a_key_that_does_not_do_what_it_says_is_refused(config: dict[str, Any], told: str) -> None:
+    assert list(problems(config, RUN)) == [told]
+
+
+def test_values_that_agree_with_the_run_are_accepted() -> None:
+    agreeing = {"train_batch_size": 24, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
+    assert list(problems({**ZERO, **agreeing, "bf16": {"enabled": False}}, RUN)) == []
+
+
+def test_the_names_of_keys_are_those_that_deepspeed_reads() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    aliases = {field.alias for field in fields.values() if field.alias}
+    assert config_keys.of_block("zero_optimization") == fields.keys() | aliases
+    assert {"train_batch_size", "communication_data_type", "comms_logger"} <= (config_keys.of_block("") or set())
+    assert config_keys.of_block("torch_autocast") == {"enabled", "dtype", "lower_precision_safe_modules"}
+    assert all(config_keys.of_block(block) for block in (*config_keys._OF_CLASSES, *config_keys._OF_FILES))
+
+
+# Through preflight
+
+
+def request(strategy: dict[str, Any], **trainer: Any) -> Request:
+    trainer = {"precision": "32-true", "gradient_clip_val": 1.0, **trainer}
+    target = "lightswitch.deepspeed.strategy.DeepSpeed"
+    return Request({"_target_": target, **strategy}, {}, trainer, 1, 2, on_gpu=False, batch=(8, None))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ({"precision": "64-true"}, "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"),
+        ({"precision": "16-true"}, "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"),
+        (
+            {"gradient_clip_algorithm": "value"},
+            "DeepSpeed clips gradients by norm alone; use trainer.gradient_clip_algorithm=norm, or strategy=ddp",
+        ),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused(trainer: dict[str, Any], told: str) -> None:
+    assert list(limits(request({"stage": 2}, **trainer))) == [told]
+
+
+def test_an_argument_beside_a_config_file_is_refused() -> None:
+    assert list(limits(request({"config": ZERO, "stage": 3}))) == [
+        "trainer.strategy.stage is ignored beside trainer.strategy.config; leave one of them out"
+    ]
+
+
+def test_offloading_to_nvme_needs_a_folder_and_an_operator_that_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    options = {"stage": 3, "offload_optimizer_device": "nvme", "nvme_path": str(tmp_path / "drive")}
+    folder, operator, _ = limits(request(options))
+    assert folder.startswith(f"trainer.strategy.nvme_path={tmp_path}/drive: there is no such folder to write to")
+    assert operator.startswith("offloading to NVMe needs DeepSpeed's async_io, which is not built here; build it once")
+
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    (checkpoints,) = limits(request(options))
+    assert checkpoints.startswith("DeepSpeed's state on NVMe can't be brought into a checkpoint yet; ")
+    (tmp_path / "async_io" / "lock").touch()
+    lock, _ = limits(request(options))
+    assert f"wait, or, if nothing builds it, rm {tmp_path}/async_io/lock" in lock
+
+
+def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**ZERO, "steps_per_prin": 10, "gradient_clipping": 0.1}))
+    refused = train(*PLAIN, "strategy=deepspeed", f"trainer.strategy.config={tmp_path}/ds.json", check=False)
+    assert refused.returncode == 2
+    assert refused.err.splitlines() == [
+        "error: trainer.strategy.config: steps_per_prin: DeepSpeed reads no such key. Did you mean steps_per_print?",
+        "error: trainer.strategy.config: gradient_clipping is 0.1, and the run has 1 by trainer.gradient_clip_val; "
+        'use "auto"',
+    ]
+
+
+def test_a_run_trains_by_a_file(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    steps = ("trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.accelerator=cpu", "micro_batch_size=8")
+    run = (*PLAIN, *NO_CHECKPOINTS, *steps, "trainer.log_every_n_steps=1", "~callbacks.progress")
+    alone = train(*run, "strategy=single")
+    by_file = train(*run, "strategy=deepspeed", f"trainer.strategy.config={tmp_path}/ds.json", ranks=2)
+    assert by_file.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=1e-5)
+    assert "is DeepSpeed's default" in by_file.out

@@ -1,0 +1,327 @@
+"""Weights taken out of real runs by `python -m lightswitch.export`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+import lightswitch
+from lightswitch.checkpoints import directory
+from lightswitch.export import files
+from lightswitch.export.__main__ import main
+from tests.engine.conftest import CHECKOUT, Train
+from tests.engine.export.conftest import STRATEGIES, RunOf
+from tests.engine.export.models import question
+from tests.engine.foreign import Late
+from tests.engine.tiny import PICTURES
+
+EXPORT = (sys.executable, "-m", "lightswitch.export")
+
+
+def export(*words: str | Path) -> None:
+    main([str(word) for word in words])
+
+
+def saved_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return lightswitch.load(run_dir / "checkpoints" / "last.ckpt").state_dict()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["language.safetensors", "language.pt", "folder", "no export"])
+def test_of_every_strategy_the_loaded_model_answers_as_the_live_one(
+    strategy: str, name: str, run_of: RunOf, tmp_path: Path
+) -> None:
+    run_dir = run_of("language", strategy)
+    file = run_dir / "checkpoints" / "last.ckpt"
+    if name != "no export":
+        export(file, "-o", tmp_path / name)
+        file = tmp_path / name
+    model = lightswitch.load(file)
+    live = torch.load(run_dir / "logits.pt")
+    # a tensor-parallel group adds up in another order
+    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-5 if strategy == "fsdp_tp" else 0)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_floating_point_weights_take_the_dtype_asked_for(
+    dtype: torch.dtype, suffix: str, run_of: RunOf, tmp_path: Path
+) -> None:
+    run_dir, file = run_of("tied", "single"), tmp_path / f"tied.{suffix}"
+    export(run_dir / "checkpoints" / "last.ckpt", "-o", file, "--dtype", str(dtype).removeprefix("torch."))
+    found = load_file(file) if suffix == "safetensors" else torch.load(file)
+    expected = saved_weights(run_dir)
+    assert found["net.2.calls"].dtype == torch.int64
+    assert torch.equal(found["net.0.weight"], expected["net._orig_mod.0.weight"].to(dtype))
+
+
+def test_names_are_the_users_own_and_a_tied_weight_is_written_once(run_of: RunOf, tmp_path: Path) -> None:
+    export(run_of("tied", "single"), "-o", tmp_path / "tied.safetensors")
+    assert sorted(load_file(tmp_path / "tied.safetensors")) == [
+        "net.0.bias", "net.0.weight", "net.2.calls", "net.2.there.weight", "net.3.bias", "net.3.weight"
+    ]  # fmt: skip
+
+
+def test_a_state_dict_has_all_names_and_loads_strictly_into_a_module_that_is_not_compiled(
+    run_of: RunOf, tmp_path: Path
+) -> None:
+    export(run_of("tied", "single"), "-o", tmp_path / "tied.pt")
+    state = torch.load(tmp_path / "tied.pt", weights_only=True)
+    assert state["net.2.there.weight"].data_ptr() == state["net.2.back.weight"].data_ptr()
+    model = instantiate(OmegaConf.load(tmp_path / "tied.pt.yaml"))
+    model.net = model.net._orig_mod
+    model.load_state_dict(state)
+    assert torch.equal(model.net[2].back.weight, state["net.2.there.weight"])
+
+
+def test_a_sharded_model_lists_the_names_of_its_tied_tensors(train: Train, tmp_path: Path) -> None:
+    """Under DeepSpeed: test_zero.py."""
+    short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+    late = (
+        "model._target_=tests.engine.foreign.Late",
+        PICTURES,
+        "trainer.accelerator=cpu",
+        "global_batch_size=16",
+    )
+    run = train(*late, *short, "strategy=fsdp", ranks=2)
+    export(run.run_dir, "-o", tmp_path / "late.pt")
+    state = torch.load(tmp_path / "late.pt")
+    assert state["tied_again.weight"].data_ptr() == state["tied.weight"].data_ptr()
+    model = Late()
+    model.configure_model()
+    model.load_state_dict(state)
+
+
+def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
+    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_of("versioned", "single")
+    export(run_dir, "-o", tmp_path / "versioned.pt")
+    assert lightswitch.load(tmp_path / "versioned.pt").version == lightswitch.load(run_dir).version == 2
+    with pytest.raises(SystemExit):
+        export(run_dir, "-o", tmp_path / "versioned.safetensors")
+    assert "error: _extra_state is not a tensor, and safetensors hold nothing else; use -o" in capsys.readouterr().err
+
+
+def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path) -> None:
+    run_dir = run_of("language", "single")
+    export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path, "--shard-size", "0.04MB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = sorted(tmp_path.glob("model-*-of-*.safetensors"))
+    held = {name: (value, path.name) for path in shards for name, value in load_file(path).items()}
+    assert len(shards) > 2
+    assert all(sum(value.nbytes for value in load_file(path).values()) <= 40_000 for path in shards)
+    assert index["weight_map"] == {name: file for name, (_, file) in held.items()}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value, _ in held.values())
+    model = lightswitch.load(tmp_path)
+    assert torch.equal(model(question(model)), torch.load(run_dir / "logits.pt"))
+
+
+def test_strategies_export_the_same_names_and_shapes(run_of: RunOf, tmp_path: Path) -> None:
+    for strategy in STRATEGIES:
+        export(run_of("language", strategy), "-o", tmp_path / f"{strategy}.safetensors")
+    shapes = [{n: v.shape for n, v in load_file(path).items()} for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert shapes == [shapes[0]] * len(STRATEGIES)
+
+
+def test_of_a_run_directory_the_best_is_taken_or_else_the_last(
+    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(run_of("language", "single"), run_dir)
+    export(run_dir, "-o", tmp_path / "best.pt")
+    directory.remove(run_dir / "checkpoints" / "best.ckpt")
+    export(run_dir, "-o", tmp_path / "last.pt")
+    reads = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("reads")]
+    assert reads == [str(run_dir / "checkpoints" / name) for name in ("best.ckpt", "last.ckpt")]
+
+
+def test_a_checkpoint_of_a_stock_trainer_in_a_run_directory_is_exported(run_of: RunOf, tmp_path: Path) -> None:
+    run_dir, expected = run_of("tied", "single"), saved_weights(run_of("tied", "single"))
+    shutil.copy(run_dir / "config.yaml", tmp_path)
+    torch.save({"state_dict": expected, "global_step": 4}, tmp_path / "stock.ckpt")
+    export(tmp_path / "stock.ckpt", "-o", tmp_path / "tied.safetensors")
+    export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path / "own.safetensors")
+    assert (tmp_path / "tied.safetensors").read_bytes() == (tmp_path / "own.safetensors").read_bytes()
+
+
+def cut(run_dir: Path) -> None:
+    tensors = run_dir / "checkpoints" / "last.ckpt" / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:-1000])
+
+
+def flip(run_dir: Path) -> None:
+    tensors = run_dir / "checkpoints" / "last.ckpt" / "__0_0.distcp"
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+
+
+def lose_config(run_dir: Path) -> None:
+    (run_dir / "config.yaml").unlink()
+
+
+def break_config(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("model: [")
+
+
+def lose_model(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("seed: 1\n")
+
+
+def write_output(run_dir: Path) -> None:
+    (run_dir / "out.safetensors").write_bytes(b"mine")
+
+
+LAST = ("checkpoints/last.ckpt", "-o", "out.safetensors")
+MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
+    (cut, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says"),
+    (flip, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp differs from its checksum"),
+    (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml beside it, which names its model"),
+    (break_config, LAST, "config.yaml can't be read as a config"),
+    (lose_model, LAST, "config.yaml names no model: it has no model._target_"),
+    (write_output, LAST, "out.safetensors exists already; remove it, or name another file"),
+    (Path.exists, ("nowhere", "-o", "out.pt"), "nowhere: there is no such file or directory"),
+    (Path.exists, ("metrics.csv", "-o", "out.pt"), "metrics.csv can't be read as a checkpoint"),
+    (Path.exists, ("checkpoints", "-o", "out.pt"), "checkpoints can't be read as a checkpoint: it has no SHA256SUMS"),
+    (Path.exists, (*LAST, "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
+    (Path.exists, (*LAST, "--shard-size", "5"), "argument --shard-size: 5 is not a size; write it as 500MB or 5GB"),
+    (Path.exists, (".", "-o", "out.bin"), "argument -o/--output: out.bin: end it with .safetensors or .pt"),
+    (Path.exists, (".", "-o", "metrics.csv/out.pt"), "Not a directory"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words", "told"), MISTAKES)
+def test_a_mistake_is_told_in_a_line_and_nothing_is_written(
+    spoil: Callable[[Path], object],
+    words: tuple[str, ...],
+    told: str,
+    run_of: RunOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(run_of("language", "single"), tmp_path, dirs_exist_ok=True)
+    spoil(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        export(*words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("error: ")
+    assert told in line
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["language.safetensors", "language.pt"])
+def test_a_full_disk_leaves_nothing_behind(name: str, run_of: RunOf, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        (*EXPORT, run_of("language", "single"), "-o", name),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {name} can't be written: ")
+    assert "File too large" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["language.safetensors", "language.pt"])
+def test_a_file_that_does_not_hold_what_was_written_is_found(
+    name: str, run_of: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = files._save
+
+    def lossy(path: Path, state: dict[str, torch.Tensor]) -> None:
+        save(path, {key: value.clone() for key, value in state.items()})
+        content = path.read_bytes()
+        path.write_bytes(content.replace(state["tokens.weight"].numpy().tobytes()[:16], bytes(16)))
+
+    monkeypatch.setattr(files, "_save", lossy)
+    with pytest.raises(SystemExit):
+        export(run_of("language", "single"), "-o", tmp_path / name)
+    assert capsys.readouterr().err == f"error: {name} does not give back tokens.weight as it was written\n"
+    assert not any(tmp_path.iterdir())
+
+
+def run_with(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    directory.write(
+        folder / "checkpoints" / "last.ckpt", {f"model.{name}": value for name, value in tensors.items()}, {}, None
+    )
+    (folder / "config.yaml").write_text("model:\n  _target_: tests.engine.plain.PlainModel\n")
+    return folder
+
+
+def test_a_value_beyond_the_range_of_float16_is_refused_and_an_infinity_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_with(tmp_path / "large", {"a": torch.tensor([1.0]), "b": torch.tensor([1e6])})
+    with pytest.raises(SystemExit):
+        export(run_dir, "-o", tmp_path / "large.safetensors", "--dtype", "float16")
+    assert "error: b has values beyond the range of float16" in capsys.readouterr().err
+    run_dir = run_with(tmp_path / "infinite", {"a": torch.tensor([float("inf"), float("nan"), -0.0])})
+    export(run_dir, "-o", tmp_path / "infinite.safetensors", "--dtype", "float16")
+    assert load_file(tmp_path / "infinite.safetensors")["a"].tolist()[0] == float("inf")
+
+
+def test_memory_holds_one_shard(tmp_path: Path) -> None:
+    """Of 204 MB in shards of 68 MB, against a run of 8 numbers; a tensor of 34 MB is on its way into the shard.
+
+    Tensors above 32 MiB: freed ones that are smaller, the C library may keep for a while.
+    """
+    large = {f"layer{number}": torch.rand(8_500_000) for number in range(6)}
+    peaks_mb = {
+        name: peak_mb(run_with(tmp_path / name, tensors), tmp_path / f"{name}.safetensors")
+        for name, tensors in (("small", {"a": torch.zeros(8)}), ("large", large))
+    }
+    assert len(list(tmp_path.glob("large-*-of-00003.safetensors"))) == 3
+    assert peaks_mb["large"] - peaks_mb["small"] < 68 + 34 + 20
+
+
+def peak_mb(run_dir: Path, file: Path) -> float:
+    script = (
+        "import resource\nfrom lightswitch.export.__main__ import main\n"
+        f"main(['{run_dir}', '-o', '{file}', '--shard-size', '68MB'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000)"
+    )
+    # By way of a shell: Linux counts the memory of the process that forks as the child's own until it runs its program.
+    told = subprocess.check_output(("sh", "-c", f'"{sys.executable}" -c "$0"', script), text=True)
+    return float(told.splitlines()[-1])
+
+
+def test_a_terminal_shows_a_bar(run_of: RunOf, tmp_path: Path) -> None:
+    terminal, stderr = pty.openpty()
+    subprocess.run(
+        (*EXPORT, run_of("language", "single"), "-o", tmp_path / "weights.safetensors"),
+        stderr=stderr,
+        check=True,
+        cwd=CHECKOUT,
+    )
+    os.close(stderr)
+    assert "export 100% |████████████████████| 1/1 MB" in os.read(terminal, 100_000).decode()
+
+
+def test_help_and_mistakes_of_the_command_line_need_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom lightswitch.export.__main__ import main\n"
+        "try:\n    main(['x', '-o', 'x.bin'])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run((sys.executable, "-c", script), capture_output=True).returncode == 2

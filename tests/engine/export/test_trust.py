@@ -1,0 +1,172 @@
+"""A config that lies beside weights builds a model from the user's own code, and calls nothing else unasked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+import lightswitch
+from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
+from lightswitch.export.__main__ import main
+from tests.engine.checkpoints import hostile
+from tests.engine.plain import PlainModel
+
+FOREIGN = [
+    *("os.system", "builtins.eval", "builtins.exec", "subprocess.run", "functools.partial", "pickle.loads"),
+    *("importlib.import_module", "hydra.utils.get_method", "hydra.utils.instantiate", "hydra.utils.call"),
+    *("torch.load", "torch.hub.load", "torch.nn.utils.clip_grad_norm_", "torch.nn.functional.torch.load"),
+    *("torch.nn.Module.load_state_dict", "torch.optim.optimizer.functools.partial", "numpy.load", "__main__.Model"),
+    *("lightswitch.load", "lightswitch.trees.remove_tree", "lightning.pytorch.LightningModule", "nowhere.Model"),
+    *(
+        "tests.engine.plain.os.system",
+        "tests.engine.plain.torch.load",
+        "tests.engine.plain.PlainModel.load_from_checkpoint",
+    ),
+    *("tests.engine.plain.PlainModel.__init__.__globals__", "tests.engine.checkpoints.hostile.pickle.loads"),
+    "tests.engine.doctor.test_doctor._asked",
+]
+OWN: dict[str, Any] = {"_target_": "tests.engine.plain.PlainModel"}
+NESTED = {
+    "the model": lambda target: {"_target_": target},
+    "an argument": lambda target: {**OWN, "lr": {"_target_": target}},
+    "in a list of an argument's": lambda target: {
+        **OWN,
+        "lr": {"a": [1, {"b": {"_target_": target, "_partial_": True}}]},
+    },
+}
+
+
+def export_of(folder: Path, node: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(PlainModel().state_dict(), folder / "x.safetensors")
+    OmegaConf.save(OmegaConf.create(node), folder / "x.safetensors.yaml")
+    return folder / "x.safetensors"
+
+
+@pytest.mark.parametrize("target", FOREIGN)
+@pytest.mark.parametrize("where", NESTED)
+def test_what_is_not_the_users_own_is_refused_by_its_name(target: str, where: str, tmp_path: Path) -> None:
+    path = export_of(tmp_path, NESTED[where](target))
+    with pytest.raises(UntrustedConfig) as refused:
+        lightswitch.load(path)
+    assert str(refused.value) == (
+        f"{path}.yaml builds its model with {target}, which is not code of yours; "
+        "lightswitch.load(path, model=MyModel(...)) runs none of it, and trust=True runs it"
+    )
+
+
+def test_of_a_run_from_elsewhere_too(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    hostile.ours(tmp_path / "checkpoints" / "last.ckpt")
+    (tmp_path / "config.yaml").write_text(f"model:\n  _target_: os.mkdir\n  path: {ran}\n")
+    with pytest.raises(UntrustedConfig, match=r"config\.yaml builds its model with os\.mkdir"):
+        lightswitch.load(tmp_path)
+    assert not ran.exists()
+    with pytest.raises(UnfitCheckpoint, match=r"os\.mkdir builds a NoneType, not a LightningModule"):
+        lightswitch.load(tmp_path, trust=True)
+    assert ran.exists()
+
+
+@pytest.mark.parametrize("value", ["${called:}", "\\${called:}", "${oc.env:${called:}}", "${oc.env:A}${called:}"])
+def test_no_interpolation_but_of_a_variable_is_resolved(value: str, tmp_path: Path) -> None:
+    called = []
+    OmegaConf.register_new_resolver("called", lambda: called.append(1), replace=True)
+    path = export_of(tmp_path, {**OWN, "width": {"a": value}})
+    with pytest.raises(UntrustedConfig, match=r"builds its model with .*\$\{"):
+        lightswitch.load(path)
+    OmegaConf.clear_resolver("called")
+    assert not called
+
+
+def test_torchs_optimizers_schedules_and_layers_are_trusted(tmp_path: Path) -> None:
+    parts = {"optimizer": "torch.optim.AdamW", "schedule": "torch.optim.lr_scheduler.StepLR", "act": "torch.nn.GELU"}
+    node = {name: {"_target_": target, "_partial_": True} for name, target in parts.items()}
+    path = export_of(tmp_path, {**OWN, "lr": node})
+    assert lightswitch.load(path).hparams.lr["act"].func is torch.nn.GELU
+
+
+@pytest.mark.parametrize("how", ["a model of one's own", "trust"])
+def test_there_are_two_ways_around(how: str, tmp_path: Path) -> None:
+    path = export_of(tmp_path, {**OWN, "lr": {"_target_": "builtins.float", "_args_": [0.1]}})
+    model = lightswitch.load(path, trust=True) if how == "trust" else lightswitch.load(path, model=PlainModel())
+    assert torch.equal(model.net[0].weight, lightswitch.load(path, model=PlainModel()).net[0].weight)
+    assert not model.training
+
+
+def test_a_model_of_ones_own_needs_no_config(tmp_path: Path) -> None:
+    loaded = lightswitch.load(hostile.ours(tmp_path / "x.ckpt"), model=PlainModel())
+    assert isinstance(loaded, PlainModel)
+    with pytest.raises(
+        UnfitCheckpoint, match="was saved from a different model than the one given: size mismatch for net"
+    ):
+        lightswitch.load(tmp_path / "x.ckpt", model=PlainModel(width=3))
+
+
+CODE = "from tests.engine.plain import PlainModel\n\nclass Model(PlainModel):\n    pass\n"
+
+
+def package(folder: Path, name: str) -> Path:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(CODE)
+    return folder
+
+
+PLACES = {  # where the code lies and where the weights do, and whether they are loaded
+    "a project, and its export": ("project/src", "project", True),
+    "a project, and its run": ("project/src", "project/runs/x", True),
+    "a flat project, and its run": ("project", "project/runs/x", True),
+    "beside the weights": ("download", "download", False),
+    "around the weights": ("project", "project/{name}/weights", False),
+    "installed": ("venv/lib/site-packages", "project", False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_code_is_the_users_own_by_where_it_lies(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, weights, loaded = PLACES[place]
+    name = f"code_{list(PLACES).index(place)}"
+    monkeypatch.syspath_prepend(package(tmp_path / code, name))
+    path = export_of(tmp_path / weights.format(name=name), {"_target_": f"{name}.Model"})
+    if loaded:
+        assert type(lightswitch.load(path)).__module__ == name
+        return
+    with pytest.raises(UntrustedConfig, match=f"builds its model with {name}.Model"):
+        lightswitch.load(path)
+    assert name not in sys.modules  # it was not even imported
+
+
+def test_an_export_builds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = tmp_path / "ran"
+    hostile.ours(tmp_path / "checkpoints" / "last.ckpt", names_of_tied={})
+    (tmp_path / "config.yaml").write_text(f"model:\n  _target_: os.mkdir\n  path: {ran}\n")
+    for name in ("out.pt", "out.safetensors"):
+        main([str(tmp_path), "-o", str(tmp_path / name)])
+        told = capsys.readouterr()
+        load = f'model = lightswitch.load("{tmp_path / name}", model=MyModel(...)), or trust=True, which runs os.mkdir'
+        assert (told.out.splitlines()[-1], told.err) == (f"load       {load}", "")
+    assert not ran.exists()
+
+
+def test_an_export_of_an_earlier_version_says_that_tied_names_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile.ours(tmp_path / "checkpoints" / "last.ckpt")
+    (tmp_path / "config.yaml").write_text("model:\n  _target_: tests.engine.plain.PlainModel\n")
+    main([str(tmp_path), "-o", str(tmp_path / "out.pt")])
+    assert "does not list tied tensors" in capsys.readouterr().err
+
+
+def test_a_config_with_aliases_is_refused_before_it_is_expanded(tmp_path: Path) -> None:
+    path = export_of(tmp_path, OWN)
+    lists = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (tmp_path / "x.safetensors.yaml").write_text(
+        "\n".join(["_target_: tests.engine.plain.PlainModel", "l0: &l0 [1]", *lists])
+    )
+    with pytest.raises(UnfitCheckpoint, match="it has YAML aliases, and no run writes any"):
+        lightswitch.load(path)

@@ -1,0 +1,151 @@
+"""A signal ends a run where it can end: at a step, in a checkpoint, on all ranks; and the run goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.fault_tolerance.pace import PACE_TARGET
+
+STEPS = 40
+RUN = (
+    *PLAIN,
+    "run_id=mine",
+    "trainer.accelerator=cpu",
+    "global_batch_size=24",
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_check_interval=7",
+    "trainer.log_every_n_steps=1",
+    "callbacks.last_checkpoint.every_n_steps=100",
+    PACE_TARGET,
+)
+SLOWLY, HANGING = "callbacks.pace.seconds=0.1", "callbacks.pace.seconds=1000"
+FAST = "callbacks.pace.seconds=0"
+
+
+class Asks:
+    """Sends a signal to one of the processes once there is a certain file, or after some seconds."""
+
+    def __init__(self, number: int, rank: int = 0, file: Path | None = None, seconds: float = 1.0, times: int = 1):
+        self.number, self.rank, self.file, self.seconds, self.times = number, rank, file, seconds, times
+
+    def __call__(self, processes: list[BaseProcess]) -> None:
+        deadline = time.monotonic() + 60
+        while self.file is not None and not self.file.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _ in range(self.times):
+            time.sleep(self.seconds)
+            os.kill(processes[self.rank].pid or 0, self.number)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, FAST, "strategy=single")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "number", "code"),
+    [
+        ("single", 0, signal.SIGINT, 130),
+        ("ddp_fork trainer.devices=2", 0, signal.SIGTERM, 143),
+        ("ddp", 2, signal.SIGUSR1, 143),
+        ("fsdp", 2, signal.SIGTERM, 143),
+        ("deepspeed_stage_2", 2, signal.SIGUSR2, 143),
+    ],
+)
+def test_a_signal_to_one_rank_ends_all_in_one_checkpoint(
+    strategy: str, ranks: int, number: int, code: int, train: Train, tmp_path: Path, uninterrupted: Finished
+) -> None:
+    run = (*RUN, *f"strategy={strategy}".split())
+    started = tmp_path / "1/runs/plainmodel/mine/metrics.csv"
+    stopped = train(*run, SLOWLY, ranks=ranks, check=False, meanwhile=Asks(number, max(0, ranks - 1), started))
+    assert stopped.returncode == code, stopped.err
+    assert f"stopped    by {signal.Signals(number).name}" in stopped.out
+    assert f"go on      {'torchrun' if ranks else 'python'} " in stopped.out
+    assert len(list((stopped.run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
+    ended = train(*run, FAST, ranks=ranks, folder=stopped.folder)
+    for metric in ("train/loss", "val/loss", "samples"):
+        expected, found = uninterrupted.column(metric), ended.column(metric)
+        assert found == pytest.approx(expected, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("step", [6, 7, 8])
+def test_a_run_that_ends_beside_a_validation_validates_once(step: int, train: Train, uninterrupted: Finished) -> None:
+    run = (*RUN, FAST, "strategy=single")
+    asks = ("callbacks.asks._target_=tests.engine.fault_tolerance.pace.AsksOnce", f"callbacks.asks.step={step}")
+    stopped = train(*run, *asks, check=False)
+    assert stopped.returncode == 143, stopped.err
+    ended = train(*run, folder=stopped.folder)
+    for metric in ("train/loss", "val/loss", "samples"):
+        assert ended.column(metric) == uninterrupted.column(metric), metric
+
+
+def test_a_long_validation_is_broken_off_and_run_again(train: Train, tmp_path: Path, uninterrupted: Finished) -> None:
+    run = (
+        *RUN,
+        "strategy=single",
+        "trainer.val_check_interval=1",
+        "trainer.num_sanity_val_steps=0",
+        "data.batch_size=1",
+    )
+    started = tmp_path / "1/runs/plainmodel/mine/config.yaml"
+    asks = Asks(signal.SIGTERM, file=started, seconds=3)
+    stopped = train(*run, "callbacks.pace.seconds=0.5", check=False, meanwhile=asks, timeout_seconds=60)
+    assert stopped.returncode == 143
+    assert "val/loss" not in stopped.out, "it was to be in its first validation"
+    ended = train(*run, FAST, folder=stopped.folder)
+    whole = train(*run, FAST)
+    assert ended.column("val/loss") == whole.column("val/loss")
+    assert ended.column("train/loss") == whole.column("train/loss")
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.2])
+def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train) -> None:
+    asks = Asks(signal.SIGTERM, seconds=seconds)
+    stopped = train(*RUN, HANGING, "strategy=single", check=False, meanwhile=asks, timeout_seconds=30)
+    assert stopped.returncode in (143, -signal.SIGTERM)  # the latter before its first line has run
+    assert "Traceback" not in stopped.err
+
+
+def test_ctrl_c_twice_does_not_wait_for_the_step(train: Train, tmp_path: Path) -> None:
+    asks = Asks(signal.SIGINT, file=tmp_path / "1/runs/plainmodel/mine/config.yaml", seconds=3, times=2)
+    began = time.monotonic()
+    run = (*RUN, HANGING, "strategy=single", "trainer.num_sanity_val_steps=0")
+    stopped = train(*run, check=False, meanwhile=asks, timeout_seconds=60)
+    assert stopped.returncode == 130
+    assert time.monotonic() - began < 40
+
+
+def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, tmp_path: Path) -> None:
+    asks = Asks(signal.SIGKILL, file=tmp_path / "1/runs/plainmodel/mine/metrics.csv")
+    background = "callbacks.background._target_=tests.engine.fault_tolerance.pace.InBackground"
+    group = 0
+
+    def kill_parent(processes: list[BaseProcess]) -> None:
+        nonlocal group
+        group = processes[0].pid or 0
+        asks(processes)
+
+    run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", "strategy=ddp_fork", "trainer.devices=2")
+    killed = train(*run, check=False, meanwhile=kill_parent)
+    assert killed.returncode == -signal.SIGKILL
+    assert _are_gone(group, within_seconds=30)
+    assert len(list((killed.run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
+
+
+def _are_gone(group: int, within_seconds: float) -> bool:
+    deadline = time.monotonic() + within_seconds
+    try:
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.1)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    return False

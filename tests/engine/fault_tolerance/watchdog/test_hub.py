@@ -1,0 +1,172 @@
+"""The hub of the watch hears those who have the token, and keeps nothing of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import psutil
+import pytest
+
+from lightswitch.errors import Failure
+from lightswitch.fault_tolerance.failure import Rank, cut
+from lightswitch.fault_tolerance.watchdog import door, sockets
+from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
+from lightswitch.fault_tolerance.watchdog.member import Member
+from lightswitch.fault_tolerance.watchdog.sockets import Way
+from lightswitch.fault_tolerance.watchdog.verdict import Limits
+from lightswitch.process.state import Process
+from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Train
+
+LIMITS = Limits(lost_after_seconds=1000, hung_after_seconds=1000)
+LOCAL = Way("127.0.0.1", is_local=True)
+
+
+@pytest.fixture
+def rank_0() -> Iterator[Member]:
+    member = Member(Rank(0, 2, "node1", 7), LIMITS, Process(), lambda failure: None)
+    yield member
+    assert member._hub is not None
+    with contextlib.suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(_end(member._hub), member._loop).result(20)
+    member._loop.call_soon_threadsafe(member._loop.stop)
+    while member._loop.is_running():
+        time.sleep(0.01)
+    member._loop.close()
+
+
+async def _end(hub: Hub) -> None:
+    hub.close()
+    while len(asyncio.all_tasks()) > 1:  # of ranks that have not hung up yet
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("count", [40, 400])
+def test_what_strangers_send_is_not_kept(count: int, rank_0: Member, caplog: pytest.LogCaptureFixture) -> None:
+    address, port, _ = rank_0.open_hub([LOCAL])
+    before = psutil.Process().memory_info().rss
+    hostile = [_connected(address, port) for _ in range(count)]
+    for number, stranger in enumerate(hostile):
+        with contextlib.suppress(OSError):
+            stranger.send(b"x" * (31 if number % 2 else 1 << 20))  # some that wait, and some that send without end
+    time.sleep(1)
+    assert psutil.Process().memory_info().rss - before < 4 << 20
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert _joins(address, port, rank_0), "a rank is heard among them"
+    for stranger in hostile:
+        stranger.close()
+
+
+def test_a_stranger_who_says_nothing_is_dropped(rank_0: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "PATIENCE_SECONDS", 0.5)
+    address, port, _ = rank_0.open_hub([LOCAL])
+    with _connected(address, port) as stranger:
+        stranger.settimeout(5)
+        for _ in range(10):  # a byte at a time gives it no more time
+            with contextlib.suppress(OSError):
+                stranger.send(b"x")
+            time.sleep(0.1)
+        assert _is_hung_up(stranger)
+
+
+@pytest.mark.parametrize("shown", ["{other}", '{{"token": "{token}"}}', " {token}", "{token_short}x"])
+def test_nearly_the_token_is_not_the_token(shown: str, rank_0: Member) -> None:
+    address, port, token = rank_0.open_hub([LOCAL])
+    with _connected(address, port) as stranger:
+        said = shown.format(other="0" * 32, token=token, token_short=token[:-1])
+        stranger.sendall(f"{said:<32}".encode() + _hello(1))
+        assert _is_hung_up(stranger)
+
+
+def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(rank_0: Member) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = min(4096, (hard - 1000) // 2)
+    address, port, token = rank_0.open_hub([LOCAL] * (count - 1))
+
+    async def join(number: int) -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection(address, port)
+        writer.write(token.encode() + _hello(number))
+        assert await reader.readline() == b'{"welcome": true}\n'
+        return writer
+
+    async def join_all() -> None:
+        for writer in await asyncio.wait_for(asyncio.gather(*map(join, range(count))), 60):
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(join_all())
+    with pytest.raises(ConnectionRefusedError):
+        _connected(address, port)
+
+
+def test_the_longest_failure_fits_into_a_message() -> None:
+    failure = cut(Failure("\U0001f600" * 10**6, "\U0001f600" * 10**7))
+    assert len(json.dumps({"failure": asdict(failure)})) < LONGEST_LINE_BYTES
+    assert cut(Failure("short", "details")) == Failure("short", "details")
+
+
+OWN = socket.gethostbyname("localhost")
+
+
+@pytest.mark.parametrize(
+    ("ways", "address"),
+    [
+        ([LOCAL, Way("192.0.2.1", is_local=True)], "127.0.0.1"),
+        ([LOCAL, Way(OWN, is_local=False)], OWN),
+        ([LOCAL, Way("192.0.2.1", is_local=False)], None),  # not of this node, as it is translated on the way
+        ([Way(OWN, is_local=False), Way("127.0.0.2", is_local=False)], None),
+        ([LOCAL, None], None),
+    ],
+)
+def test_the_hub_listens_where_all_ranks_reach_it(ways: list[Way | None], address: str | None) -> None:
+    listener, found = sockets.listen(ways)
+    with listener:
+        assert found == address
+        assert listener.getsockname()[0] == (address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"))
+
+
+def test_a_run_goes_on_while_strangers_crowd_its_hub(train: Train) -> None:
+    run = (
+        PLAIN_MODEL,
+        PLAIN_DATA,
+        "trainer.max_steps=4",
+    )
+    attacked = (
+        "strategy=ddp",
+        "trainer.strategy._target_=tests.engine.fault_tolerance.watchdog.hostile.AttackedDDP",
+        "trainer.accelerator=cpu",
+    )
+    finished = train(*run, *attacked, ranks=2)
+    assert finished.err == ""
+    assert (finished.folder / "attacked").read_text() == "127.0.0.1"
+
+
+def _connected(address: str | None, port: int) -> socket.socket:
+    return socket.create_connection((address or "localhost", port), 10)
+
+
+def _hello(number: int) -> bytes:
+    return json.dumps({"rank": asdict(Rank(number, None, "node1", 7)), "oom_kills": 0}).encode() + b"\n"
+
+
+def _joins(address: str | None, port: int, rank_0: Member) -> bool:
+    assert rank_0._hub is not None
+    with _connected(address, port) as rank:
+        rank.settimeout(10)
+        rank.sendall(rank_0._hub.door.token.encode() + _hello(1))
+        return rank.recv(100) == b'{"welcome": true}\n'
+
+
+def _is_hung_up(stranger: socket.socket) -> bool:
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:
+        return True

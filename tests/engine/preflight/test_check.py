@@ -1,0 +1,185 @@
+"""What is wrong with a request, told at once and before a process is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.conftest import PLAIN, PLAIN_DATA, Train
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
+
+NO_CHECKPOINT = (
+    "every checkpoint callback was removed, and Lightning would add one of its own; "
+    "also set trainer.enable_checkpointing=false to train without checkpoints"
+)
+REFUSED = {
+    "global_batch_size=100 trainer.devices=8": "global_batch_size 100 does not divide over 8 devices: 100 / 8 = 12.5; "
+    "use global_batch_size=96 or 104",
+    "micro_batch_size=5": "global_batch_size 64 is not micro_batch_size 5 × 1 device × a whole accumulation: "
+    "64 / (5 × 1) = 12.8; use global_batch_size=60 or 65 or a micro_batch_size that divides 64",
+    "strategy=ddp_spawn trainer.num_nodes=2": "strategy ddp_spawn starts processes on one node, "
+    "and trainer.num_nodes=2; use strategy=ddp",
+    "strategy=ddp_fork trainer.num_nodes=2": "strategy ddp_fork starts processes on one node, "
+    "and trainer.num_nodes=2; use strategy=ddp",
+    "strategy=single trainer.devices=2": "strategy=single is one device, and 1 × 2 are asked for; use strategy=ddp",
+    "trainer.accelerator=gqu": "trainer.accelerator=gqu is unknown. Did you mean gpu? "
+    "Choices: auto, gpu, cuda, mps, cpu, tpu",
+    "trainer.accelerator=cpu trainer.devices=-1": "trainer.devices=-1 names GPUs, and the run is on the CPU; "
+    "use a number of processes or auto",
+    "trainer.accelerator=cpu precision=16-mixed": "precision=16-mixed is for GPUs, and Lightning would put bf16-mixed "
+    "in its place; use that on the CPU",
+    "lr_scaling.rule=linear": "lr_scaling.rule=linear scales optimizer.lr, which nothing in model refers to; give the "
+    "model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out",
+    "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches follows from the batch: "
+    "set micro_batch_size, and leave it out",
+    "trainer.logger=false": "trainer.logger follows from the group logger: type logger=[default,mlflow] or "
+    "~logger.tensorboard, and leave it out",
+    "mode=test": "mode=test needs ckpt_path=PATH of a checkpoint",
+    "mode=test ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
+    "resume=nowhere.ckpt": "resume=nowhere.ckpt: there is no such file",
+    "~callbacks.best_checkpoint ~callbacks.last_checkpoint": NO_CHECKPOINT,
+    "logger=null": "callbacks.lr_monitor writes to a logger, and every logger was removed; "
+    "also type ~callbacks.lr_monitor",
+    "cluster=torchrun trainer.devices=2": "cluster=torchrun, and torchrun did not start this process; "
+    "start it by torchrun --nproc-per-node=N train.py, or leave cluster out",
+    "cluster=slurm trainer.devices=2": "cluster=slurm, and slurm did not start this process; "
+    "start it by srun python train.py, or leave cluster out",
+    "cluster=env": "cluster: MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK not exported; "
+    "each process needs MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK",
+    "trainer.limit_val_batches=2.5": "trainer: You have passed invalid value 2.5 for limit_val_batches, "
+    "it has to be in [0.0, 1.0] or an int.",
+}
+
+
+@pytest.mark.parametrize("request_", REFUSED)
+def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, train: Train) -> None:
+    on_cpu = () if "accelerator" in request_ else ("trainer.accelerator=cpu",)
+    refused = train(*PLAIN, *on_cpu, *request_.split(), check=False)
+    assert refused.err == f"error: {REFUSED[request_]}\n"
+    assert (refused.returncode, refused.out) == (2, "")
+    assert list(refused.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "eps"), [("optimizer=adamw", "default eps"), ("optimizer=adam optimizer.eps=1e-5", "eps=1e-05")]
+)
+def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, eps: str, train: Train) -> None:
+    refused = train(*LANGUAGE_MODEL, TEXT, "precision=16-true", *optimizer.split(), check=False)
+    assert f"and the {eps} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4" in refused.err
+    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+
+
+def test_all_problems_are_told_at_once(train: Train) -> None:
+    refused = train(
+        *PLAIN,
+        "strategy=ddp_spawn",
+        "trainer.num_nodes=2",
+        "global_batch_size=63",
+        "mode=test",
+        "ckpt_path=nowhere.ckpt",
+        "~callbacks.best_checkpoint",
+        "~callbacks.last_checkpoint",
+        "trainer.accelerator=gqu",
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert refused.err.splitlines() == [
+        "error: global_batch_size 63 does not divide over 2 devices: 63 / 2 = 31.5; use global_batch_size=62 or 64",
+        f"error: {REFUSED['strategy=ddp_spawn trainer.num_nodes=2']}",
+        f"error: {NO_CHECKPOINT}",
+        "error: ckpt_path=nowhere.ckpt: there is no such file",
+        f"error: {REFUSED['trainer.accelerator=gqu']}",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_a_gpu_that_is_not_there_is_refused(train: Train) -> None:
+    refused = train(*PLAIN, "trainer.accelerator=gpu", check=False)
+    assert refused.err == "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
+    assert refused.returncode == 2
+
+
+@pytest.mark.gpu
+def test_more_gpus_than_there_are_are_refused(train: Train) -> None:
+    there, asked = torch.cuda.device_count(), torch.cuda.device_count() + 1
+    refused = train(*PLAIN, f"trainer.devices={asked}", f"global_batch_size={asked}", check=False)
+    assert (
+        refused.err == f"error: trainer.devices={asked}: this machine has {there} of gpu; use trainer.devices={there}\n"
+    )
+    assert refused.returncode == 2
+
+
+def test_a_file_in_the_place_of_the_run_directory_is_told(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    refused = train(*PLAIN, folder=tmp_path, check=False)
+    assert refused.err.startswith("error: the run directory can't be made: [Errno ")
+    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_directory_without_permission_is_told(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir(mode=0o555)
+    refused = train(*PLAIN, folder=tmp_path, check=False)
+    assert refused.err.startswith("error: the run directory can't be made: [Errno 13] Permission denied")
+    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+
+
+CONSTRUCTORS = """
+from tests.engine.plain import PlainData, PlainModel
+
+class BadValue(PlainModel):
+    def __init__(self, width: int) -> None:
+        raise ValueError(f"width is {width}; expected an even number")
+
+class NoFile(PlainData):
+    def __init__(self) -> None:
+        open("nowhere.txt")
+
+class Bug(PlainModel):
+    def __init__(self) -> None:
+        {}["missing"]
+"""
+
+
+@pytest.fixture
+def constructors(tmp_path: Path) -> Path:
+    (tmp_path / "constructors.py").write_text(CONSTRUCTORS)
+    return tmp_path
+
+
+def test_what_constructors_say_of_their_arguments_is_told_at_once(train: Train, constructors: Path) -> None:
+    refused = train(
+        "model._target_=constructors.BadValue",
+        "model.width=3",
+        "data._target_=constructors.NoFile",
+        folder=constructors,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert refused.err.splitlines() == [
+        "error: model: width is 3; expected an even number",
+        "error: data: [Errno 2] No such file or directory: 'nowhere.txt'",
+    ]
+    (log,) = constructors.glob("runs/*/*/train.log")
+    assert log.read_text().count("Traceback (most recent call last)") >= 2  # one of each constructor's own
+
+
+def test_a_bug_in_a_constructor_keeps_its_traceback(train: Train, constructors: Path) -> None:
+    failed = train("model._target_=constructors.Bug", PLAIN_DATA, folder=constructors, check=False)
+    assert failed.returncode == 1
+    assert "Traceback (most recent call last)" in failed.err
+    assert '{}["missing"]' in failed.err
+    assert "KeyError: 'missing'" in failed.err
+
+
+def test_a_refused_start_leaves_an_earlier_run_alone(train: Train) -> None:
+    run = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
+    first = train(*run)
+    kept = {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()}
+    assert {"config.yaml", "hydra.yaml", "overrides.yaml"} == {path.name for path in first.run_dir.glob(".hydra/*")}
+    refused = train(*run, "resume=nowhere.ckpt", folder=first.folder, check=False)
+    assert refused.returncode == 2
+    assert {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()} == kept

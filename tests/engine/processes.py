@@ -1,0 +1,65 @@
+"""Processes as a user starts them, each in a terminal of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+TRAIN_PY = str(CHECKOUT / "train.py")
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process in a session of its own, which ends with the test and takes all that it started with it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*command: str, **environment: str) -> subprocess.Popen[str]:
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        paths = f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"  # also where another checkout's engine is installed
+        environ = inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):  # torchrun's have sessions of their own
+                child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """All that it has said when it has ended."""
+    assert process.stdout is not None
+    out = process.stdout.read()
+    process.wait()
+    return out
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])

@@ -1,0 +1,97 @@
+"""Two starts of one run id: one trains, and the other is told who does."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lightswitch.runs import lock
+from tests.engine.conftest import CHECKOUT, PLAIN, Train, runs_in
+from tests.engine.fault_tolerance.pace import PACE_TARGET
+from tests.engine.processes import Start, said
+
+RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "logger=csv", "~callbacks.lr_monitor", "trainer.max_steps=6")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
+
+Processes = list[multiprocessing.process.BaseProcess]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_of_two_starts_at_once_exactly_one_trains(ranks: int, train: Train, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    starts, folder = (train, runs_in(tmp_path / "other")), tmp_path / "runs_here"
+    run = (*RUN, *PACE, *(["strategy=ddp"] if ranks else []))
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda start: start(*run, ranks=ranks, folder=folder, check=False), starts))
+    trained, refused = sorted(both, key=lambda start: start.returncode)
+    assert (trained.returncode, refused.returncode) == (0, 2), trained.err + refused.err
+    assert re.fullmatch(
+        r"error: runs/plainmodel/mine is being written by process \d+ on \S+, since [\d-]+ [\d:]+; "
+        "wait until it has ended, or give this run another run_id\n",
+        refused.err,
+    )
+    assert [row["step"] for row in trained.metrics() if row.get("val/loss") or row.get("test/loss")] == ["6"]
+    assert not (trained.run_dir / lock.FILE).exists()
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGKILL]], ids=str)
+def test_a_run_that_was_ended_can_be_started_again(signals: list[signal.Signals], train: Train, tmp_path: Path) -> None:
+    def end_it(processes: Processes) -> None:
+        _until((tmp_path / "1/runs/plainmodel/mine/metrics.csv").exists)
+        for number in signals:
+            os.kill(processes[0].pid or 0, number)
+            time.sleep(0.1)
+
+    ended = train(*RUN, *PACE, "trainer.log_every_n_steps=1", "trainer.max_steps=100", meanwhile=end_it, check=False)
+    assert ended.returncode != 0
+    assert (ended.run_dir / lock.FILE).exists() == (signals == [signal.SIGKILL])
+    train(*RUN, folder=ended.folder)
+    assert not (ended.run_dir / lock.FILE).exists()
+
+
+def test_a_finished_run_says_so_whoever_writes_there(train: Train) -> None:
+    first = train(*RUN)
+    held = lock.take(first.run_dir, on_lost=print)
+    assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
+    held.release()
+
+
+def test_an_evaluation_beside_a_run_has_a_directory_of_its_own(train: Train) -> None:
+    first = train(*RUN)
+    held = lock.take(first.run_dir, on_lost=print)
+    last = "ckpt_path=runs/plainmodel/mine/checkpoints/last.ckpt"
+    train(*PLAIN, "mode=test", last, folder=first.folder)
+    held.release()
+    (own,) = (path for path in first.folder.glob("runs/plainmodel/*") if path.name != "mine")
+    assert "test/loss" in (own / "metrics.csv").read_text()
+
+
+def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:
+    for path in ("conf", "tests/engine/sweeps/swept.py"):
+        (tmp_path / Path(path).name).symlink_to(CHECKOUT / path)
+    command = (sys.executable, "swept.py", "-m", "name=waiting", "seed=1,2", "run_id=x")
+    first = start(*command)
+    _until(lambda: (tmp_path / "runs/waiting/x/0/waits").exists())
+    second = start(*command)
+    out = said(second)
+    assert (second.returncode, out.count("\n")) == (2, 1), out
+    assert out.startswith(f"error: runs/waiting/x is being written by process {first.pid} on ")
+    first.send_signal(signal.SIGTERM)
+    first.wait()
+    assert not list(tmp_path.glob(f"runs/waiting/x/{lock.FILE}"))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
