@@ -48,6 +48,15 @@ def test_a_fork_is_one_commit_that_names_nothing_of_ours(
         assert checked.returncode == 0, checked.stdout
 
 
+def test_make_fork_prints_what_the_readme_shows(clone: Path, tmp_path: Path) -> None:
+    shown = re.search(r"^    \$ (make fork .*)\n((?:    .*\n)+)", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
+    assert shown is not None
+    told = run(shown[1].replace("../", f"{tmp_path}/").split(" "), clone)
+    masked = r"\d+ files|commit \w+"
+    expected = re.sub("^    ", "", shown[2], flags=re.MULTILINE)
+    assert re.sub(masked, "", told.replace(f"{tmp_path}/", "../")) == re.sub(masked, "", expected)
+
+
 def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_path: Path) -> None:
     folder = made(clone, tmp_path / "birdsong") / "src/lightswitch"
     manifest = json.loads((folder / "engine.json").read_text())
