@@ -16,7 +16,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
     *(f"strategies/test_{name}.py" for name in ("foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused")),
-    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py"),
+    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
 PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
