@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
+from lightswitch import patches
 from lightswitch.cluster import processes
 from lightswitch.errors import Ended, ExitCode, Refused, Stopped
 from lightswitch.fault_tolerance.failure import Failure, RanksFailed, node_name
@@ -115,7 +116,7 @@ class Workers(_MultiProcessingLauncher):
             raise
         except BaseException as error:
             assert trainer is not None
-            trainer.state.status = TrainerStatus.INTERRUPTED
+            patches.replace(trainer.state, "status", TrainerStatus.INTERRUPTED)
             watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]  # set past Lightning's declaration
             first = watch.failure(error, trainer)
             self._leave_record(process_idx, first)
@@ -148,8 +149,9 @@ def with_word(trainer: Trainer) -> Trainer:
     """Whose launcher says a word of ranks that fail."""
     launcher = trainer.strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
-        trainer.strategy._launcher = Scripts(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        scripts = Scripts(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        patches.replace(trainer.strategy, "_launcher", scripts)
     elif type(launcher) is _MultiProcessingLauncher:
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it ends the others, which we say
-        trainer.strategy._launcher = Workers(launcher._strategy, launcher._start_method)
+        patches.replace(trainer.strategy, "_launcher", Workers(launcher._strategy, launcher._start_method))
     return trainer

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import share
@@ -72,7 +73,7 @@ class Sharded(ParallelStrategy):
 
 def compute_again(unit: nn.Module) -> None:
     """Its activations, in the backward pass. Inside of the hooks that gather the parameters, which are at hand then."""
-    unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+    patches.replace(unit, "forward", partial(checkpoint, unit.forward, use_reentrant=False))
 
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
