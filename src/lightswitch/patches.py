@@ -228,6 +228,18 @@ PATCHES = (
     Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "cur_hysteresis", "int", _SCALE),
 )  # fmt: skip
 
+# Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
+OVERRIDES = (
+    "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
+    "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._init_optimizers",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._initialize_deepspeed_inference",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._load_config",
+    "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
+)
+
 
 def replace(target: Any, name: str, value: object) -> None:
     """Set an attribute of someone else's, which PATCHES lists, on an object or a class.
@@ -307,13 +319,14 @@ def _complaint(patch: Patch, found: str) -> str:
 
 
 def table() -> str:
-    """Return PATCHES as a table in Markdown."""
+    """Return PATCHES as a table in Markdown, and OVERRIDES below it as a list."""
     lines = ["| package | attribute | on | expected | why |", "| --- | --- | --- | --- | --- |"]
     for patch in PATCHES:
         on = "class" if patch.for_process else "object"
         expected = patch.expected.replace("|", "or")
         lines.append(f"| {patch.package} | `{patch.owner}.{patch.name}` | {on} | `{expected}` | {patch.why} |")
-    return "\n".join([*lines, ""])
+    lines += ["", "Private methods of a base that a class of the engine overrides:", ""]
+    return "\n".join([*lines, *(f"- `{path}`" for path in OVERRIDES), ""])
 
 
 if __name__ == "__main__":

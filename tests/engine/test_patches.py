@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightswitch import patches
 from lightswitch.errors import ChangedDependency
-from lightswitch.patches import PATCHES, SUPPORTED, Patch
+from lightswitch.patches import OVERRIDES, PATCHES, SUPPORTED, Patch
 from tests.engine.conftest import CHECKOUT
 
 ENGINE = CHECKOUT / "src" / "lightswitch"
@@ -146,6 +147,32 @@ def test_what_is_replaced_is_what_it_was(patch: Patch) -> None:
     elif found is None:  # its objects get it in a method of the class or of one of its subclasses, or in a function
         beside = [owner, *owner.__subclasses__(), sys.modules["lightning.pytorch.utilities.parsing"]]
         assert any(re.search(rf"\n\s+\w+\.{patch.name}(:.*)? = ", inspect.getsource(place)) for place in beside)
+
+
+def _private_overrides() -> set[str]:
+    """Private methods of the engine's classes that one of their foreign bases has as well."""
+    pytest.importorskip("deepspeed")
+    found = set()
+    for file in SOURCES:
+        module = importlib.import_module(f"lightswitch.{file.removesuffix('.py').replace('/', '.')}")
+        for cls in (cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__):
+            for name in (name for name in vars(cls) if name.startswith("_") and inspect.isfunction(vars(cls)[name])):
+                owner = next((base for base in cls.__mro__[1:] if name in vars(base)), object)
+                package = owner.__module__.partition(".")[0]
+                if not name.startswith("__") and package in (
+                    "deepspeed",
+                    "hydra",
+                    "lightning",
+                    "torch",
+                    "torchmetrics",
+                ):
+                    found.add(f"{owner.__qualname__}.{name}")
+    return found
+
+
+def test_private_methods_that_are_overridden_are_listed_and_there() -> None:
+    assert all(inspect.isfunction(resolve_name(path)) for path in OVERRIDES)
+    assert _private_overrides() == {".".join(path.split(".")[-2:]) for path in OVERRIDES}
 
 
 class _Renamed(Trainer):
