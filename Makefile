@@ -2,18 +2,33 @@
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU builds> spares several GB of CUDA packages.
 
 PYTHON3 ?= python3
-PYTHON := .venv/bin/python
+# the oldest that lightswitch allows, of those in PATH and of pyenv's
+LOWEST_PYTHON3 ?= $(shell for minor in 10 11 12 13; do for python in python3.$$minor \
+  $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$minor.*/bin/python3; do \
+  "$$python" -c 'import ensurepip, venv' 2> /dev/null && echo "$$python" && exit; done; done)
+VENV := .venv
+PINS := constraints.txt
+PYTHON = $(VENV)/bin/python
 WORKERS ?= 3
 INSTALLED := .venv/installed
-PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
-HASHED := $(PIP_INSTALL) --require-hashes --no-deps --no-build-isolation --requirement .venv/hashed.txt
-# pins,NAMES and pins_but,NAMES: their entries in constraints.txt, with the lines of hashes that follow each
-pins = awk '/^[^ ]/ { is_named = /^($(1))==/ } is_named' constraints.txt > .venv/hashed.txt
-pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' constraints.txt > .venv/hashed.txt
+LOWEST_INSTALLED := .venv-lowest/installed
+LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/test_matrix.py \
+  tests/engine/checkpoints tests/engine/launch tests/engine/strategies
+PIP_INSTALL = $(PYTHON) -m pip install -qq --disable-pip-version-check
+HASHED = $(PIP_INSTALL) --require-hashes --no-deps --no-build-isolation --requirement $(VENV)/hashed.txt
+# pins,NAMES and pins_but,NAMES: their entries in the pins, with the lines of hashes that follow each
+pins = awk '/^[^ ]/ { is_named = /^($(1))==/ } is_named' $(PINS) > $(VENV)/hashed.txt
+pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' $(PINS) > $(VENV)/hashed.txt
+# compile,OPTIONS,FILE: the pins of every package for every Python from 3.10, with the hashes of PyPI's files. torch has
+# no hash, as its build differs by platform and index, and what it alone needs has no line: it names that itself
+compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads \
+  --default-index https://pypi.org/simple --generate-hashes --no-header --no-annotate $(1) pyproject.toml - \
+  | awk '/^[^ ]/ { is_torch = /^(torch==|nvidia|cuda|triton)/ } /^torch==/ { print $$1 } !is_torch' >> .venv/$(2) \
+  && mv .venv/$(2) $(2)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-quick lint types format bench constraints tables clean
+.PHONY: help train fork test test-quick test-lowest lint types format bench constraints tables clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -30,6 +45,9 @@ test: lint types ## run all that CI runs: make test ARGS="tests/project -k compo
 
 test-quick: lint types ## run what takes few minutes, while working on something
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+
+test-lowest: $(LOWEST_INSTALLED) ## run parity, checkpoints, launch and strategies on the lowest versions that pyproject.toml allows
+	.venv-lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),$(LOWEST_TESTS))
 
 lint: $(INSTALLED) ## check format, lint and shell scripts
 	$(PYTHON) -m ruff format --check .
@@ -49,15 +67,13 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 	$(PYTHON) -m benchmarks.data
 	$(PYTHON) -m benchmarks.save
 
-# torch has no hash, as its build differs by platform and index, and what it alone needs has no line: it names that itself
-constraints: $(INSTALLED) ## pin the newest versions that pyproject.toml allows, with their hashes, for every Python from 3.10
+constraints: $(INSTALLED) ## pin the newest and the lowest versions that pyproject.toml allows, with their hashes
 	$(PYTHON) -m pip install -qq --disable-pip-version-check uv
 	@echo '# made by `make constraints`: the versions that make installs and the tests ran with, by the hashes of PyPI'\''s files' > .venv/constraints.txt
-	printf '%s\n' pip setuptools wheel | .venv/bin/uv pip compile --quiet --universal --python-version 3.10 \
-	  --no-python-downloads --default-index https://pypi.org/simple --all-extras --generate-hashes --no-header \
-	  --no-annotate pyproject.toml - \
-	  | awk '/^[^ ]/ { is_torch = /^(torch==|nvidia|cuda|triton)/ } /^torch==/ { print $$1 } !is_torch' >> .venv/constraints.txt
-	mv .venv/constraints.txt constraints.txt
+	printf '%s\n' pip setuptools wheel | $(call compile,--all-extras,constraints.txt)
+	@echo '# made by `make constraints`: the lowest versions that pyproject.toml allows, for `make test-lowest`' > .venv/constraints-lowest.txt
+	printf '%s\n' 'pip>=24' 'setuptools>=77' 'wheel>=0.45' | $(call compile,--no-config --resolution lowest-direct \
+	  --extra deepspeed --extra digits --extra dev,constraints-lowest.txt)
 
 tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for docs/ (an hour)
 	$(PYTHON) -m tests.engine.tables.matrix
@@ -65,20 +81,26 @@ tables: $(INSTALLED) ## run every strategy at every precision, from each to each
 	$(PYTHON) -m tests.engine.tables.failures
 
 clean: ## remove .venv and every cache; runs/ stays
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+
+$(LOWEST_INSTALLED): VENV := .venv-lowest
+$(LOWEST_INSTALLED): PINS := constraints-lowest.txt
+$(LOWEST_INSTALLED): PYTHON3 = $(LOWEST_PYTHON3)
+$(INSTALLED): constraints.txt
+$(LOWEST_INSTALLED): constraints-lowest.txt
 
 # deepspeed's build looks at the installed torch, hence torch first and no build isolation
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED) $(LOWEST_INSTALLED): pyproject.toml
 	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
 	  "found $$($(PYTHON3) --version 2>&1), expected Python 3.10 or newer; type make PYTHON3=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON3) -c 'import ensurepip, venv' 2> /dev/null || { echo \
 	  "found $(PYTHON3) without venv; on Debian or Ubuntu type: apt-get install python3-venv" >&2; exit 2; }
-	@echo "setting up .venv with the packages of constraints.txt (about two minutes, once)" >&2
-	@[ -x .venv/bin/pip ] || $(PYTHON3) -m venv .venv
+	@echo "setting up $(VENV) with the packages of $(PINS) (about two minutes, once)" >&2
+	@[ -x $(VENV)/bin/pip ] || $(PYTHON3) -m venv $(VENV)
 	@$(call pins,pip|setuptools|wheel) && $(HASHED)
 	@$(call pins_but,torch|deepspeed) && $(HASHED)
-	@$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	@$(PIP_INSTALL) $$(grep '^torch==' $(PINS))
 	@$(call pins,deepspeed) && DS_BUILD_OPS=0 $(HASHED)
 	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	@$(PYTHON) -m pip check --disable-pip-version-check > .venv/conflicts || { cat .venv/conflicts >&2; exit 2; }
-	@touch $(INSTALLED)
+	@$(PYTHON) -m pip check --disable-pip-version-check > $(VENV)/conflicts || { cat $(VENV)/conflicts >&2; exit 2; }
+	@touch $@

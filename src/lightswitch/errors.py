@@ -3,6 +3,7 @@
     Exception
     ├── Refused                    the user can mend it: told in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
+    │   ├── ChangedDependency      a library is not what it was in the versions that were tried
     │   ├── ToldElsewhere          another process of the run tells it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
@@ -74,6 +75,13 @@ class RefusedRequest(Refused):
     @property
     def problems(self) -> list[str]:
         return self._problems
+
+
+class ChangedDependency(RefusedRequest):
+    """An attribute of a library that the engine replaces is gone, or is not what it was in the versions tried."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__([problem])
 
 
 class ToldElsewhere(Refused):

@@ -22,7 +22,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 PACKAGES = (
     *("fork", "doctor", "launch", "sweeps", "preflight", "planning", "fault_tolerance", "runs", "config"),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
-    *("trees", "versions", "errors"),  # files beside the packages
+    *("patches", "trees", "versions", "errors"),  # files beside the packages
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
     "lightswitch.runs.saved",
     "lightswitch.config.overrides",
     "lightswitch.launch.resolvers",
+    "lightswitch.patches",
     "lightswitch.batches.plan",
     "lightswitch.deepspeed.config",
     "lightswitch.deepspeed.config_keys",

@@ -11,26 +11,38 @@ from pathlib import Path
 
 import pytest
 
+from lightswitch.patches import SUPPORTED
 from tests.engine.conftest import CHECKOUT
 
 PINS = (CHECKOUT / "constraints.txt").read_text()
+LOWEST = (CHECKOUT / "constraints-lowest.txt").read_text()
+VENVS = (".venv", ".venv-lowest")
 
 
-def test_every_pin_but_torch_has_hashes() -> None:
-    entries = re.split(r"\n(?=\S)", PINS.strip())
+@pytest.mark.parametrize("pins", [PINS, LOWEST], ids=VENVS)
+def test_every_pin_but_torch_has_hashes(pins: str) -> None:
+    entries = re.split(r"\n(?=\S)", pins.strip())
     assert entries.pop(0).startswith("# made by `make constraints`")
     assert [
         entry for entry in entries if not re.match(r"[\w.-]+==\S+( ;.*)? \\\n    --hash=sha256:[0-9a-f]{64}", entry)
     ] == [next(entry for entry in entries if entry.startswith("torch=="))]
 
 
-def test_make_installs_nothing_by_name_alone_but_torch() -> None:
-    planned = subprocess.check_output(
-        ["make", "--dry-run", "--always-make", "--no-print-directory", ".venv/installed"], cwd=CHECKOUT, text=True
-    )
+@pytest.mark.parametrize("package", SUPPORTED)
+def test_the_lowest_pins_are_the_lower_bounds(package: str) -> None:
+    (pinned,) = re.findall(rf"^{package}==(\S+)", LOWEST, re.MULTILINE)
+    lowest = SUPPORTED[package].partition(",")[0].removeprefix(">=")
+    assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", pinned)
+
+
+@pytest.mark.parametrize("venv", VENVS)
+def test_make_installs_nothing_by_name_alone_but_torch(venv: str) -> None:
+    command = ["make", "--dry-run", "--always-make", "--no-print-directory", f"{venv}/installed"]
+    planned = subprocess.check_output(command, cwd=CHECKOUT, text=True)
     installs = [line for line in planned.splitlines() if "pip install" in line]
     unhashed = [line for line in installs if "--require-hashes --no-deps" not in line]
     assert len(installs) == 5
+    assert all(f"{venv}/bin/python -m pip" in line for line in installs)
     assert [
         "^torch==" in line or line.endswith("--no-deps --no-build-isolation --editable .") for line in unhashed
     ] == [

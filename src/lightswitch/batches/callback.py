@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
+from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
 from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
@@ -52,17 +53,17 @@ class GlobalBatch(Callback):
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         process = strategy.process_dataloader
-        strategy.process_dataloader = lambda loader: process(self._share(trainer, loader))
-        strategy.reduce = exact_mean(strategy.reduce)
+        patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
+        patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
-        strategy.precision_plugin.tensor_init_context = nullcontext
+        patches.replace(strategy.precision_plugin, "tensor_init_context", nullcontext)
         if type(strategy).tensor_init_context is Strategy.tensor_init_context:
-            strategy.tensor_init_context = nullcontext
+            patches.replace(strategy, "tensor_init_context", nullcontext)
         if trainer.world_size > 1:
-            pl_module.log = synced_in_evaluation(trainer, pl_module.log)  # type: ignore[method-assign]  # on this module alone
+            patches.replace(pl_module, "log", synced_in_evaluation(trainer, pl_module.log))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for target, name in (
@@ -72,7 +73,7 @@ class GlobalBatch(Callback):
             (trainer.strategy.precision_plugin, "tensor_init_context"),
             (pl_module, "log"),
         ):
-            target.__dict__.pop(name, None)
+            patches.restore(target, name)
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         training = trainer.state.stage == RunningStage.TRAINING
@@ -108,7 +109,7 @@ class GlobalBatch(Callback):
         self._batches = at.step * self.plan.accumulation
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
             for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-                part._restarting = False
+                patches.replace(part, "_restarting", False)
         if at.validation_due:
             _validate(trainer, at.global_step - 1)
 
@@ -181,7 +182,7 @@ class GlobalBatch(Callback):
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
             if position is not None:  # metrics are logged at the step of the weights that are evaluated
-                trainer.fit_loop.epoch_loop._batches_that_stepped = position.global_step
+                patches.replace(trainer.fit_loop.epoch_loop, "_batches_that_stepped", position.global_step)
         else:
             assert position is not None, "a run goes on from no other checkpoint"
             self._resumed = position
@@ -258,11 +259,12 @@ def _mode(trainer: Trainer) -> str:
 def _validate(trainer: Trainer, logged_step: int) -> None:
     """Run the validation that was due where the checkpoint was written; Lightning skips it when it resumes."""
     loop = trainer.fit_loop.epoch_loop
-    stepped, loop._batches_that_stepped = loop._batches_that_stepped, logged_step
-    trainer.validating = True
+    stepped = loop._batches_that_stepped
+    patches.replace(loop, "_batches_that_stepped", logged_step)
+    patches.replace(trainer, "validating", True)
     loop.val_loop.run()
-    trainer.training = True
-    loop._batches_that_stepped = stepped
+    patches.replace(trainer, "training", True)
+    patches.replace(loop, "_batches_that_stepped", stepped)
 
 
 def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool) -> None:

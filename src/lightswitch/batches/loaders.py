@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import EvaluationSlices, TrainingSlices
 from lightswitch.batches.plan import BatchPlan
@@ -91,8 +92,8 @@ def _plain(batch_sampler: Any) -> Any:
 
 
 def _remade(loader: DataLoader[Any], slices: Any, dataset: Any) -> DataLoader[Any]:
-    # A copy with other entries, past DataLoader.__setattr__: making a new one from its arguments fails for the
-    # subclasses that take other arguments.
+    # A copy with other attributes: making a new one from its arguments fails for subclasses that take other arguments.
     remade = copy.copy(loader)
-    remade.__dict__.update(batch_sampler=slices, sampler=slices, dataset=dataset, _iterator=None)
+    for name, value in (("batch_sampler", slices), ("sampler", slices), ("dataset", dataset), ("_iterator", None)):
+        patches.replace(remade, name, value)
     return remade

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import hydra
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -13,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lightswitch import patches
 from lightswitch.config import names
 from lightswitch.config.overrides import asks_for_a_sweep
 from lightswitch.errors import RefusedRequest
@@ -20,9 +20,8 @@ from lightswitch.errors import RefusedRequest
 
 def patch_composition() -> None:
     """Have Hydra compose a config once, and copy no more than it must."""
-    if hydra.__version__.startswith("1.3."):
-        _share_store()
-        _compose_once()
+    _share_store()
+    _compose_once()
 
 
 def check_names(cfg: DictConfig) -> None:
@@ -44,7 +43,7 @@ def _share_store() -> None:
 
     The store is one for the process and hands out copies of what it holds, so that a copy of it is of no use.
     """
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]  # it has none: this mends it
+    patches.replace(ConfigStore, "__deepcopy__", lambda store, memo: store)
 
 
 def _compose_once() -> None:
@@ -60,7 +59,7 @@ def _compose_once() -> None:
             return look(self, config_name, overrides)  # a sweep, or a mistake that the run will tell
         check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:
-            self.config_loader.load_configuration = lambda *_, **__: cfg  # type: ignore[method-assign]  # of this run's loader
+            patches.replace(self.config_loader, "load_configuration", lambda *_, **__: cfg)
         return cfg.hydra.mode
 
-    Hydra.get_mode = get_mode  # type: ignore[method-assign]  # there is no hook to do it by
+    patches.replace(Hydra, "get_mode", get_mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,12 +38,12 @@ def check_flags(arguments: list[str]) -> None:
         RefusedRequest: there is no such flag, or it lacks its value.
     """
 
-    def refuse(message: str) -> NoReturn:
-        raise RefusedRequest([f"{message}; a setting is KEY=VALUE, and --help lists what there is"])
+    _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
 
-    parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]  # or it ends the process
-    parser.parse_args(arguments)
+
+class _Flags(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RefusedRequest([f"{message}; a setting is KEY=VALUE, and --help lists what there is"])
 
 
 def of_composition(error: BaseException) -> list[str]:

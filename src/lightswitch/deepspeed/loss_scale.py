@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightswitch import patches
+
 KEY = "MixedPrecision"  # Lightning's, for the state of the GradScaler
 
 
@@ -34,6 +36,6 @@ def load(scaler: Any, state: dict[str, Any]) -> None:
     """
     if not state or not getattr(scaler, "dynamic", False):
         return
-    scaler.cur_scale = state["scale"]
-    scaler.last_overflow_iter = scaler.cur_iter - 2 - state["_growth_tracker"]
-    scaler.cur_hysteresis = state.get("hysteresis", scaler.cur_hysteresis)
+    patches.replace(scaler, "cur_scale", state["scale"])
+    patches.replace(scaler, "last_overflow_iter", scaler.cur_iter - 2 - state["_growth_tracker"])
+    patches.replace(scaler, "cur_hysteresis", state.get("hysteresis", scaler.cur_hysteresis))

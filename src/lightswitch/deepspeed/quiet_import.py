@@ -23,3 +23,4 @@ def _imported() -> Any:
 
 
 deepspeed = _imported()
+cpu_accelerator: Any = importlib.import_module("deepspeed.accelerator.cpu_accelerator")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.piece import Piece
 
@@ -98,9 +99,9 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
             if not _is_spread(values.get(key), part):
                 values[key] = torch.zeros_like(part.flat, requires_grad=False)
             part.of(values[key]).copy_(part.of_whole(value))
-    engine.global_steps = max(steps)
-    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        engine.optimizer._hp_optimizer_states_linked = False  # they were linked to the tensors before
+    patches.replace(engine, "global_steps", max(steps))
+    if engine.zero_optimization_stage() < 3:  # they were linked to the tensors before
+        patches.replace(engine.optimizer, "_hp_optimizer_states_linked", False)
 
 
 def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:

@@ -22,11 +22,12 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints import names
 from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed.checkpoints import PortableDeepSpeed
-from lightswitch.deepspeed.quiet_import import deepspeed
+from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.errors import Refused
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
@@ -98,17 +99,14 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
-        accelerator = deepspeed.accelerator
-        if isinstance(self.accelerator, CPUAccelerator) and accelerator.get_accelerator().device_name() != "cpu":
-            accelerator.set_accelerator(accelerator.cpu_accelerator.CPU_Accelerator())
+        if isinstance(self.accelerator, CPUAccelerator):
+            deepspeed.accelerator.set_accelerator(_CPU())
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
-        # DeepSpeed compiles programs to see what it can compile, for a collective of inference that takes a minute more
-        deepspeed.ops.__compatible_ops__ = {}
         self._init_deepspeed_distributed()
 
     # Model
@@ -155,7 +153,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
-        deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
+        patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda engine: None)
         return optimizers[0], schedulers[0] if schedulers else None
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -279,7 +277,18 @@ def _let_compiled_modules_hold_parameters() -> None:
     It hands attributes on to the module inside. At stage 3, where DeepSpeed gives each module a mapping of its own, the
     inner one would get that of the outer one, which is empty.
     """
-    OptimizedModule._opt_mod_attributes.add("_parameters")
+    attributes = OptimizedModule._opt_mod_attributes | {"_parameters"}
+    patches.replace(OptimizedModule, "_opt_mod_attributes", attributes)
+
+
+class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # untyped
+    """Knows of no collective through shared memory, which inference alone uses.
+
+    DeepSpeed would compile programs for a minute to see whether it can compile that one.
+    """
+
+    def create_op_builder(self, op_name: str) -> Any:
+        return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
 class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
+from lightswitch import patches
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Refused, Stopped
@@ -152,7 +153,7 @@ class Workers(_MultiProcessingLauncher):
             raise
         except BaseException as error:
             assert trainer is not None
-            trainer.state.status = TrainerStatus.INTERRUPTED
+            patches.replace(trainer.state, "status", TrainerStatus.INTERRUPTED)
             watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]  # set past Lightning's declaration
             first = watch.failure(error, trainer)
             self._leave_record(process_idx, first)
@@ -186,8 +187,10 @@ def install_launcher(trainer: Trainer, run: RunContext) -> Trainer:
     launcher = trainer.strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
         cluster = launcher.cluster_environment
-        trainer.strategy._launcher = Scripts(cluster, launcher.num_processes, launcher.num_nodes, run)
+        scripts = Scripts(cluster, launcher.num_processes, launcher.num_nodes, run)
+        patches.replace(trainer.strategy, "_launcher", scripts)
     elif type(launcher) is _MultiProcessingLauncher:
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it ends the others, which we say
-        trainer.strategy._launcher = Workers(launcher._strategy, launcher._start_method, run.process)
+        workers = Workers(launcher._strategy, launcher._start_method, run.process)
+        patches.replace(trainer.strategy, "_launcher", workers)
     return trainer

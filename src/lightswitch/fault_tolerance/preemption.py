@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, Stopped, UnwrittenCheckpoint
@@ -35,8 +36,8 @@ class Preemption(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._signals.catch(trainer.is_global_zero)
         # Lightning saves and broadcasts inside handlers, and asks at each batch, over the GPUs, whether one has run
-        trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]  # of this trainer
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]  # of this trainer
+        patches.replace(trainer._signal_connector, "register_signal_handlers", _nothing)
+        patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
         if self._ranks is None and trainer.world_size > 1:
             timeout = getattr(trainer.strategy, "_timeout", None)
             self._ranks = dist.new_group(backend="gloo", timeout=timeout)

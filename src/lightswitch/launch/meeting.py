@@ -13,6 +13,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
+from lightswitch import patches
 from lightswitch.cluster import consistency, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.handshake import agree
@@ -43,7 +44,7 @@ def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watch: Watch) ->
             cfg.meet_timeout_seconds,
             watch,
         )
-        strategy.setup_environment = meeting  # type: ignore[method-assign]  # of this strategy alone
+        patches.replace(strategy, "setup_environment", meeting)
 
 
 def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:

@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightswitch import patches
+
 log = logging.getLogger(__name__)
 
 
@@ -37,11 +39,11 @@ def _after_configure_model(model: LightningModule) -> None:
 
     @functools.wraps(configure)
     def told() -> Any:
-        del model.configure_model  # of this instance, so that the class's is found again
+        patches.restore(model, "configure_model")
         configure()
         _tell(model)
 
-    model.configure_model = told  # type: ignore[method-assign]  # of this instance alone
+    patches.replace(model, "configure_model", told)
 
 
 def _tell(model: LightningModule) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
+from lightswitch import patches
 from lightswitch.config.confidential import Cleaner
 
 
@@ -22,7 +23,7 @@ class CleanHyperparameters(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for module in _modules(trainer):
             if hasattr(module, "_hparams_initial"):  # the copy that loggers are given
-                module._hparams_initial = self._cleaner.cleaned(module._hparams_initial)
+                patches.replace(module, "_hparams_initial", self._cleaner.cleaned(module._hparams_initial))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for module in _modules(trainer):

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import versions
+from lightswitch import patches, versions
 from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
@@ -60,12 +60,13 @@ class RunRecord(Callback):
             self._lock = self._lock.detach()  # of the run directory, for as long as this process lives
 
     def hold_loggers(self, trainer: Trainer) -> None:
-        self._loggers, trainer.loggers = trainer.loggers, []
-        self._logs_hyperparameters, trainer.enable_autolog_hparams = trainer.enable_autolog_hparams, False
+        self._loggers, self._logs_hyperparameters = trainer.loggers, trainer.enable_autolog_hparams
+        patches.replace(trainer, "loggers", [])
+        patches.replace(trainer, "enable_autolog_hparams", False)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lightning has passed the point where it opens them, and whoever asks for a logger from here on has it."""
-        trainer.loggers = self._loggers
+        patches.replace(trainer, "loggers", self._loggers)
         if stage != self.mode:  # a test after fit is the same run
             self._goes_on = True
             _open(trainer.loggers)
@@ -109,7 +110,7 @@ class RunRecord(Callback):
     def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             run_log.begin()
-        trainer.enable_autolog_hparams = self._logs_hyperparameters
+        patches.replace(trainer, "enable_autolog_hparams", self._logs_hyperparameters)
         if trainer.enable_autolog_hparams:
             _log_hyperparams(trainer)
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightswitch import patches
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.strategies.clipping import clip_by_norm
@@ -88,7 +89,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if self._device_mesh is None:  # a test after fit keeps the mesh that the parameters are on
             self._device_mesh = self._mesh()
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        patches.replace(self.lightning_module, "_device_mesh", self._device_mesh)
 
     def _mesh(self) -> DeviceMesh:
         tensor_parallel = int(self._tensor_parallel_size)
@@ -198,7 +199,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign, assignment]  # torch's takes a single mesh
+        patches.replace(self.precision_plugin, "clip_grad_by_norm", clip_by_norm)
 
     # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused
 from lightswitch.strategies.clipping import clip_shards_by_norm
@@ -113,7 +114,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # Lightning's clips one rank's shards
+        patches.replace(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
 
     def _sharded(self) -> FullyShardedDataParallel:
         model = self.prepared()

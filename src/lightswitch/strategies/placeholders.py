@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,22 +19,20 @@ def placeholders() -> Iterator[None]:
 
     Under `torch.device("meta")` plain tensors and the states of metrics would be on meta, too, and stay there.
     """
-    register = nn.Module.register_parameter
     replaced = WeakIdKeyDictionary()  # a tied parameter stays tied
 
-    def register_placeholder(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):
-            register(module, name, parameter)
-            return
+    def placeholder(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            return None
         if parameter not in replaced:
             replaced[parameter] = _like(parameter, "meta")
-        register(module, name, replaced[parameter])
+        return cast(nn.Parameter, replaced[parameter])
 
-    nn.Module.register_parameter = register_placeholder  # type: ignore[method-assign,assignment]  # inside of the context alone
+    hook = register_module_parameter_registration_hook(placeholder)  # type: ignore[arg-type]  # it may return one
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]  # as it was
+        hook.remove()
 
 
 def fill_with_nothing(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import broadcast_in_place
@@ -81,7 +82,7 @@ def checkpoint_activations(unit: nn.Module) -> None:
 
     It happens inside of the hooks that gather the unit's parameters, which are there then.
     """
-    unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+    patches.replace(unit, "forward", partial(checkpoint, unit.forward, use_reentrant=False))
 
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
 
+from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.strategies.fsdp import FSDP
 
@@ -55,7 +56,7 @@ class TensorParallel(FSDP):
         group = (data_parallel if data_parallel.ndim == 1 else data_parallel._flatten()).get_group()
         for module in model.modules():
             if isinstance(module, Metric):  # the devices of a group have seen the same samples: they count once
-                module.process_group = group
+                patches.replace(module, "process_group", group)
         return model
 
     def _plan(self, model: nn.Module) -> dict[str, ParallelStyle]:

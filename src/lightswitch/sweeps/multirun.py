@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.config.composition import check_names
 from lightswitch.config.overrides import quoted
@@ -66,7 +67,7 @@ def patch_multirun(process: Process) -> None:
         if any(job.has_failed for job in jobs):
             raise SystemExit(ExitCode.FAILED)
 
-    Hydra.multirun = multirun  # type: ignore[method-assign]  # there is no hook to do it by
+    patches.replace(Hydra, "multirun", multirun)
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:

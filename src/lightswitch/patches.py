@@ -1,0 +1,333 @@
+"""Every attribute of Hydra's, Lightning's, torch's, torchmetrics' and DeepSpeed's that the engine sets, and why.
+
+An attribute that was renamed can still be set, and then nothing reads it: so all go through `replace`, which refuses
+where the name is not there or is not what it was. `python -m lightswitch.patches` prints the table as Markdown.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from lightswitch import versions
+from lightswitch.errors import ChangedDependency
+
+# What is patched, and the versions that the tests ran with. pyproject.toml has the same, with the reasons.
+SUPPORTED = {
+    "hydra-core": ">=1.3.2,<1.4",
+    "lightning": ">=2.6.0,!=2.6.2,!=2.6.3,<2.7",
+    "torch": ">=2.8,<2.14",
+    "torchmetrics": ">=1.4,<1.10",
+    "deepspeed": ">=0.19.0,<0.20",
+}
+_ABSENT = "nothing"
+_MISSING = object()
+_NONE = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An attribute of someone else's.
+
+    Attributes:
+        owner: dotted path of the class.
+        expected: what it was in the versions that were tried: the parameters of a function, as "(self, name)", or the
+            types of a value, as "int | None".
+        why: what it is replaced by, and why there is no other way.
+        for_process: it is set on the class itself, and not on one object of it.
+    """
+
+    owner: str
+    name: str
+    expected: str
+    why: str
+    for_process: bool = False
+
+    @property
+    def package(self) -> str:
+        return {"hydra": "hydra-core"}.get(module := self.owner.partition(".")[0], module)
+
+
+_LOG = (
+    "(self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, "
+    "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
+)
+_COUNTERS = "Lightning's counters are set to the run's position, which counts samples: it sets them only when it loads"
+_LOADER = "a copy of the loader reads this rank's samples: subclasses can't be made anew from their arguments"
+_HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
+_STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
+_SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
+
+PATCHES = (
+    Patch(
+        "hydra.core.config_store.ConfigStore",
+        "__deepcopy__",
+        _ABSENT,
+        "Hydra copies its store of built-in configs for each group that --help lists, half its time",
+        for_process=True,
+    ),
+    Patch(
+        "hydra._internal.hydra.Hydra",
+        "get_mode",
+        "(self, config_name, overrides)",
+        "Hydra composes a config to see whether it is a sweep's, and once more to run it",
+        for_process=True,
+    ),
+    Patch(
+        "hydra.core.config_loader.ConfigLoader",
+        "load_configuration",
+        "(self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)",
+        "of the run's loader: returns what get_mode has composed",
+    ),
+    Patch(
+        "hydra._internal.hydra.Hydra",
+        "multirun",
+        "(self, config_name, task_function, overrides, with_log_configuration)",
+        "a sweep ends with its table; Hydra's callback for that is not called when one ends early",
+        for_process=True,
+    ),
+    Patch(
+        "lightning.pytorch.Trainer", "loggers", "list", f"{_HELD}",
+    ),
+    Patch("lightning.pytorch.Trainer", "enable_autolog_hparams", "bool", f"{_HELD}, to log hyperparameters"),
+    Patch("lightning.pytorch.Trainer", "validating", "bool", _STAGE),
+    Patch("lightning.pytorch.Trainer", "training", "bool", _STAGE),
+    Patch(
+        "lightning.pytorch.trainer.states.TrainerState",
+        "status",
+        "TrainerStatus",
+        "a spawned rank that failed is interrupted: Lightning sets that only where its own process fails",
+    ),
+    Patch(
+        "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
+        "register_signal_handlers",
+        "(self)",
+        "does nothing: Lightning's handlers save and broadcast wherever the signal comes, and can't be switched off",
+    ),
+    Patch(
+        "lightning.pytorch.loops._TrainingEpochLoop",
+        "_broadcast_sigterm_tensor",
+        "(self)",
+        "does nothing: at each batch, over the GPUs, it asks for signals that are handled elsewhere",
+    ),
+    Patch("lightning.pytorch.loops._TrainingEpochLoop", "_batches_that_stepped", "int", _COUNTERS),
+    Patch("lightning.pytorch.loops._Loop", "_restarting", "bool", f"{_COUNTERS}; an epoch's start is no restart"),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "process_dataloader",
+        "(self, dataloader)",
+        "each rank reads its share of the samples, under any strategy; Lightning's hook is a method of the strategy",
+    ),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "reduce",
+        "(self, tensor, group, reduce_op)",
+        "means of whole numbers are taken in double precision: Lightning truncates the mean of batch sizes",
+    ),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "tensor_init_context",
+        "(self, empty_init)",
+        "configure_model draws on the CPU, as a constructor does: Lightning would draw on the device",
+    ),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "setup_environment",
+        "(self)",
+        "processes meet before they form a group, under any strategy: no callback runs as early",
+    ),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "_launcher",
+        "_SubprocessScriptLauncher | _MultiProcessingLauncher",
+        "a launcher that reports which rank failed, under any strategy: Lightning takes none as an argument",
+    ),
+    Patch(
+        "lightning.pytorch.plugins.Precision",
+        "tensor_init_context",
+        "(self)",
+        "configure_model draws in 32 bits, as a constructor does: Lightning would draw in the precision of the run",
+    ),
+    Patch(
+        "lightning.pytorch.plugins.Precision",
+        "clip_grad_by_norm",
+        "(self, optimizer, clip_val)",
+        "the norm of gradients that are sharded, over several meshes: Lightning's is torch's, of one",
+    ),
+    Patch(
+        "lightning.pytorch.LightningModule",
+        "log",
+        _LOG,
+        "what is logged in evaluation is averaged over ranks, which each see their share",
+    ),
+    Patch(
+        "lightning.pytorch.LightningModule",
+        "configure_model",
+        "(self)",
+        "the model's size is told after it is built and before it is sharded: no callback runs in between",
+    ),
+    Patch(
+        "lightning.pytorch.LightningModule",
+        "_device_mesh",
+        "DeviceMesh | None",
+        "the mesh of three dimensions: ModelParallelStrategy makes one of two and sets that",
+    ),
+    Patch(
+        "lightning.pytorch.core.mixins.HyperparametersMixin",
+        "_hparams_initial",
+        "AttributeDict",
+        "loggers are given hyperparameters without secrets; the module keeps its own",
+    ),
+    Patch("torch.utils.data.DataLoader", "dataset", "object", _LOADER),
+    Patch("torch.utils.data.DataLoader", "sampler", "object", _LOADER),
+    Patch("torch.utils.data.DataLoader", "batch_sampler", "object", _LOADER),
+    Patch("torch.utils.data.DataLoader", "_iterator", "object", f"{_LOADER}; and it shares no workers"),
+    Patch(
+        "torch.nn.Module",
+        "forward",
+        "(self, *input)",
+        "activations are computed again, inside of the hooks that gather the unit; torch's wrapper renames parameters",
+    ),
+    Patch(
+        "torch._dynamo.eval_frame.OptimizedModule",
+        "_opt_mod_attributes",
+        "set",
+        "a compiled module has parameters of its own, not those of the one inside (ZeRO stage 3)",
+        for_process=True,
+    ),
+    Patch(
+        "torchmetrics.Metric",
+        "process_group",
+        "ProcessGroup | None",
+        "devices that hold a layer together have seen the same samples, and count once",
+    ),
+    Patch(
+        "deepspeed.DeepSpeedEngine",
+        "_broadcast_model",
+        "(self)",
+        "does nothing; it is done by then, and fails for a parameter that is a scalar",
+        for_process=True,
+    ),
+    Patch(
+        "deepspeed.DeepSpeedEngine",
+        "global_steps",
+        "int",
+        "steps go on from a portable checkpoint: DeepSpeed sets them only from one of its own",
+    ),
+    Patch(
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        "_hp_optimizer_states_linked",
+        "bool",
+        "states that were loaded take the place of those that parameters were linked to",
+    ),
+    Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "cur_scale", "float | int", _SCALE),
+    Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "last_overflow_iter", "int", _SCALE),
+    Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "cur_hysteresis", "int", _SCALE),
+)  # fmt: skip
+
+# Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
+OVERRIDES = (
+    "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
+    "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._init_optimizers",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._initialize_deepspeed_inference",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._load_config",
+    "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
+)
+
+
+def replace(target: Any, name: str, value: object) -> None:
+    """Set an attribute of someone else's, which PATCHES lists, on an object or a class.
+
+    Raises:
+        ChangedDependency: it is not there, or not what it was in the versions that were tried.
+    """
+    patch = _patch_of(target, name)
+    found = _found(patch, target)
+    if not _is_ours(found) and not _fits(found, patch.expected):
+        raise ChangedDependency(_complaint(patch, f"is {_described(found)}"))
+    if isinstance(target, type):
+        setattr(target, name, value)
+    else:
+        object.__setattr__(target, name, value)  # past a __setattr__ that refuses, as DataLoader's does
+
+
+def restore(target: Any, name: str) -> None:
+    """Let an object have its class's attribute again."""
+    vars(target).pop(name, None)
+
+
+def _patch_of(target: Any, name: str) -> Patch:
+    named = [patch for patch in PATCHES if patch.name == name]
+    for patch in named:
+        if patch.owner.partition(".")[0] not in sys.modules:  # then target is none of its objects
+            continue
+        try:
+            owner = resolve_name(patch.owner)
+        except (AttributeError, ImportError) as error:
+            raise ChangedDependency(_complaint(patch, f"is gone ({error})")) from error
+        if target is owner if patch.for_process else isinstance(target, owner):
+            return patch
+    raise LookupError(f"{name} of {target!r} is not in lightswitch.patches.PATCHES; add it there")
+
+
+def _found(patch: Patch, target: Any) -> Any:
+    """As its owner declares it: a user's subclass may have made it another. What a constructor sets, an object has."""
+    declared = inspect.getattr_static(resolve_name(patch.owner), patch.name, _MISSING)
+    if inspect.isfunction(declared):
+        return declared
+    return getattr(target, patch.name, declared)
+
+
+def _fits(found: Any, expected: str) -> bool:
+    if expected.startswith("("):
+        return inspect.isfunction(found) and _parameters(found) == expected
+    if found is _MISSING or expected == _ABSENT:
+        return found is _MISSING and expected == _ABSENT
+    names = {"None" if cls is type(None) else cls.__name__ for cls in type(found).__mro__}
+    return not names.isdisjoint(expected.split(" | "))
+
+
+def _is_ours(found: Any) -> bool:
+    return str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _parameters(function: Any) -> str:
+    """Its names, without types and defaults: "(self, name, *arguments)"."""
+    parameters = inspect.signature(function).parameters.values()
+    return f"({', '.join(str(parameter.replace(annotation=_NONE, default=_NONE)) for parameter in parameters)})"
+
+
+def _described(found: Any) -> str:
+    if found is _MISSING:
+        return "not there"
+    return _parameters(found) if inspect.isfunction(found) else f"a {type(found).__name__}"
+
+
+def _complaint(patch: Patch, found: str) -> str:
+    version = versions.of([patch.package]).get(patch.package, "of an unknown version")
+    supported = f"{patch.package}{SUPPORTED[patch.package]}"
+    return (
+        f"{patch.owner}.{patch.name} of {patch.package} {version} {found}, where lightswitch expects "
+        f"{patch.expected} and replaces it; type pip install '{supported}'"
+    )
+
+
+def table() -> str:
+    """Return PATCHES as a table in Markdown, and OVERRIDES below it as a list."""
+    lines = ["| package | attribute | on | expected | why |", "| --- | --- | --- | --- | --- |"]
+    for patch in PATCHES:
+        on = "class" if patch.for_process else "object"
+        expected = patch.expected.replace("|", "or")
+        lines.append(f"| {patch.package} | `{patch.owner}.{patch.name}` | {on} | `{expected}` | {patch.why} |")
+    lines += ["", "Private methods of a base that a class of the engine overrides:", ""]
+    return "\n".join([*lines, *(f"- `{path}`" for path in OVERRIDES), ""])
+
+
+if __name__ == "__main__":
+    print(table(), end="")

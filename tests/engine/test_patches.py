@@ -1,0 +1,243 @@
+"""What the engine sets of other people's is in one table, and is still what it was."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pkgutil import resolve_name
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+
+from lightswitch import patches
+from lightswitch.errors import ChangedDependency
+from lightswitch.patches import OVERRIDES, PATCHES, SUPPORTED, Patch
+from tests.engine.conftest import CHECKOUT
+
+ENGINE = CHECKOUT / "src" / "lightswitch"
+SOURCES = {path.relative_to(ENGINE).as_posix(): ast.parse(path.read_text()) for path in sorted(ENGINE.rglob("*.py"))}
+
+# Attributes set past `patches.replace`, by what is written left of the "=", and why.
+ALLOWED = {
+    "parameter.data": "torch documents it: the values of a tensor, in place",
+    "parameter.grad": "torch documents it: a gradient is let go",
+    "cfg.optimizer.lr": "a config is data",
+    "other.optimizer.lr": "a config is data",
+    "logger.propagate": "Python's logging documents it",
+    "limit.daemon": "threading.Timer takes it in no other way",
+    "timer.daemon": "threading.Timer takes it in no other way",
+    "stopped.code": "SystemExit documents it, and it is Stopped, the engine's",
+    "self.precision_plugin.autocasts": "of _Precision, the engine's",
+    "self.report.folder": "of CrashReport, the engine's",
+    "strategy.ranks_hear_of_failures": "of PortableCheckpoints, the engine's",
+    "_member.progress": "of Member, the engine's",
+    "rank.stand": "of Heard, the engine's",
+    "rank.ended": "of Heard, the engine's",
+}
+CALLS_ALLOWED = {
+    "setattr(target, name, value)": "patches.replace itself",
+    "object.__setattr__(target, name, value)": "patches.replace itself",
+    "vars(target).pop(name, None)": "patches.restore itself",
+    "setattr(part, name, handed[parameter])": "torch documents it: how a module is given another parameter",
+    "setattr(part, name, of_rank_0(buffer, device))": "torch documents it: how a module is given another buffer",
+    "made.__dict__.update(parameter.__dict__)": "marks of the user's, onto a parameter made here",
+    "self.__dict__.update(state)": "its own, when it is unpickled",
+    "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",
+}
+SETTERS = re.compile(
+    r"(set|del)attr\(|.*\.__(set|del)attr__\(|(vars\(.*\)|.*\.__dict__|(sys\.)?modules)\.(update|pop|setdefault)\("
+)
+
+
+def _targets(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is assigned to, or deleted, in any way that the language has."""
+    for node in ast.walk(tree):
+        context = getattr(node, "ctx", None)
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(context, ast.Store | ast.Del):
+            yield node
+
+
+def _own_names(tree: ast.Module) -> set[str]:
+    """Names in a file whose values are declared, or made, as objects of the engine's own classes."""
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightswitch"):
+            classes |= {alias.asname or alias.name for alias in node.names if alias.name[0].isupper()}
+    own = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None and _root(node.annotation) in classes:
+            own.add(node.arg)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _root(node.value.func) in classes:
+            own |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return own
+
+
+def _root(node: ast.expr) -> str:
+    return re.split(r"[^\w]", ast.unparse(node))[0]
+
+
+def _foreign_targets(tree: ast.Module) -> Iterator[str]:
+    own = {"self", "cls", *_own_names(tree)}
+    for target in _targets(tree):
+        if isinstance(target, ast.Attribute):
+            if not (isinstance(target.value, ast.Name) and target.value.id in own):
+                yield ast.unparse(target)
+        elif isinstance(target, ast.Subscript) and re.search(r"__dict__|vars\(|modules", ast.unparse(target.value)):
+            yield ast.unparse(target)
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_attributes_of_others_are_set_by_replace_alone(file: str) -> None:
+    found = set(_foreign_targets(SOURCES[file])) - ALLOWED.keys() - {"modules['mlflow']"}
+    assert not found, f"{file}: use lightswitch.patches.replace"
+    for node in ast.walk(SOURCES[file]):
+        if isinstance(node, ast.Call) and SETTERS.match(ast.unparse(node)):
+            assert ast.unparse(node) in CALLS_ALLOWED, file
+    assert "type: ignore[method-assign" not in (ENGINE / file).read_text(), file
+
+
+def test_the_guard_sees_every_way_of_setting() -> None:
+    written = (
+        "trainer.loggers = []\nself.strategy.x, y = 1, 2\ndel model.log\nfor loop.count in range(3): pass\n"
+        "vars(model)['log'] = 1\nsys.modules['x'] = None\nstrategy.n += 1\nwith open(p) as trainer.file: pass\n"
+    )
+    assert set(_foreign_targets(ast.parse(written))) == {
+        *("trainer.loggers", "self.strategy.x", "model.log", "loop.count", "vars(model)['log']"),
+        *("sys.modules['x']", "strategy.n", "trainer.file"),
+    }
+
+
+def test_nothing_is_allowed_that_is_not_there() -> None:
+    written = {ast.unparse(node) for tree in SOURCES.values() for node in (*_targets(tree), *ast.walk(tree))
+               if isinstance(node, ast.Attribute | ast.Call)}  # fmt: skip
+    assert not (ALLOWED.keys() | CALLS_ALLOWED.keys()) - written
+
+
+def _replaced() -> set[str]:
+    """Names that `replace` is called with; a loop over several writes them beside it."""
+    found = set()
+    for tree in SOURCES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "patches.replace":
+                name = node.args[1]
+                found |= {name.value} if isinstance(name, ast.Constant) else {f"<{ast.unparse(name)}>"}
+    return found
+
+
+def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
+    in_a_loop = {"sampler", "batch_sampler", "dataset", "_iterator"}  # lightswitch.batches.loaders
+    assert _replaced() - {"<name>"} == {patch.name for patch in PATCHES} - in_a_loop
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.owner}.{patch.name}")
+def test_what_is_replaced_is_what_it_was(patch: Patch) -> None:
+    if patch.package == "deepspeed":
+        pytest.importorskip("lightswitch.deepspeed.quiet_import")
+    owner = resolve_name(patch.owner)
+    found = inspect.getattr_static(owner, patch.name, None)
+    if patch.expected.startswith("("):
+        assert patches._parameters(found) == patch.expected
+    elif patch.expected == "nothing":
+        assert found is None or found.__module__.startswith("lightswitch")
+    elif found is None:  # its objects get it in a method of the class or of one of its subclasses, or in a function
+        beside = [owner, *owner.__subclasses__(), sys.modules["lightning.pytorch.utilities.parsing"]]
+        assert any(re.search(rf"\n\s+\w+\.{patch.name}(:.*)? = ", inspect.getsource(place)) for place in beside)
+
+
+def _private_overrides() -> set[str]:
+    """Private methods of the engine's classes that one of their foreign bases has as well."""
+    pytest.importorskip("deepspeed")
+    found = set()
+    for file in SOURCES:
+        module = importlib.import_module(f"lightswitch.{file.removesuffix('.py').replace('/', '.')}")
+        for cls in (cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__):
+            for name in (name for name in vars(cls) if name.startswith("_") and inspect.isfunction(vars(cls)[name])):
+                owner = next((base for base in cls.__mro__[1:] if name in vars(base)), object)
+                package = owner.__module__.partition(".")[0]
+                if not name.startswith("__") and package in (
+                    "deepspeed",
+                    "hydra",
+                    "lightning",
+                    "torch",
+                    "torchmetrics",
+                ):
+                    found.add(f"{owner.__qualname__}.{name}")
+    return found
+
+
+def test_private_methods_that_are_overridden_are_listed_and_there() -> None:
+    assert all(inspect.isfunction(resolve_name(path)) for path in OVERRIDES)
+    assert _private_overrides() == {".".join(path.split(".")[-2:]) for path in OVERRIDES}
+
+
+class _Renamed(Trainer):
+    """A Trainer of a version that has no `loggers`."""
+
+    @property
+    def loggers(self) -> None:  # type: ignore[override]
+        raise AttributeError("loggers")
+
+
+def test_a_name_that_is_gone_is_refused() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
+    trainer.__class__ = _Renamed
+    with pytest.raises(ChangedDependency) as refused:
+        patches.replace(trainer, "loggers", [])
+    (line,) = refused.value.problems
+    assert re.fullmatch(
+        r"lightning\.pytorch\.Trainer\.loggers of lightning \d\S+ is .*, where lightswitch expects list and replaces "
+        r"it; type pip install 'lightning>=\S+'",
+        line,
+    )
+
+
+def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LightningModule, "log", lambda self, name, value: None)
+    model = LightningModule()
+    with pytest.raises(ChangedDependency, match=r"is \(self, name, value\), where lightswitch expects \(self, name, v"):
+        patches.replace(model, "log", print)
+    assert "log" not in vars(model)
+
+
+def test_a_class_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torchmetrics.Metric")
+    with pytest.raises(ChangedDependency, match=r"torchmetrics\.Metric\.process_group of torchmetrics \S+ is gone"):
+        patches.replace(object(), "process_group", None)
+
+
+def test_what_is_in_no_table_is_an_error_of_ours() -> None:
+    with pytest.raises(LookupError, match="add it there"):
+        patches.replace(LightningModule(), "automatic_optimization", False)
+
+
+def test_an_object_gets_its_class_s_back() -> None:
+    model = LightningModule()
+    patches.replace(model, "log", print)
+    assert model.log is print
+    patches.restore(model, "log")
+    assert model.log == LightningModule.log.__get__(model)
+
+
+def test_the_table_in_the_docs_is_of_this_code() -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text()
+    printed = subprocess.check_output([sys.executable, "-m", "lightswitch.patches"], text=True)
+    between = re.search(r"<!-- patches -->\n(.*?)<!-- /patches -->", page, re.DOTALL)
+    assert between is not None
+    assert between[1].strip() == printed.strip(), "type: python -m lightswitch.patches, and put it into the page"
+
+
+def test_the_bounds_are_those_of_pyproject() -> None:
+    text = (CHECKOUT / "pyproject.toml").read_text()
+    for package, bounds in SUPPORTED.items():
+        (found,) = re.findall(rf'"{package}(>=[^"]*)"', text)
+        assert found.replace(" ", "") == bounds
+
+
+def test_what_is_patched_is_below_a_version_that_was_not_tried() -> None:
+    assert {patch.package for patch in PATCHES} == SUPPORTED.keys()
+    assert all("<" in bounds and ">=" in bounds for bounds in SUPPORTED.values())
