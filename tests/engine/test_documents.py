@@ -115,6 +115,7 @@ IN_PLAIN_ENGLISH = (
     "preflight",
     "strategies",
     "deepspeed",
+    "cluster",
 )
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from lightswitch.cluster import consistency, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.handshake import agree
-from lightswitch.cluster.rendezvous import Place
+from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
@@ -48,9 +48,9 @@ def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watch: Watch) ->
 
 def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
     conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
-    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.package(__name__)]
+    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.source_folders(__name__)]
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
-        code += consistency.package(node._target_)
+        code += consistency.source_folders(node._target_)
     versions = consistency.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
     return Evidence(versions, consistency.digests(code))
 
@@ -81,12 +81,12 @@ class Meeting:
         self.watch.join(self.trainer)
 
     def _meet(self) -> Store:
-        place = self._place()
-        store = rendezvous.come(place, "meeting")
+        point = self._meeting_point()
+        store = rendezvous.open_store(point, "meeting")
         is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
         verdict = agree(
             store,
-            place,
+            point,
             self.evidence,
             self.values,
             self.run.run_dir,
@@ -99,10 +99,10 @@ class Meeting:
             raise ToldElsewhere(verdict)
         return store
 
-    def _place(self) -> Place:
+    def _meeting_point(self) -> MeetingPoint:
         cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
         assert cluster is not None
         assert devices is not None
         rank = cluster.node_rank() * len(devices) + cluster.local_rank()
         world_size = self.nodes * len(devices)
-        return Place(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
+        return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
