@@ -116,6 +116,10 @@ IN_PLAIN_ENGLISH = (
     "strategies",
     "deepspeed",
     "cluster",
+    "fault_tolerance",
+    "process",
+    "context.py",
+    "errors.py",
 )
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(

@@ -19,11 +19,11 @@ from lightswitch.checkpoints.initial import InitialWeights
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.fault_tolerance import classify
-from lightswitch.fault_tolerance.failure import shown
+from lightswitch.fault_tolerance.failure import full_traceback
 from lightswitch.fault_tolerance.launchers import install_launcher
 from lightswitch.fault_tolerance.preemption import Preemption
-from lightswitch.fault_tolerance.watchdog.callback import Watch
-from lightswitch.fault_tolerance.watchdog.verdict import Limits
+from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import meeting
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.process.state import leave_group_at_exit
@@ -62,8 +62,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     # In this order hooks run: what the run had before is read first, then failures are heard of, then batches are cut.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed)
-    watch = Watch(cfg, run, batch, Limits(**cfg.watch))
-    engine: list[Callback] = [record, watch, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
+    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
+    engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
@@ -79,7 +79,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     )
     _raise(refusals)
     record.hold_loggers(trainer)
-    meeting.arrange(cfg, run, trainer, watch)
+    meeting.arrange(cfg, run, trainer, watchdog)
     return model, data, install_launcher(trainer, run)
 
 
@@ -102,7 +102,7 @@ def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argumen
             raise
         key = getattr(error, "full_key", None) or name
         told = str(cause)
-        details = shown(cause) if _is_of_user(cause) else ""
+        details = full_traceback(cause) if _is_of_user(cause) else ""
         refusals.append(RefusedRequest([told if told.startswith(name) else f"{key}: {told}"], details))
         return None
 

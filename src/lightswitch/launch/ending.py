@@ -12,13 +12,13 @@ from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure, RanksFailed, ToldElsewhere
 from lightswitch.fault_tolerance import classify, crash_report, telling
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import in_words, shown
+from lightswitch.fault_tolerance.failure import full_traceback, one_line
 from lightswitch.process.state import Process
 
 
 def exit_with(problems: list[str]) -> NoReturn:
     """Print what the user can mend, once for all processes of a launcher, and exit."""
-    telling.once("\n".join(f"error: {problem}" for problem in problems))
+    telling.print_once("\n".join(f"error: {problem}" for problem in problems))
     raise SystemExit(ExitCode.REFUSED)
 
 
@@ -63,7 +63,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
         return _tell(first, report)
-    run.process.note_failure(in_words(error))
+    run.process.note_failure(one_line(error))
     classify.add_report(error, first, rank, "outside of the Trainer", report)
     report.log(first.details)
     return None
@@ -72,13 +72,13 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
 def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == ExitCode.REFUSED:
         report.run.process.note_failure(first.line)
-        if telling.once(first.line):
-            report.log_mistake(first.details)
+        if telling.print_once(first.line):
+            report.log_details(first.details)
         return ExitCode.REFUSED
-    crash_report.to_torchrun(first)
-    return report.tell(first)
+    crash_report.write_for_torchrun(first)
+    return report.print_failure(first)
 
 
 def log(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
     """Write it to the run's log alone."""
-    CrashReport(run).log(Cleaner.of(cfg).cleaned(shown(error)))
+    CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))

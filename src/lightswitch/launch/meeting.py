@@ -21,12 +21,12 @@ from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, ToldElsewhere
-from lightswitch.fault_tolerance.watchdog.callback import Watch
+from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 
 _OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
 
 
-def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watch: Watch) -> None:
+def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watchdog: Watchdog) -> None:
     """Let the processes of a Trainer meet before its strategy makes a group of them, which then watches over itself.
 
     That group may hang at its first word where versions of NCCL differ, and at any other where something else does.
@@ -41,7 +41,7 @@ def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watch: Watch) ->
             _evidence(cfg, run, trainer),
             confidential.values(cfg, without=_OTHERWISE_BY_DESIGN),
             cfg.meet_timeout_seconds,
-            watch,
+            watchdog,
         )
         strategy.setup_environment = meeting  # type: ignore[method-assign]  # of this strategy alone
 
@@ -66,7 +66,7 @@ class Meeting:
     evidence: Evidence
     values: Values
     timeout_seconds: float
-    watch: Watch
+    watchdog: Watchdog
     is_over: bool = False
 
     def __call__(self) -> None:
@@ -78,7 +78,7 @@ class Meeting:
         self.is_over = True
         type(self.strategy).setup_environment(self.strategy)
         del served
-        self.watch.join(self.trainer)
+        self.watchdog.join(self.trainer)
 
     def _meet(self) -> Store:
         point = self._meeting_point()
