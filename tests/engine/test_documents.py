@@ -120,6 +120,10 @@ IN_PLAIN_ENGLISH = (
     "process",
     "context.py",
     "errors.py",
+    "launch",
+    "runs",
+    "sweeps",
+    "config",
 )
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(
