@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -161,3 +161,9 @@ def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
     lowered = {choice.lower(): choice for choice in choices}
     close = get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
     return f" Did you mean {lowered[close[0]]}?" if close else ""
+
+
+def listed(words: Sequence[str], noun: str = "", shown: int = 3) -> str:
+    """Return words for a message: the first few, and how many more, as in 'a, b, c and 2 more nodes'."""
+    more = f" and {len(words) - shown} more {noun}".rstrip() if len(words) > shown else ""
+    return ", ".join(words[:shown]) + more

@@ -16,9 +16,9 @@ import torch
 
 from lightswitch import versions
 from lightswitch.cluster.sealed import HIDDEN
+from lightswitch.errors import listed
 
 _PACKAGES = ("lightning", "deepspeed")
-_SHOWN = 3  # of many
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str |
     here, there = dict(kinds[1][0]), dict(kinds[0][0])
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
     unnamed = [name for name in names if "{value}" not in form or _is_hidden(name, here, there)]
-    told = _listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
+    told = listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
     others = _who(usual) if len(usual) == 1 else f"the other {len(usual)}" if len(usual + odd) == len(had) else "most"
     if unnamed == names:
         return f"{_who(odd)} {_have(odd)} {told} than {others}"
-    named = _listed([_value(name, there, form) for name in names if name not in unnamed], "others")
+    named = listed([_value(name, there, form) for name in names if name not in unnamed], "others")
     return f"{_who(odd)} {_have(odd)} {told}, {others} {_have(usual)} {named}"
 
 
@@ -119,12 +119,7 @@ def _who(processes: Sequence[Evidence]) -> str:
     nodes = list(dict.fromkeys(one.node for one in processes))
     if len(processes) == 1:
         return f"rank {processes[0].rank} on {nodes[0]}"
-    return f"{len(processes)} ranks on {_listed(nodes, 'nodes')}"
-
-
-def _listed(words: Sequence[str], noun: str) -> str:
-    more = f" and {len(words) - _SHOWN} more {noun}" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more
+    return f"{len(processes)} ranks on {listed(nodes, 'nodes')}"
 
 
 def software(on_gpu: bool) -> dict[str, str]:

@@ -36,7 +36,7 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
         told = [
             f"{_file(name, folders) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()
         ]
-        log.info("advice     %s; change it: lightswitch %s knows the old name no more", "; ".join(told), UNTIL)
+        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
 
 
 def in_folder(folder: Path) -> Iterator[str]:

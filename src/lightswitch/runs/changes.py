@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch.errors import listed
 from lightswitch.runs import saved
 
-_SHOWN = 3  # of many
 _ABSENT = object()
 _NO_HYPERPARAMETERS = (  # which run it is and what it logs, not what is trained
     *("name", "run_id", "mode", "resume", "init_from", "ckpt_path", "objective", "meet_timeout_seconds"),
@@ -29,8 +29,7 @@ def since(run_dir: Path, cfg: DictConfig) -> str:
     now: Any = OmegaConf.to_container(cfg)
     told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
     told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # how the run is executed comes last
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return ", ".join(told[:_SHOWN]) + more
+    return listed(told)
 
 
 def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
