@@ -1,4 +1,4 @@
-"""What a process knows of its run: made once, in launch/entry, and handed down."""
+"""RunContext, what a process knows of its run: made once, in launch/entry, and passed down."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class RunContext:
     """One start of one run, as one of its processes sees it.
 
     Args:
-        run_dir: where all that the run writes goes.
-        run_id: the name of that directory, which the processes of a run share.
+        run_dir: the directory that the run writes to.
+        run_id: the name of that directory, the same in all processes of the run.
         mode: fit, validate, test or predict.
-        placement: who started this process, and which one of how many it is.
-        hydra: Hydra's own part of the composed config: overrides, choices, log files, where configs were found.
-        process: what changes in this process.
-        signals: what this process has been asked by signals.
+        placement: the launcher that started this process, and its rank.
+        hydra: Hydra's own part of the composed config: overrides, choices, log files, config folders.
+        process: the state of this process that changes while it runs.
+        signals: the signals that this process has received.
     """
 
     run_dir: Path
@@ -40,7 +40,7 @@ class RunContext:
     def of(
         cls, cfg: DictConfig, hydra: HydraConf, placement: Placement, process: Process, signals: Signals
     ) -> RunContext:
-        """Take from a composed config what it says of the run."""
+        """Make the context from a composed config."""
         return cls(
             Path(hydra.runtime.output_dir),
             str(cfg.get("run_id")),
@@ -53,11 +53,11 @@ class RunContext:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is rank 0, which speaks and writes for all."""
+        """Whether this process is rank 0, which prints and writes for all."""
         return self.placement.rank == 0
 
     @property
     def job_logging(self) -> dict[str, Any]:
-        """What `logging.config.dictConfig` takes."""
+        """The logging settings, as `logging.config.dictConfig` takes them."""
         settings: Any = OmegaConf.to_container(self.hydra.job_logging, resolve=True)
         return dict(settings)

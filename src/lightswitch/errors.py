@@ -1,39 +1,39 @@
-"""What the engine raises and with what a process ends: one hierarchy, one table of exit codes.
+"""The engine's exceptions and exit codes.
 
     Exception
-    ├── Refused                    the user can mend it: told in lines without a traceback
+    ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
     │   ├── ChangedDependency      a library is not what it was in the versions that were tried
-    │   ├── ToldElsewhere          another process of the run tells it
+    │   ├── ToldElsewhere          another process of the run prints it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   └── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
     ├── BatchError                 a global batch that does not divide (a ValueError)
-    ├── LostRank                   a rank failed, or was too late (a RuntimeError)
-    └── RanksFailed                ranks that Python started for this process, which takes no part in the run
+    ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
+    └── RanksFailed                ranks failed that this process has spawned, taking no part in the run itself
 
     SystemExit
     ├── Stopped                    a signal asked the run to end before it was finished
-    └── Ended                      the run failed, and its ranks have told of what
+    └── Ended                      the run failed, and its ranks have printed why
 
-Each package's own signals of damage (a file that is unsafe, an index that is cut short) stay inside of it: whoever
-reads a checkpoint from outside sees UnfitCheckpoint.
+Errors of damaged files (an unsafe pickle, an index that is cut short) stay inside of their package: callers that read a
+checkpoint see UnfitCheckpoint.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 
 class ExitCode(enum.IntEnum):
-    """With what a process of a run ends; slurm/job.sh and torchrun act on it."""
+    """Exit codes of a process of a run; slurm/job.sh and torchrun act on them."""
 
     FAILED = 1  # a bug, a lost rank, a job of a sweep that failed
-    REFUSED = 2  # what the user can mend: started again, it would be refused as well
+    REFUSED = 2  # the user can fix it: started again, it would be refused as well
     REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: asks the job script to requeue, for a container that has no scontrol
     INTERRUPTED = 128 + signal.SIGINT  # as a shell counts it
     STOPPED = 128 + signal.SIGTERM  # also by a scheduler's notice
@@ -45,17 +45,17 @@ class ExitCode(enum.IntEnum):
 
 
 class Refused(Exception):
-    """What was found, what was expected, and what to type instead.
+    """A problem that the user can fix; its text says what was found, what was expected, and what to type instead.
 
     Attributes:
-        details: the tracebacks of the user's own code behind it, which go to the run's log alone.
+        details: tracebacks of the user's own code behind it, which go only to the run's log.
     """
 
     details = ""
 
     @property
     def problems(self) -> list[str]:
-        """A line each."""
+        """The problems, a line each."""
         return [str(self)]
 
 
@@ -85,7 +85,7 @@ class ChangedDependency(RefusedRequest):
 
 
 class ToldElsewhere(Refused):
-    """Another process of the run tells it: this one prints nothing."""
+    """A problem that another process of the run prints, so that this one prints nothing."""
 
     @property
     def problems(self) -> list[str]:
@@ -101,7 +101,7 @@ class UntrustedConfig(Refused):
 
 
 class UnwrittenCheckpoint(Refused, OSError):
-    """A checkpoint that could not be written. The one before it is as it was."""
+    """A checkpoint that could not be written. The one before it is unchanged."""
 
 
 class BatchError(ValueError):
@@ -109,17 +109,17 @@ class BatchError(ValueError):
 
 
 class LostRank(RuntimeError):
-    """A rank that failed, or did not do in time what the others did: it is named, and no user can mend it."""
+    """A rank that failed, or exceeded a timeout that the others met: no problem of the request."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a rank, as plain data that can be sent to the others.
+    """A failure of a rank, as plain data that can be sent to the others.
 
     Args:
         line: what the user reads first.
-        details: a traceback, or where the ranks stand. Of what a user can mend it goes to the run's log alone.
-        follows: it looks as if it came of another rank's failure.
+        details: a traceback, or the ranks' positions. With exit code 2 it goes only to the run's log.
+        follows: whether it looks like the consequence of another rank's failure.
         rank: the number of the rank that raised it.
     """
 
@@ -131,11 +131,11 @@ class Failure:
 
 
 class RanksFailed(Exception):
-    """Raised where Python started ranks that failed; this process takes no part in the run itself.
+    """Ranks failed that this process has spawned; it takes no part in the run itself.
 
     Args:
-        is_told: the ranks have told the user.
-        exit_code: with which the first of them has ended; None if it was killed.
+        is_told: whether the ranks have printed the failure.
+        exit_code: of the first rank that ended; None if it was killed.
     """
 
     def __init__(self, failure: Failure, is_told: bool, exit_code: int | None) -> None:
@@ -144,10 +144,10 @@ class RanksFailed(Exception):
 
 
 class Stopped(SystemExit):
-    """The run was asked to end, and ends before it is finished.
+    """A signal has asked the run to end before it is finished.
 
     Args:
-        by: the signal that asked.
+        by: that signal.
     """
 
     def __init__(self, by: signal.Signals) -> None:
@@ -157,7 +157,7 @@ class Stopped(SystemExit):
 
 
 class Ended(SystemExit):
-    """The run has failed, and the ranks have told of what."""
+    """The run has failed, and its ranks have printed why."""
 
 
 def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
@@ -169,3 +169,9 @@ def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
     lowered = {choice.lower(): choice for choice in choices}
     close = get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
     return f" Did you mean {lowered[close[0]]}?" if close else ""
+
+
+def listed(words: Sequence[str], noun: str = "", shown: int = 3) -> str:
+    """Return words for a message: the first few, and how many more, as in 'a, b, c and 2 more nodes'."""
+    more = f" and {len(words) - shown} more {noun}".rstrip() if len(words) > shown else ""
+    return ", ".join(words[:shown]) + more

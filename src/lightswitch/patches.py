@@ -238,6 +238,7 @@ OVERRIDES = (
     "lightning.pytorch.strategies.DeepSpeedStrategy._load_config",
     "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
 )
 
 

@@ -115,6 +115,15 @@ IN_PLAIN_ENGLISH = (
     "preflight",
     "strategies",
     "deepspeed",
+    "cluster",
+    "fault_tolerance",
+    "process",
+    "context.py",
+    "errors.py",
+    "launch",
+    "runs",
+    "sweeps",
+    "config",
 )
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(

@@ -1,4 +1,4 @@
-"""Whether all processes of a run are the same: of one version, one code, one config, and with one run directory."""
+"""Comparison of a run's processes: software versions, code, config, and run directory must be the same in all."""
 
 from __future__ import annotations
 
@@ -16,56 +16,62 @@ import torch
 
 from lightswitch import versions
 from lightswitch.cluster.sealed import HIDDEN
+from lightswitch.errors import listed
 
 _PACKAGES = ("lightning", "deepspeed")
-_SHOWN = 3  # of many
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one process has, as it can be sent to another."""
+    """The versions, digests and folder of one process, which it sends to rank 0.
+
+    Args:
+        versions: by package.
+        code: digests by file.
+        config: one digest of all values, with a key that does not cross the network.
+    """
 
     versions: Mapping[str, str]
-    code: Mapping[str, str]  # digests by file
-    config: str = ""  # one digest of all values, with a key that the network has not
+    code: Mapping[str, str]
+    config: str = ""
     rank: int = 0
     node: str = ""
     run_dir: str = ""
     sees_run_directory: bool = True
 
 
-Readable = Callable[[str], Mapping[str, str] | None]  # values by key, of a digest of all of them
+ReadValues = Callable[[str], Mapping[str, str] | None]  # from a config's digest to its values by key
 
 
-# What is compared, how it is told, and how it is mended.
+# What is compared, how a difference is worded, and what the user can do about it.
 _COMPARED = {
     "versions": ("{name} {value}", "install the same on every node"),
     "code": ("another {name}", "bring the code of every node to the same state"),
 }
 
 
-def difference(everyone: Sequence[Evidence], readable: Readable) -> str | None:
-    """In a line, the first thing in which processes differ, and which of them."""
-    for what, (form, mend) in _COMPARED.items():
+def difference(everyone: Sequence[Evidence], read_values: ReadValues) -> str | None:
+    """Return one line with the first difference and the processes that differ; None if all are the same."""
+    for what, (form, fix) in _COMPARED.items():
         if line := _told([(one, getattr(one, what)) for one in everyone], form):
-            return f"{line}; {mend}"
-    return _other_config([one for one in everyone if one.config], readable) or _blind(everyone)
+            return f"{line}; {fix}"
+    return _other_config([one for one in everyone if one.config], read_values) or _without_run_dir(everyone)
 
 
-def _other_config(everyone: Sequence[Evidence], readable: Readable) -> str | None:
+def _other_config(everyone: Sequence[Evidence], read_values: ReadValues) -> str | None:
     kinds = [kind for kind, _ in Counter(one.config for one in everyone).most_common()]
     if len(kinds) < 2:
         return None
-    values = {kind: readable(kind) for kind in kinds[:2]}
+    values = {kind: read_values(kind) for kind in kinds[:2]}
     if None in values.values():  # a file system that lags
         values = {}
     by_key = [(one, values.get(one.config) or {"config": HIDDEN + one.config}) for one in everyone]
     line = _told(by_key, "{name}={value}") or ""
-    mend = "overrides, and the same environment" if "another " in line else "overrides"
-    return f"{line}; give every process the same {mend}"
+    fix = "overrides, and the same environment" if "another " in line else "overrides"
+    return f"{line}; give every process the same {fix}"
 
 
-def _blind(everyone: Sequence[Evidence]) -> str | None:
+def _without_run_dir(everyone: Sequence[Evidence]) -> str | None:
     blind = [one for one in everyone if not one.sees_run_directory]
     if not blind:
         return None
@@ -84,11 +90,11 @@ def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str |
     here, there = dict(kinds[1][0]), dict(kinds[0][0])
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
     unnamed = [name for name in names if "{value}" not in form or _is_hidden(name, here, there)]
-    told = _listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
+    told = listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
     others = _who(usual) if len(usual) == 1 else f"the other {len(usual)}" if len(usual + odd) == len(had) else "most"
     if unnamed == names:
         return f"{_who(odd)} {_have(odd)} {told} than {others}"
-    named = _listed([_value(name, there, form) for name in names if name not in unnamed], "others")
+    named = listed([_value(name, there, form) for name in names if name not in unnamed], "others")
     return f"{_who(odd)} {_have(odd)} {told}, {others} {_have(usual)} {named}"
 
 
@@ -109,51 +115,44 @@ def _frozen(values: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _who(processes: Sequence[Evidence]) -> str:
-    """`rank 3 on node2`, or `8 ranks on node2, node4`."""
+    """Name processes, as in `rank 3 on node2` or `8 ranks on node2, node4`."""
     nodes = list(dict.fromkeys(one.node for one in processes))
     if len(processes) == 1:
         return f"rank {processes[0].rank} on {nodes[0]}"
-    return f"{len(processes)} ranks on {_listed(nodes, 'nodes')}"
-
-
-def _listed(words: Sequence[str], noun: str) -> str:
-    more = f" and {len(words) - _SHOWN} more {noun}" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more
-
-
-# What there is to compare
+    return f"{len(processes)} ranks on {listed(nodes, 'nodes')}"
 
 
 def software(on_gpu: bool) -> dict[str, str]:
+    """Return the versions that all processes must share: Python, torch, Lightning, DeepSpeed and, on GPUs, NCCL."""
     found = {"python": platform.python_version(), "torch": torch.__version__} | versions.of(_PACKAGES)
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch has no types for it
     return found
 
 
-def digests(places: Iterable[Path]) -> dict[str, str]:
-    """Of every file of Python and YAML in these folders, and of these files."""
+def digests(roots: Iterable[Path]) -> dict[str, str]:
+    """Return a digest of each Python and YAML file in some folders, by its path from beside the folder."""
     found = {}
-    for place in places:
-        for path in sorted(_files(place)):
-            name = os.path.relpath(path, place.parent)
+    for root in roots:
+        for path in sorted(_files(root)):
+            name = os.path.relpath(path, root.parent)
             found[name] = hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
     return found
 
 
-def _files(place: Path) -> Iterator[str]:
-    """By os.walk, which takes a third of the time of Path.rglob."""
-    if place.is_file():
-        yield str(place)
-    for folder, _, names in os.walk(place):
+def _files(root: Path) -> Iterator[str]:
+    """List Python and YAML files by os.walk, which takes a third of the time of Path.rglob."""
+    if root.is_file():
+        yield str(root)
+    for folder, _, names in os.walk(root):
         yield from (os.path.join(folder, name) for name in names if name.endswith((".py", ".yaml")))
 
 
-def package(target: str) -> list[Path]:
-    """Where the package lies whose code a config node names; nowhere, if it was installed: that has a version."""
+def source_folders(target: str) -> list[Path]:
+    """Return where the package of a dotted name lies; nothing if it was installed, as its version is compared."""
     spec = find_spec(target.partition(".")[0])
     if spec is None:
         return []
     installed = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
-    places = list(spec.submodule_search_locations or [str(spec.origin)])
-    return [Path(place) for place in places if not place.startswith(installed)]
+    paths = list(spec.submodule_search_locations or [str(spec.origin)])
+    return [Path(path) for path in paths if not path.startswith(installed)]

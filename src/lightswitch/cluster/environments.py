@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, as Lightning's ClusterEnvironment."""
+"""Lightning's ClusterEnvironment for each launcher: how the processes of a run find each other."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def detect() -> ClusterEnvironment:
-    """The environment of the launcher that started this process.
+    """Return the environment of the launcher that started this process.
 
-    Lightning's own detection takes any shell in a Slurm job for a task of srun, and waits for the others for ever.
+    Lightning's own detection takes any shell in a Slurm job for a task of srun, and waits forever for the others.
     """
-    place = placement.detect()
-    if place.launcher == "slurm":
-        # srun has told of its step, and the variables that Lightning asks for may be of the job, or missing
-        os.environ.update(SLURM_NNODES=str(place.nodes), SLURM_NTASKS_PER_NODE=str(place.devices_per_node))
+    found = placement.detect()
+    if found.launcher == "slurm":
+        # placement was read from srun's step; the variables that Lightning reads may be the job's, or missing
+        os.environ.update(SLURM_NNODES=str(found.nodes), SLURM_NTASKS_PER_NODE=str(found.devices_per_node))
         return SLURMEnvironment()
-    if place.launcher == "torchrun":
+    if found.launcher == "torchrun":
         return TorchElasticEnvironment()
-    if place.launcher == "env":
+    if found.launcher == "env":
         return by_environment()
     return LightningEnvironment()
 
 
 def by_environment() -> ClusterEnvironment:
-    """One process a terminal, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK exported.
+    """Return the environment of processes that export MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, one a terminal.
 
     Raises:
-        ValueError: some are not.
+        ValueError: some are not exported.
     """
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
@@ -44,21 +44,21 @@ def by_environment() -> ClusterEnvironment:
 
 
 class ExportedEnvironment(TorchElasticEnvironment):
-    """As torchrun's, of processes that were not told their place on their node."""
+    """An environment as torchrun's, for processes that were not given their local rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = placement.detect()
-        os.environ.setdefault("LOCAL_RANK", str(self.local_rank()))  # for what reads it, as DeepSpeed does
+        self._placement = placement.detect()
+        os.environ.setdefault("LOCAL_RANK", str(self.local_rank()))  # for libraries that read it, such as DeepSpeed
 
     def local_rank(self) -> int:
-        return self._place.rank % (self._place.devices_per_node or 1)
+        return self._placement.rank % (self._placement.devices_per_node or 1)
 
     def node_rank(self) -> int:
-        return self._place.rank // (self._place.devices_per_node or 1)
+        return self._placement.rank // (self._placement.devices_per_node or 1)
 
 
 def by_hand(node_rank: int, main_address: str, main_port: int) -> ClusterEnvironment:
-    """One command on each machine, which starts that machine's processes itself."""
+    """Return the environment of a run started by one command on each machine, which starts that machine's ranks."""
     os.environ.update(NODE_RANK=str(node_rank), MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
     return LightningEnvironment()

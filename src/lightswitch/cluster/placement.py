@@ -1,4 +1,4 @@
-"""Who started this process, and which one of how many it is: read from the environment."""
+"""The launcher that started this process, and its rank, as the environment variables tell them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    launcher: str  # local, torchrun, slurm, env
+    """The launcher, the number of processes that it started, and which of them this one is.
+
+    Args:
+        launcher: local, torchrun, slurm or env.
+        devices_per_node: None if this process decides, and starts the others itself.
+        uneven: processes of each node if they differ, as far as this process knows.
+    """
+
+    launcher: str
     nodes: int = 1
-    devices_per_node: int | None = None  # None: this process decides, and starts the others itself
+    devices_per_node: int | None = None
     rank: int = 0
-    uneven: str | None = None  # processes of each node, where they differ, as far as this process knows
+    uneven: str | None = None
 
     @property
     def is_external(self) -> bool:
-        """Every process was started from outside."""
+        """Whether a launcher outside of Python started every process."""
         return self.launcher != "local"
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the launcher that started this process."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # set by srun alone; a batch script's own shell has it not
+    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # only srun sets it, for none but its tasks
         return "slurm"
     return "env" if environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"} else "local"
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Placement:
-    """Of variables that `checks.environment` has passed.
+    """Read the placement from variables that `preflight.environment` has checked.
 
     A process that Lightning started itself counts as local; its rank is then its LOCAL_RANK.
     """
@@ -45,9 +54,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", world))
-    told = environ if launcher == "torchrun" else {}  # of nodes, as it calls them groups
+    told = environ if launcher == "torchrun" else {}  # it calls nodes groups
     nodes = int(told.get("GROUP_WORLD_SIZE", max(1, world // local)))
-    before = int(told.get("GROUP_RANK", rank // local)) * local  # ranks on the nodes before, were all like this one
+    before = int(told.get("GROUP_RANK", rank // local)) * local  # ranks on the nodes before, if all are like this one
     even = nodes * local == world and before <= rank < before + local
     return Placement(launcher, nodes, local, rank, None if even else f"{world} (here {local})")
 

@@ -1,7 +1,7 @@
-"""What the processes of a run compare without showing it to the network: a key, and values, in files of their own.
+"""Values that the processes of a run compare without sending them over the network: by keyed digests, and files.
 
-Whoever reaches the store where processes meet can read and write it. What can be guessed (a digest of a short password)
-must not lie there, so that digests are keyed, and the key lies where the run's user alone can read it.
+Anyone who can connect to the store of a run can read and write it. Nothing in it may be guessable (as a digest of a
+short password is), so digests are keyed, and the key is in a file that only the run's user can read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightswitch.trees import make_tree, remove_tree
 
 _NAME = re.compile(r"\.meeting_[0-9a-f]{16}")
 _KEY_BYTES = 32
-HIDDEN = "\0"  # before the digest that stands for a value which is told to nobody
+HIDDEN = "\0"  # before the digest that stands for a hidden value
 _POLL_SECONDS = 0.01
 
 
@@ -32,7 +32,7 @@ class Values:
     """A resolved config as `{"optimizer.lr": "0.1", …}`.
 
     Args:
-        hidden: keys of values that are told to nobody: from the environment, or named as secrets are.
+        hidden: keys of values that no message shows: they are from the environment, or named like secrets.
     """
 
     by_key: Mapping[str, str]
@@ -41,10 +41,10 @@ class Values:
 
 @dataclass(frozen=True)
 class Sealed:
-    """A folder in the run directory, for the time of the meeting.
+    """A folder in the run directory that exists while processes compare their values.
 
     Args:
-        values: what this process has.
+        values: of this process.
     """
 
     folder: Path
@@ -53,6 +53,7 @@ class Sealed:
 
     @classmethod
     def make(cls, run_dir: Path, values: Values) -> Sealed:
+        """Make the folder and its key; rank 0 does."""
         folder = make_tree(run_dir / f".meeting_{secrets.token_hex(8)}")
         folder.chmod(0o700)
         key = secrets.token_bytes(_KEY_BYTES)
@@ -61,10 +62,10 @@ class Sealed:
 
     @classmethod
     def find(cls, run_dir: Path, name: str, values: Values, timeout_seconds: float) -> Sealed | None:
-        """None where it can't be seen.
+        """Open the folder that rank 0 has made; None if this node does not see it in time.
 
         Args:
-            name: of the folder, as the network tells it; it may lead nowhere else.
+            name: of the folder, as the store has it; any name but one that `make` gives is refused.
         """
         if not _NAME.fullmatch(name):
             return None
@@ -79,18 +80,18 @@ class Sealed:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all values of this process: the same as another's only where each is the same."""
+        """The digest of all values of this process, equal to another's only if every value is."""
         return self._keyed(json.dumps(dict(self.values.by_key), sort_keys=True))
 
     def leave(self) -> None:
-        """For rank 0, which reads them by their digest. What is hidden is left as a digest of its own."""
-        with contextlib.suppress(OSError):  # another process with the same has left it; or the line names no values
-            _write(self.folder / self.digest, json.dumps(self._readable()).encode())
+        """Write this process's values to a file named by their digest, for rank 0; hidden ones as digests."""
+        with contextlib.suppress(OSError):  # another process has written the same; or the message names no values
+            _write(self.folder / self.digest, json.dumps(self._shown()).encode())
 
     def read(self, digest: str) -> Mapping[str, str] | None:
-        """The values that this process has, or that another has left; None where there are none."""
+        """Return the values with a digest, of this process or left by another; None if none can be read."""
         if digest == self.digest:
-            return self._readable()
+            return self._shown()
         try:
             left: dict[str, str] = json.loads((self.folder / os.path.basename(digest)).read_bytes())
         except (OSError, ValueError):
@@ -98,10 +99,11 @@ class Sealed:
         return left
 
     def remove(self) -> None:
+        """Remove the folder, with the key and all values."""
         with contextlib.suppress(OSError, Refused):
             remove_tree(self.folder)
 
-    def _readable(self) -> Mapping[str, str]:
+    def _shown(self) -> Mapping[str, str]:
         values = self.values.by_key.items()
         return {key: HIDDEN + self._keyed(text) if key in self.values.hidden else text for key, text in values}
 

@@ -1,4 +1,4 @@
-"""The environment variables that reports may show: those named here, and no other, for any may hold a password."""
+"""The environment variables that reports may show: only those named here, as any other may hold a password."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
-_MEETING = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 _TORCH = (
@@ -27,10 +27,11 @@ _SLURM = (
     *("STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"),
 )
 _PREFIXED = (*(f"NCCL_{name}" for name in _NCCL), *(f"SLURM_{name}" for name in _SLURM))
-_SHOWN = frozenset((*_RANKS, *_MEETING, *_DEVICES, *_THREADS, *_TORCH, *_PREFIXED))
+_SHOWN = frozenset((*_RANKS, *_RENDEZVOUS, *_DEVICES, *_THREADS, *_TORCH, *_PREFIXED))
 _PLAIN = re.compile(r"(?!.*://)[\w.,:;=/+*^()\[\] -]{0,200}")  # names, numbers and lists of them: no URL, no user@host
 
 
 def shown(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return those that are set, with values that may be URLs or logins replaced by `(not shown)`."""
     found = {name: environ[name] for name in sorted(_SHOWN & environ.keys())}
     return {name: value if _PLAIN.fullmatch(value) else "(not shown)" for name, value in found.items()}

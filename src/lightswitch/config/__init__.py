@@ -1,1 +1,1 @@
-"""From the command line to a config: overrides as people type them, Hydra, and what its errors mean."""
+"""The config of a run: overrides as typed, Hydra's composition and its error messages, and confidential values."""

@@ -1,4 +1,4 @@
-"""Mends of the time that Hydra 1.3 takes to compose a config. Without them all is the same, a third slower."""
+"""Patches that make Hydra 1.3 compose configs in two thirds of the time, with the same result."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def patch_composition() -> None:
 
 
 def check_names(cfg: DictConfig) -> None:
-    """Before a directory is made of them.
+    """Check a run's name and id before a directory is made of them.
 
     Raises:
-        RefusedRequest: they are no names.
+        RefusedRequest: they can't be names of folders.
     """
     try:
         given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
-    except OmegaConfBaseException:  # the run will tell
+    except OmegaConfBaseException:  # the run will report it
         return
     if problems := list(names.problems(given)):
         raise RefusedRequest(problems)
 
 
 def _share_store() -> None:
-    """Hydra copies its whole store of built-in configs for each group that `--help` lists: half of its time.
+    """Keep Hydra from copying its store of configs for each group that `--help` lists, which takes half of its time.
 
-    The store is one for the process and hands out copies of what it holds, so that a copy of it is of no use.
+    A process has one store, which returns copies of what it holds, so the store itself need not be copied.
     """
     patches.replace(ConfigStore, "__deepcopy__", lambda store, memo: store)
 
 
 def _compose_once() -> None:
-    """Hydra composes a config to see whether it asks for a sweep, and then again to run it: here the first is kept."""
+    """Keep the config that Hydra composes to see whether it asks for a sweep, and would compose again to run it."""
     look = Hydra.get_mode
 
     def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-        if asks_for_a_sweep(sys.argv[1:]):  # also one of a single job
+        if asks_for_a_sweep(sys.argv[1:]):  # also if it has a single job
             return look(self, config_name, overrides)
         try:
             cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
         except (HydraException, OmegaConfBaseException):
-            return look(self, config_name, overrides)  # a sweep, or a mistake that the run will tell
+            return look(self, config_name, overrides)  # a sweep, or a problem that the run will report
         check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:
             patches.replace(self.config_loader, "load_configuration", lambda *_, **__: cfg)

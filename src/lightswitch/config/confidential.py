@@ -1,4 +1,4 @@
-"""What of a config is written and told nowhere: the values that it takes from the environment, passwords among them."""
+"""Confidential values of a config, from the environment, which are kept out of files and messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]  # of a value, from the config's root
 
 _LIKE_A_SECRET = re.compile(r"key|token|secret|passw|pwd|credential|auth|jwt|cookie|private|bearer", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another value of the config
-_LEAST_LENGTH = 8  # of a value that is looked for inside of other text: a shorter one may be there by chance
+_LEAST_LENGTH = 8  # characters of a value to replace inside of other text: a shorter one may be there by chance
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,24 @@ class FromEnvironment:
     """A value of a config that an interpolation has taken from the environment.
 
     Args:
-        written: the interpolation, as `${oc.env:NAME}`.
-        parts: what the variables hold that it is made of, by their names.
+        interpolation: its text, as `${oc.env:NAME}`.
+        parts: the values of the environment variables in it, by their names.
     """
 
     value: Any
-    written: str
+    interpolation: str
     parts: Mapping[str, str]
 
 
 class _Asked(NamedTuple):
-    """A question to ``oc.env``."""
+    """A call of the resolver ``oc.env``."""
 
-    written: str  # the whole node that asks
+    interpolation: str  # the text of the node that calls it
     name: str
 
 
 def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
-    """The values for which ``oc.env`` is asked when they are resolved, be it by way of other values."""
+    """Return the values that call ``oc.env`` when they are resolved, also by way of other values."""
     if "oc.env" not in str(OmegaConf.to_container(cfg, resolve=False)):
         return {}
     asked: list[_Asked] = []
@@ -70,32 +70,33 @@ def _looked_up(
     for key in keys:
         asked.clear()
         value = None
-        with contextlib.suppress(OmegaConfBaseException):  # of what is missing, others tell
+        with contextlib.suppress(OmegaConfBaseException):  # others report what is missing
             value = node[key]
         if asked:
-            written = asked[0].written if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
+            written = asked[0].interpolation if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
             parts = {one.name: os.environ[one.name] for one in asked if one.name in os.environ}
             yield (*path, key), FromEnvironment(value, written, parts)
         elif isinstance(value, DictConfig | ListConfig):
             yield from _looked_up(value, (*path, key), asked)
 
 
-def written(cfg: DictConfig) -> DictConfig:
-    """``cfg`` resolved, but for what comes from the environment: that stays an interpolation."""
+def redacted(cfg: DictConfig) -> DictConfig:
+    """Return ``cfg`` resolved, with interpolations kept for values from the environment."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     for (*path, last), found in from_environment(cfg).items():
         node = plain
         for key in path:
             node = node[key]
-        node[last] = found.written
+        node[last] = found.interpolation
     unresolved: DictConfig = OmegaConf.create(plain)
     return unresolved
 
 
 def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
-    """
+    """Return all values of a config as text, by dotted keys, and which of them to hide.
+
     Args:
-        without: prefixes of keys.
+        without: prefixes of keys to leave out.
     """
     flat = {key: text for key, text in _flat(OmegaConf.to_container(cfg, resolve=True)) if not key.startswith(without)}
     outside = [".".join(map(str, path)) for path in from_environment(cfg)]
@@ -116,19 +117,20 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Puts interpolations in the place of the values that they give, and of the variables that these are made of.
+    """Replaces values from the environment, and the variables that they are made of, by interpolations.
 
     Args:
-        texts: those values, in the forms in which errors show them, with the interpolations; the longest first, as one
-            may be a part of another.
+        texts: pairs of a value, in each form that an error shows it in, and its interpolation; the longest first, as
+            one may contain another.
     """
 
     texts: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Cleaner:
+        """Make a cleaner of all values that a config takes from the environment, except existing paths."""
         outside = from_environment(cfg).values()
-        whole = {one.value: one.written for one in outside if isinstance(one.value, str)}
+        whole = {one.value: one.interpolation for one in outside if isinstance(one.value, str)}
         parts = {value: f"${{oc.env:{name}}}" for one in outside for name, value in one.parts.items()}
         whole, parts = (
             {value: written for value, written in found.items() if value and not _is_path(value)}
@@ -143,7 +145,7 @@ class Cleaner:
         return cls(tuple(sorted((shown | whole).items(), key=lambda pair: -len(pair[0]))))
 
     def cleaned(self, value: Any) -> Any:
-        """Text, or what holds any."""
+        """Return a text, or dicts, lists and tuples of texts, with the values replaced."""
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, dict):
@@ -162,19 +164,19 @@ class Cleaner:
 
 
 def _forms(value: str, written: str) -> Iterator[str]:
-    """A value as it is, and as an error may show it: by its repr, as JSON, in a URL, in one line, or line by line.
+    """Yield a value as it is, and as errors may show it: its repr, as JSON, in a URL, in one line, or line by line.
 
-    A line that is in the interpolation, too, was typed.
+    Lines that the interpolation has as well are in the config itself, and left out.
     """
     lines = (line.strip() for line in value.splitlines())
     for text in (value, *(line for line in lines if line not in written)):
         yield from (text, json.dumps(text)[1:-1], " ".join(text.split()))
         in_repr = repr(text)[1:-1]
         yield from (in_repr, in_repr.replace("'", r"\'"))  # the second beside a double quote
-        with contextlib.suppress(UnicodeEncodeError):  # bytes that are no text
+        with contextlib.suppress(UnicodeEncodeError):  # bytes that are not text
             yield from (quote(text), quote(text, safe=""), quote_plus(text))
 
 
 def _is_path(text: str) -> bool:
-    """A folder that the environment names is no secret, and tracebacks are read with it."""
+    """Return whether a text is an existing path, which is no secret, and needed in tracebacks."""
     return os.path.isabs(text) and os.path.exists(text)

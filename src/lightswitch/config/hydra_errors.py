@@ -1,4 +1,4 @@
-"""What a user can mend, told in a line each: what was found, what was expected, what to type instead."""
+"""Messages for Hydra's errors, a line each: what was found, what was expected, what to type instead."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
 
 
 def check_flags(arguments: list[str]) -> None:
-    """In Hydra's words, without its usage of several lines.
+    """Check the command line's flags, to report a problem without Hydra's usage of several lines.
 
     Raises:
-        RefusedRequest: there is no such flag, or it lacks its value.
+        RefusedRequest: a flag does not exist, or lacks its value.
     """
 
     _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
@@ -46,11 +46,11 @@ class _Flags(ArgumentParser):
         raise RefusedRequest([f"{message}; a setting is KEY=VALUE, and --help lists what there is"])
 
 
-def of_composition(error: BaseException) -> list[str]:
-    """What Hydra found wrong while it composed the config and made the run directory."""
-    if (mistakes := _mistakes_behind(error)) is not None:
-        return mistakes.problems
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's are OSErrors, too
+def problems_of_composition(error: BaseException) -> list[str]:
+    """Return the problems that Hydra found while it composed the config and made the run directory."""
+    if (refusal := _refusal_behind(error)) is not None:
+        return refusal.problems
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's are OSErrors
         return [f"the run directory can't be made: {error}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
@@ -74,12 +74,12 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
 
 
 def _keys(node: DictConfig, at_top: bool) -> set[str]:
-    """At the top also the groups: what a choice of strategy holds lies elsewhere in the config."""
+    """Return a node's keys; at the top level also the groups, whose content may be elsewhere in the config."""
     return {*map(str, node), *(GROUPS if at_top else ())}
 
 
-def _mistakes_behind(error: BaseException | None) -> RefusedRequest | None:
-    """Of a value that is made while the config is composed, OmegaConf hands on the text in a sentence of its own."""
+def _refusal_behind(error: BaseException | None) -> RefusedRequest | None:
+    """Return the RefusedRequest that a resolver raised, which OmegaConf wraps in an error of its own; None if none."""
     while error is not None and not isinstance(error, RefusedRequest):
         error = error.__cause__ or error.__context__
     return error
@@ -95,18 +95,18 @@ def _missing_choice(error: MissingConfigException) -> str:
 
 
 def _files_of(group: str, message: str) -> set[str]:
-    """For one choice of a list, `callbacks=[default,…]`, Hydra names its search path and not the choices."""
+    """Return a group's choices: for one of a list, `callbacks=[default,…]`, Hydra names only its search path."""
     folders = re.findall(r"path=file://(.+)", message)
     return {file.stem for folder in folders for file in Path(folder, group).glob("*.yaml")}
 
 
 def _nothing_to_delete(path: str, error: BaseException) -> str:
-    """Hydra does not say what there is; the config it looked in is a variable of the function that raised the error."""
+    """Word the deletion of a missing key; the config is read from the frame that raised the error, which has it."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     parent, _, key = path.rpartition(".")
     cfg = frame.f_locals.get("cfg")
     there = OmegaConf.select(cfg, parent) if parent and cfg is not None else cfg
-    if isinstance(there, DictConfig) and key in there:  # Hydra takes a null for nothing
+    if isinstance(there, DictConfig) and key in there:  # Hydra treats null as missing
         return f"~{path}: it is null already; leave that out"
     choices = _keys(there, at_top=not parent) if isinstance(there, DictConfig) else ()
     return f"~{path}: there is no such key.{nearest(key, choices)}"

@@ -1,4 +1,4 @@
-"""Code that a config of an older engine names where it was: it is found where it is now, and a line says so.
+"""Names of moved classes in configs of an older engine: replaced by today's, with a line of advice.
 
 python -m lightswitch.config.moved FOLDER      # the lines of a folder's configs that are to be changed
 """
@@ -17,7 +17,7 @@ from lightswitch.context import RunContext
 
 log = logging.getLogger(__name__)
 
-# Modules that configs name, before and now, and the version that knows the old name no more.
+# Modules that configs name, before and now, and the version that drops the old names.
 MOVED = {
     "lightswitch.launch.cluster": "lightswitch.cluster.environments",
     "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
@@ -33,11 +33,11 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
             OmegaConf.update(cfg, f"{path}._target_", _today(name))
     if found and run.placement.rank == 0:
         told = [f"{_file(name, run) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()]
-        log.info("advice     %s; change it: lightswitch %s knows the old name no more", "; ".join(told), UNTIL)
+        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
 
 
 def in_folder(folder: Path) -> Iterator[str]:
-    """Of each file that has an older name, what to write in its place."""
+    """Yield a line for each older name in a folder's configs, with today's."""
     for path in sorted(folder.rglob("*.yaml")):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             name = line.partition("_target_:")[2].partition("#")[0].strip()
@@ -46,7 +46,7 @@ def in_folder(folder: Path) -> Iterator[str]:
 
 
 def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Paths and older names of the nodes that have one; what is interpolated stays so."""
+    """Yield the path and the older name of each node that has one, without resolving interpolations."""
     plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
     if isinstance(plain, dict):
         name = plain.get("_target_")

@@ -1,4 +1,4 @@
-"""The command line as people type it, put into the form that Hydra takes."""
+"""Translation of the command line as people type it to the form that Hydra takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
 GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
 _NAMES = ("run_id", "name")
-_VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra reads as something else than text
+_VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra does not read as text
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
 _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
@@ -21,9 +21,9 @@ _SWEEPS = {"-m", "--multirun"}
 
 
 def normalised(arguments: list[str], rank: int = 0) -> list[str]:
-    """``sys.argv[1:]`` with flags first, arguments of constructors addable, and replaced groups emptied.
+    """Return ``sys.argv[1:]`` with flags first, `++` before arguments of constructors, and replaced groups emptied.
 
-    `torch.distributed.launch` adds a flag that says what LOCAL_RANK says as well.
+    The flag that `torch.distributed.launch` adds is dropped: LOCAL_RANK is exported as well.
     """
     flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
     is_sweep = asks_for_a_sweep(arguments)
@@ -32,23 +32,24 @@ def normalised(arguments: list[str], rank: int = 0) -> list[str]:
 
 
 def shortened(override: str) -> str:
-    """As a person types it, of what `normalised` made."""
+    """Return an override that `normalised` made as a person types it."""
     short = override.removeprefix("++")
     override = short if _addable(short) == override else override
     return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override, flags=re.ASCII)  # a path that needs no quotes
 
 
 def asks_for_a_sweep(arguments: list[str]) -> bool:
+    """Return whether a command line has the flag for many runs, `-m`."""
     return not _SWEEPS.isdisjoint(arguments)
 
 
 def flags_of_a_job(arguments: list[str]) -> list[str]:
-    """Those of a sweep's command line that each of its jobs has, too."""
+    """Return the flags of a sweep's command line that each of its jobs is given, too."""
     return [flag for flag in _split(arguments)[0] if flag not in _SWEEPS]
 
 
 def quoted(text: str) -> str:
-    """As the value of an override, whatever it contains: what Hydra makes the same text of."""
+    """Return a text as the value of an override, quoted so that Hydra reads the same text, whatever it contains."""
     if re.fullmatch(r"[\w.-]*/[\w./-]+|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE) and text.lower() not in _VALUES:
         return text
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
@@ -56,7 +57,7 @@ def quoted(text: str) -> str:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Lightning appends overrides to the command line of the processes it starts: they may not follow a flag."""
+    """Separate flags from overrides: Lightning appends overrides in ranks it starts, and they may not follow a flag."""
     flags: list[str] = []
     overrides: list[str] = []
     for argument in arguments:
@@ -66,7 +67,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _named(override: str, is_sweep: bool) -> str:
-    """A name is text as it was typed: Hydra reads 1234_5 as a number, and stumbles over a,b and it's."""
+    """Quote the value of a name: Hydra reads 1234_5 as a number, and fails on a,b and it's."""
     key, equals, name = override.partition("=")
     if not equals or key.lstrip("+") not in _NAMES or "${" in name or (is_sweep and re.search("[,(]", name)):
         return override
@@ -74,7 +75,7 @@ def _named(override: str, is_sweep: bool) -> str:
 
 
 def _choosing(override: str) -> str:
-    """`precision=16` is a name, though it reads as a number, and `debug=null` means none; Hydra crashes on both."""
+    """Quote `precision=16`, a name that reads as a number, and make `debug=null` `~debug`; Hydra crashes on both."""
     group, _, choice = override.partition("=")
     if group not in GROUPS:
         return override
@@ -84,12 +85,12 @@ def _choosing(override: str) -> str:
 
 
 def _addable(override: str) -> str:
-    """`trainer.limit_val_batches=3` needs no `+`; preflight tells what the constructor does not take."""
+    """Add `++` to arguments of constructors; preflight reports those that a constructor does not take."""
     return f"++{override}" if re.match(rf"({'|'.join(_CONSTRUCTED)})\.[^=@]+=", override) else override
 
 
 def _emptied(overrides: list[str]) -> list[str]:
-    """A group whose `_target_` is replaced loses its file: those arguments belong to another class."""
+    """Return overrides that empty the groups whose `_target_` is replaced: their arguments are another class's."""
     keys = {override.lstrip("+").partition("=")[0] for override in overrides}
     replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and not {group, f"~{group}"} & keys]
     partial = [f"++{group}._partial_=true" for group in replaced if group in _PARTIAL]
@@ -97,13 +98,13 @@ def _emptied(overrides: list[str]) -> list[str]:
 
 
 def _quiet_ranks(rank: int) -> list[str]:
-    """Of the processes that a launcher started, one writes the run's log and configuration."""
+    """Return the override that keeps ranks other than 0 from writing the run's log."""
     if rank == 0:
         return []
     return ["hydra.job_logging.root.handlers=[console]"]
 
 
 def typed_overrides(hydra: HydraConf) -> list[str]:
-    """Those of the command line, as they were typed: read one by one, their interpolations would be resolved."""
+    """Return the command line's overrides as typed; read one by one, their interpolations would be resolved."""
     typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     return list(typed)

@@ -28,10 +28,10 @@ from lightswitch.checkpoints import names
 from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed.checkpoints import PortableDeepSpeed
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
-from lightswitch.strategies.unused import Unused, listed
+from lightswitch.strategies.unused import Unused
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -207,9 +207,9 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             assert self.lightning_module is not None
             if self._is_boundary and (unused := list(self._unused.of_step())):
                 raise Refused(
-                    f"{listed(unused)} took no part in the loss of step {self.lightning_module.global_step}, and "
-                    "DeepSpeed also updates what has no gradient; freeze what is not used (requires_grad=False), or "
-                    "use strategy=fsdp"
+                    f"{listed(unused, 'parameters')} took no part in the loss of step "
+                    f"{self.lightning_module.global_step}, and DeepSpeed also updates what has no gradient; "
+                    "freeze what is not used (requires_grad=False), or use strategy=fsdp"
                 )
             return output
 

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightswitch.cluster import consistency, environments, handshake, rendezvous
 from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.rendezvous import Place
+from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
 from lightswitch.doctor import machine, network
 from lightswitch.doctor.report import Report
@@ -58,41 +58,43 @@ def _examine(report: Report, timeout_seconds: float) -> None:
         report.software(versions, asdict(found))
         return
     report.is_first = rank == 0
-    place = Place(environment.main_address, environment.main_port, rank, world_size, timeout_seconds)
-    report.line("processes", f"{world_size}, which meet at {place.address}:{place.port}")
-    store = rendezvous.come(place, "doctor")
-    everyone = _gathered(store, place, {**asdict(found), "rank": rank}, report)
+    point = MeetingPoint(environment.main_address, environment.main_port, rank, world_size, timeout_seconds)
+    report.line("processes", f"{world_size}, which meet at {point.address}:{point.port}")
+    store = rendezvous.open_store(point, "doctor")
+    everyone = _gathered(store, point, {**asdict(found), "rank": rank}, report)
     report.machines(everyone)
     report.software(versions, everyone[0])
-    others = _unreached(store, place, everyone, found.node, report)
+    others = _unreached(store, point, everyone, found.node, report)
     if others or len(everyone) < world_size:
         return
     code = consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
     shared = RUNS if RUNS.exists() else Path()
     agreed = PrefixStore("agreement", store)
-    verdict = handshake.agree(agreed, place, Evidence(versions, code), Values({}), shared, tell=False)
+    verdict = handshake.agree(agreed, point, Evidence(versions, code), Values({}), shared, tell=False)
     report.problems += [verdict] if verdict and rank == 0 else []
-    _measure(store, place, local_rank, report)
+    _measure(store, point, local_rank, report)
 
 
-def _gathered(store: Store, place: Place, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
+def _gathered(store: Store, point: MeetingPoint, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
     """Return what each process that came in time has found on its machine, with the address it listens at."""
-    listener = network.Listener(place.address)
-    store.set(str(place.rank), json.dumps({**own, "address": listener.address}))
-    if place.rank == 0:
-        missing = rendezvous.missing(store, place)
-        report.problems += [f"rank {rank} did not join within {place.timeout_seconds:g} s" for rank in missing]
-        store.set("came", json.dumps([rank for rank in range(place.world_size) if rank not in missing]))
+    listener = network.Listener(point.address)
+    store.set(str(point.rank), json.dumps({**own, "address": listener.address}))
+    if point.rank == 0:
+        missing = rendezvous.missing(store, point)
+        report.problems += [f"rank {rank} did not join within {point.timeout_seconds:g} s" for rank in missing]
+        store.set("came", json.dumps([rank for rank in range(point.world_size) if rank not in missing]))
     return [json.loads(one) for one in store.multi_get([str(rank) for rank in json.loads(store.get("came"))])]
 
 
-def _unreached(store: Store, place: Place, everyone: list[dict[str, Any]], node: str, report: Report) -> list[str]:
+def _unreached(
+    store: Store, point: MeetingPoint, everyone: list[dict[str, Any]], node: str, report: Report
+) -> list[str]:
     """Return the pairs of nodes without a way from the first to the second; one process of each node tries it."""
     firsts = {one["node"]: one for one in reversed(everyone)}
-    is_first = firsts[node]["rank"] == place.rank
+    is_first = firsts[node]["rank"] == point.rank
     ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}
     faults = [f"{node} → {name}: {fault}" for name, fault in network.reach(ways).items() if fault]
-    store.set(f"faults/{place.rank}", json.dumps(faults))
+    store.set(f"faults/{point.rank}", json.dumps(faults))
     told = store.multi_get([f"faults/{one['rank']}" for one in everyone])
     pairs = [pair for one in told for pair in json.loads(one)]
     if len(firsts) > 1 and not pairs:
@@ -101,13 +103,13 @@ def _unreached(store: Store, place: Place, everyone: list[dict[str, Any]], node:
     return pairs
 
 
-def _measure(store: Store, place: Place, local_rank: int, report: Report) -> None:
+def _measure(store: Store, point: MeetingPoint, local_rank: int, report: Report) -> None:
     for backend in ("gloo", *(["nccl"] if torch.cuda.device_count() > local_rank else [])):
-        limit = threading.Timer(place.timeout_seconds, _give_up, (report, backend, place.timeout_seconds))
+        limit = threading.Timer(point.timeout_seconds, _give_up, (report, backend, point.timeout_seconds))
         limit.daemon = True
         limit.start()
         try:
-            for measured in network.measure(backend, PrefixStore(backend, store), place, local_rank):
+            for measured in network.measure(backend, PrefixStore(backend, store), point, local_rank):
                 report.bandwidth(backend, measured)
         except RuntimeError as error:
             report.problems.append(f"an all-reduce over {backend} failed: {str(error).splitlines()[0]}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lightswitch.cluster.rendezvous import Place
+from lightswitch.cluster.rendezvous import MeetingPoint
 
 _REACH_SECONDS = 5.0
 _TIMES = {8: 50, 2**20: 10, 2**24: 3}  # bytes: how often they are reduced
@@ -77,7 +77,7 @@ class Measured:
         return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
 
 
-def measure(backend: str, store: Store, place: Place, local_rank: int) -> Iterator[Measured]:
+def measure(backend: str, store: Store, point: MeetingPoint, local_rank: int) -> Iterator[Measured]:
     """Yield the speed of all-reduces of growing sizes over a group of its own. Collective.
 
     Args:
@@ -89,12 +89,12 @@ def measure(backend: str, store: Store, place: Place, local_rank: int) -> Iterat
     """
     on_gpu = backend == "nccl"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    timeout = timedelta(seconds=place.timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    timeout = timedelta(seconds=point.timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=point.rank, world_size=point.world_size, timeout=timeout)
     try:
         for size_bytes, times in (_TIMES_ON_GPU if on_gpu else _TIMES).items():
             tensor = torch.zeros(size_bytes // 4, device=device)
-            yield Measured(size_bytes, _seconds(tensor, times), place.world_size)
+            yield Measured(size_bytes, _seconds(tensor, times), point.world_size)
     finally:
         dist.destroy_process_group()
 

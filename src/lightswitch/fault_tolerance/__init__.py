@@ -1,1 +1,1 @@
-"""What ends a run before its time, and what is told of it: signals, preemption, failures of ranks."""
+"""Failures and preemption of runs: saving before the end, the watchdog over ranks, and the crash report."""

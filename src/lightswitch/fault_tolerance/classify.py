@@ -1,6 +1,6 @@
-"""Whose an error in a run is: the user's to mend, told in a line, or a bug's, which keeps its traceback.
+"""Classification of errors: what the user can fix is told in a line, and a bug keeps its traceback.
 
-It is asked of the error itself, in the process that raises it: what it is an instance of, and where it was raised.
+It is decided in the process that raises the error, by the error's class and by where it was raised.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Rank, in_words, node_name, of_error, shown
+from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback, node_name, one_line
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun: bool) -> Failure:
+    """Return an error as a Failure: exit code 2 and a line per problem if the user can fix it, otherwise exit code 1.
+
+    Values that the config takes from the environment are replaced in its text.
+    """
     cleaned = Cleaner.of(cfg).cleaned
-    if not (problems := mistakes(error, cfg, steps_have_begun)):
-        bug = Failure(str(error), shown(error)) if isinstance(error, LostRank) else of_error(rank, error)
+    if not (problems := problems_of(error, cfg, steps_have_begun)):
+        bug = Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
     lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
-    details = error.details if isinstance(error, Refused) else shown(error)  # what the engine refuses says all
+    # the engine's own messages need no traceback
+    details = error.details if isinstance(error, Refused) else full_traceback(error)
     return Failure(lines, cleaned(details), ExitCode.REFUSED, rank=rank.number)
 
 
-def mistakes(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:
-    """Lines for what the user can mend; none for a bug.
+def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:
+    """Return a line for each problem that the user can fix; none for a bug.
 
-    The engine refuses by exceptions of its own. The model's and the data's code speaks to the user where it raises a
-    ValueError by a `raise` of its own before the first step: of a batch, a file, a size. One that comes from elsewhere,
-    or that Python raises, or that comes later, is a bug.
+    The engine refuses by `Refused`. The code of the model and the data addresses the user by a `raise` statement of its
+    own, of a ValueError or a missing file, before the first step. An error of other code, of Python itself, or from a
+    later step is a bug.
     """
     if isinstance(error, Refused):
         return error.problems
@@ -55,7 +60,7 @@ def mistakes(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> l
 
 
 def raised_in(error: BaseException) -> FrameType | None:
-    """The frame whose `raise` statement raised it; None where Python did, or a function in C."""
+    """Return the frame whose `raise` statement raised an error; None if Python raised it, or a function in C."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -64,7 +69,7 @@ def raised_in(error: BaseException) -> FrameType | None:
 
 
 def _owner(module: str, cfg: DictConfig) -> str | None:
-    """The config node, model or data, of whose package a module is: the one whose code is nearer to it."""
+    """Return the config node (model or data) whose package a module belongs to: the one with the longer common path."""
     shared = {}
     for node in ("model", "data"):
         target = str(OmegaConf.select(cfg, f"{node}._target_", default="")).split(".")
@@ -74,22 +79,26 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
     return nearest if shared[nearest] else None
 
 
-def add_report(error: BaseException, own: Failure, rank: Rank, place: str, report: CrashReport) -> None:
-    """Of a run of one process, whose traceback Python prints."""
+def add_report(error: BaseException, own: Failure, rank: Rank, location: str, report: CrashReport) -> None:
+    """Write the crash report of a run of one process, whose traceback Python prints.
+
+    Args:
+        location: where in training the run was, in words.
+    """
     if report.folder.exists():
         return
     with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
-        report.add_rank(rank, place, own)
+        report.add_rank(rank, location, own)
         if sys.version_info >= (3, 11):  # printed below the traceback
-            if in_words(error) not in own.line:
+            if one_line(error) not in own.line:
                 error.add_note(own.line)
             error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
 
-def rank_of(cfg: DictConfig, place: Placement) -> Rank:
-    """As far as a process knows that has not met the others."""
-    if place.is_external:
-        return Rank(place.rank, place.nodes * (place.devices_per_node or 1), node_name(), os.getpid())
+def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
+    """Return this process's rank, as far as it is known before the processes have connected."""
+    if placement.is_external:
+        return Rank(placement.rank, placement.nodes * (placement.devices_per_node or 1), node_name(), os.getpid())
     world, node, local = (
         int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
     )

@@ -1,4 +1,4 @@
-"""The crash report of a run, in its directory: the first failure, and what each rank knows."""
+"""The crash report in a run's directory: the first failure, and each rank's stacks and environment."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
 
 
 class CrashReport:
-    """`crash/<time of the start>/`, of one start of the run; written only when it fails of a bug, or of a machine.
+    """The folder `crash/<time of the start>/`, written when a run fails by a bug or a lost machine.
 
-    For its owner's eyes alone.
+    Only its owner may read it.
 
     Attributes:
-        logs: the run's log files, which one rank writes, and which are told of the failure by whichever tells it.
+        logs: the run's log files. Rank 0 writes them; the rank that reports the failure adds it.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -41,12 +41,12 @@ class CrashReport:
 
     @property
     def folder(self) -> Path:
-        """One for all ranks, from the time they have met."""
+        """The report's folder, the same for all ranks once they have connected."""
         assert self.run.process.crash_folder is not None
         return self.run.process.crash_folder
 
-    def tell(self, failure: Failure) -> int:
-        """What the run failed of, to the user, once for all processes of the run; the exit code."""
+    def print_failure(self, failure: Failure) -> int:
+        """Print the run's failure, once for all of its processes, and return the exit code."""
         self.run.process.note_failure(failure.line)
         text = f"{failure.line}\n{failure.details}".rstrip() + "\n"
         try:
@@ -54,7 +54,7 @@ class CrashReport:
             text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
             return failure.exit_code
-        except OSError as error:  # a full disk, for one: several ranks may tell it then
+        except OSError as error:  # as on a full disk: several ranks may print it then
             text += f"no crash report could be written: {error}\n"
         print(text, end="", file=sys.stderr, flush=True)
         self.log(text)
@@ -62,20 +62,21 @@ class CrashReport:
 
     @property
     def _is_of_earlier_run(self) -> bool:
-        """The directory holds the record of a run, of an earlier start or this one."""
+        """Whether the directory holds a run's record, of this start or an earlier one."""
         return (self.folder.parent.parent / "config.yaml").exists()
 
     @property
     def is_told(self) -> bool:
+        """Whether a process of this run has printed its failure."""
         return self._first_failure.exists()
 
-    def log_mistake(self, traceback: str) -> None:
-        """A start that does not go on leaves the log of an earlier run as it was."""
+    def log_details(self, traceback: str) -> None:
+        """Log the traceback behind a problem, unless the log is an earlier run's, which this start does not resume."""
         if traceback and (run_log.has_begun() or not self._is_of_earlier_run):
             self.log(traceback)
 
     def log(self, text: str) -> None:
-        """To the run's log files alone, also before the run goes on."""
+        """Write text to the run's log files only, also before the run goes on."""
         for path in self.logs:
             with contextlib.suppress(OSError):  # another rank, which leaves, has removed an empty run directory
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +86,9 @@ class CrashReport:
             with contextlib.suppress(OSError), path.open("a") as file:
                 file.write(_FORMAT.format(record) + "\n")
 
-    def add_rank(self, rank: Rank, place: str, own: Failure | None) -> None:
-        """Where it stood, what it raised itself, its stacks and its environment; what NCCL has recorded."""
-        told = [str(rank), f"process {rank.pid}", place, "", *([own.line, own.details] if own else [])]
+    def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
+        """Write a rank's file: its location in training, its own error, stacks and environment; and NCCL's trace."""
+        told = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
         text = "\n".join([*told, all_stacks(), _environment()])
         self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
         if recorded := _flight_recorder():
@@ -107,8 +108,8 @@ class CrashReport:
         return self.folder / "failure.txt"
 
 
-def to_torchrun(failure: Failure) -> None:
-    """For the summary that torchrun prints of the workers that failed."""
+def write_for_torchrun(failure: Failure) -> None:
+    """Write the failure to the file from which torchrun prints its summary of failed workers."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
         details = failure.details if failure.exit_code == ExitCode.FAILED else ""
@@ -124,7 +125,7 @@ def _environment() -> str:
 
 
 def _flight_recorder() -> bytes | None:
-    """The last collectives of this rank, as `torchfrtrace` reads them; None where NCCL does not run."""
+    """Return the last collectives of this rank in the form that `torchfrtrace` reads; None without NCCL."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_nccl_trace", None)
     return dump() if dump is not None else None

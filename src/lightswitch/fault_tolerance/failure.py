@@ -1,4 +1,4 @@
-"""What went wrong, and where, as plain data that can be sent."""
+"""A rank's name, and its failure as plain data that can be sent to other ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from lightswitch.fault_tolerance import loader_workers
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
 
-# Errors of a rank whose neighbour is gone: of gloo, NCCL, and the store where ranks meet
+# Errors of a rank that has lost another one: of gloo, NCCL, and the store that ranks connect to
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Rank:
+    """One process of a run, named in messages as `rank 1 of 2 on node3`."""
+
     number: int
     world_size: int | None  # None: not known yet
     node: str
@@ -29,27 +31,29 @@ class Rank:
         return f"rank {self.number}{f' of {self.world_size}' if self.world_size else ''} on {self.node}"
 
 
-def of_error(rank: Rank, error: BaseException) -> Failure:
+def failure_of(rank: Rank, error: BaseException) -> Failure:
+    """Return an error as a rank's failure, which `follows` if it looks as if another rank had failed before."""
     cause = error
-    while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra's, around it
+    while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
         cause = cause.__cause__
-    told = loader_workers.cause(cause) or in_words(cause)
+    told = loader_workers.cause(cause) or one_line(cause)
     follows = _FOLLOWS.search(told) is not None
-    return Failure(f"{rank} failed: {told}", shown(error), follows=follows, rank=rank.number)
+    return Failure(f"{rank} failed: {told}", full_traceback(error), follows=follows, rank=rank.number)
 
 
-def in_words(error: BaseException) -> str:
-    """The first line of them: a SyntaxError's place comes before it, indented; notes come after."""
+def one_line(error: BaseException) -> str:
+    """Return class and message of an error in one line; a SyntaxError has its location before it, indented."""
     told = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
     return told.strip().splitlines()[0]
 
 
-def shown(error: BaseException) -> str:
+def full_traceback(error: BaseException) -> str:
+    """Return the traceback with causes, as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
-def cut(failure: Failure) -> Failure:
-    """Short enough for a message to the hub: the beginning and the end."""
+def shortened(failure: Failure) -> Failure:
+    """Return a failure that fits into a message to the hub: the beginning and the end of its texts."""
     return replace(failure, line=_cut(failure.line, _LONGEST_LINE), details=_cut(failure.details, _LONGEST_DETAILS))
 
 
@@ -58,4 +62,5 @@ def _cut(text: str, longest: int) -> str:
 
 
 def node_name() -> str:
+    """Return the name of this machine in messages."""
     return socket.gethostname()

@@ -1,4 +1,4 @@
-"""The ranks that a plain `python train.py` starts: what becomes of them where the watch does not reach."""
+"""Launchers of the ranks that a plain `python train.py` starts, which report failures the watchdog can't see."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Refused, Stopped
 from lightswitch.fault_tolerance.failure import node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
-from lightswitch.fault_tolerance.watchdog.callback import Watch
+from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.process.state import Process
 from lightswitch.runs import log as run_log
 
@@ -38,7 +38,7 @@ StartMethod = Literal["spawn", "fork", "forkserver"]
 
 
 class Scripts(_SubprocessScriptLauncher):
-    """Lightning's, less its observer, which kills this process when another has failed, without an error message."""
+    """Lightning's script launcher without its observer, which kills this process silently when a rank fails."""
 
     def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int, run: RunContext) -> None:
         super().__init__(cluster, num_processes, num_nodes)
@@ -76,7 +76,7 @@ class Scripts(_SubprocessScriptLauncher):
 
     def _end_with(self, rank: int, pid: int, code: int) -> None:
         process = self.run.process
-        if code < 0:  # else it has told its error itself
+        if code < 0:  # else it has printed its error itself
             line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
             process.note_failure(line)
             print(line, file=sys.stderr, flush=True)
@@ -89,10 +89,10 @@ def _script() -> list[str]:
 
 
 class Workers(_MultiProcessingLauncher):
-    """Lightning's, whose ranks say themselves what they fail of.
+    """Lightning's multiprocessing launcher, with ranks that report their own failures.
 
-    torch hands on the text of a traceback alone. A rank that fails knows more: it leaves a record of it in a folder,
-    where this process, which started it, finds it.
+    torch passes on only the text of a traceback. A rank that fails knows more: it leaves a record in a folder, which
+    this process, its parent, reads.
     """
 
     def __init__(self, strategy: ParallelStrategy, start_method: StartMethod, process: Process) -> None:
@@ -100,9 +100,10 @@ class Workers(_MultiProcessingLauncher):
         self._process = process
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """
+        """Start the ranks, and run a function in each.
+
         Raises:
-            RanksFailed: a rank did.
+            RanksFailed: a rank failed.
             Refused: the model or its data can't be sent to the ranks.
         """
         with TemporaryDirectory(prefix="lightswitch_") as folder:
@@ -121,7 +122,7 @@ class Workers(_MultiProcessingLauncher):
         return results
 
     def _unsendable(self, trainer: Trainer | None) -> Refused | None:
-        """None where the ranks have been started, or all can be pickled."""
+        """Return why the model or its data can't be pickled; None if they can, or the ranks have started."""
         if self._start_method == "fork" or self.procs or trainer is None:
             return None
         owners = {"model": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
@@ -154,10 +155,10 @@ class Workers(_MultiProcessingLauncher):
         except BaseException as error:
             assert trainer is not None
             patches.replace(trainer.state, "status", TrainerStatus.INTERRUPTED)
-            watch = next(callback for callback in trainer.callbacks if isinstance(callback, Watch))  # type: ignore[attr-defined]  # set past Lightning's declaration
-            first = watch.failure(error, trainer)
+            watchdog = next(callback for callback in trainer.callbacks if isinstance(callback, Watchdog))  # type: ignore[attr-defined]  # set past Lightning's declaration
+            first = watchdog.failure(error, trainer)
             self._leave_record(process_idx, first)
-            self._process.leave_now(first.exit_code)  # torch would tell the other process of the error, once more
+            self._process.leave_now(first.exit_code)  # torch would report the error to the other process once more
 
     def _leave_record(self, process_idx: int, failure: Failure) -> None:
         record = {"failure": asdict(failure), "is_told": self._process.has_failed.is_set(), "seconds": time.time()}
@@ -190,7 +191,7 @@ def install_launcher(trainer: Trainer, run: RunContext) -> Trainer:
         scripts = Scripts(cluster, launcher.num_processes, launcher.num_nodes, run)
         patches.replace(trainer.strategy, "_launcher", scripts)
     elif type(launcher) is _MultiProcessingLauncher:
-        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it ends the others, which we say
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns that it ends other ranks
         workers = Workers(launcher._strategy, launcher._start_method, run.process)
         patches.replace(trainer.strategy, "_launcher", workers)
     return trainer

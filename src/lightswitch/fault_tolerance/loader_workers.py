@@ -1,4 +1,4 @@
-"""What became of a data loader's worker, from the error that torch makes of it in its rank."""
+"""The cause of a data loader worker's failure, found in the error that torch raises in its rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SETTLE_SECONDS = 2.0
 
 
 def cause(error: BaseException) -> str | None:
-    """In a line; None for an error that came of no worker.
+    """Return a worker's own error, or how it ended, in a line; None if the error came from no worker.
 
-    torch raises what was raised in a worker again, as one that begins with where it was caught; of a worker that was
-    killed it knows the process alone.
+    torch raises a worker's error again, with a text that begins with where it was caught; of a worker that was killed
+    it knows only the process id.
     """
     owners = _owners(error)
     wrapper: Any = owners[-1] if owners else None
@@ -31,12 +31,12 @@ def cause(error: BaseException) -> str | None:
 
 
 def was_killed(error: BaseException) -> bool:
-    """Whether the error came of a worker that was killed by SIGKILL, as the kernel does where memory ran out."""
+    """Return whether the error came from a worker killed by SIGKILL, as the kernel kills if memory runs out."""
     return any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
 
 
 def _owners(error: BaseException) -> list[Any]:
-    """The objects whose methods the error passed through, the outermost first; None for a function."""
+    """Return the objects whose methods the error passed through, the outermost first; None for a function."""
     return [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 

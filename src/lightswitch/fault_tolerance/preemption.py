@@ -1,4 +1,4 @@
-"""Ending a run before its time so that it goes on from there: at a step's end, on all ranks, in one checkpoint."""
+"""Preemption: on a signal, all ranks save one checkpoint at the end of a step, and the run ends."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from lightswitch.process.signals import REQUEUED, Signals
 
 log = logging.getLogger(__name__)
 
-# where ranks heard of several, the last of these: a scheduler that gives notice wants the job back
+# if ranks received different signals, the last of these counts: notice of a time limit asks to requeue
 _RANKING = (None, signal.SIGINT, signal.SIGTERM, *REQUEUED)
 
 
 class Preemption(Callback):
-    """Training ends with `Stopped` between two optimizer steps, or two batches of a validation, once any rank
-    has been asked to end. All ranks agree on which, as they go on together or not at all."""
+    """End training with `Stopped` once any rank has received a signal, between optimizer steps or validation batches.
+
+    All ranks agree on the step and the signal, as they save the checkpoint together.
+    """
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
-        self._common_batches = 0  # of a validation: ranks may have read others
+        self._common_batches = 0  # of a validation: ranks may have different numbers
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._signals.catch(trainer.is_global_zero)
@@ -71,7 +73,7 @@ class Preemption(Callback):
             raise Stopped(asked)
 
     def _most(self, number: float) -> float:
-        """The largest of all ranks."""
+        """Return the largest number of all ranks."""
         if self._ranks is None:
             return number
         together = torch.tensor(number, dtype=torch.float64)
@@ -80,7 +82,7 @@ class Preemption(Callback):
 
 
 def _save(trainer: Trainer) -> None:
-    if not trainer.checkpoint_callbacks:  # the run is one without checkpoints
+    if not trainer.checkpoint_callbacks:  # the run was asked for none
         return
     given = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints))
     last = next(given, None) or LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)

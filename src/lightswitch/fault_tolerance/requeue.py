@@ -1,4 +1,4 @@
-"""Handing a Slurm job back to its queue, to be started again where it stood."""
+"""Requeueing of a Slurm job, whose next start goes on from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def after(stopped: Stopped, is_first: bool) -> Stopped:
-    """Requeue the job if it was Slurm's notice that stopped the run, and say with which code to exit.
+    """Requeue the job if Slurm's notice stopped the run, and return the exception to exit by.
 
-    SIGTERM is one where Slurm preempts the job: it starts only such a job again that has not ended before its time of
-    grace. A user who cancels a job, which sends SIGTERM as well, wants it to end.
+    SIGTERM is such a notice only if Slurm preempts the job, which it starts again if the job outlives its grace period.
+    A user who cancels a job, which also sends SIGTERM, wants it to end.
     """
     job = slurm_job()
     if job is None:

@@ -1,4 +1,4 @@
-"""Where the threads of this process stand."""
+"""Positions of this process's threads in the code, and the node's out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ _WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/
 
 
 @dataclass(frozen=True)
-class Stand:
-    """Where a rank's main thread is.
+class ThreadPosition:
+    """The line of code that a rank's main thread is at.
 
     Args:
-        place: file, line and function, of the user's own code where it is in any.
-        waits: it is in a collective, or in something that ends with one.
-        oom_kills: processes that this node's kernel has killed for want of memory, since the node is up.
+        location: file, line and function, of the user's own code if the stack holds any.
+        waits: whether it is in a collective, or in a call that ends with one.
+        oom_kills: how many processes the node's kernel has killed for lack of memory since it booted.
     """
 
-    place: str
+    location: str
     waits: bool
     oom_kills: int
 
 
-def stand() -> Stand:
+def thread_position() -> ThreadPosition:
+    """Return the main thread's position, from any thread."""
     stack = _main_stack()
     waits = any(part in stack[-1].filename for part in _WAITING)
     others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
     own = [] if waits else [frame for frame in stack if not frame.filename.startswith(others)]
     at = (own or stack)[-1]
-    return Stand(f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills())
+    return ThreadPosition(f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills())
 
 
 def _main_stack() -> traceback.StackSummary:
@@ -44,6 +45,7 @@ def _main_stack() -> traceback.StackSummary:
 
 
 def all_stacks() -> str:
+    """Return the stacks of all threads, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     return "\n".join(
@@ -52,7 +54,7 @@ def all_stacks() -> str:
 
 
 def oom_kills() -> int:
-    """Linux counts them, whichever control group ran out; 0 elsewhere."""
+    """Return how many processes Linux has killed for lack of memory, in any control group; 0 on other systems."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

@@ -1,4 +1,4 @@
-"""One line for a mistake that each process of a launcher has found, before they could agree on who tells it."""
+"""Printing once what every process of a launcher has found, before the processes are connected."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PATIENCE_SECONDS = 3.0  # for the others, which have started together
 _POLL_SECONDS = 0.02
 
 
-def once(lines: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Print lines to standard error, unless another process of the same start has done so; whether they are printed.
+def print_once(lines: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Print lines to standard error unless another process of the same start has, and return whether this one did.
 
-    The first one makes a folder where all of them see it, and waits there for the others: once one has ended, its
-    launcher ends the rest, whichever exit code they would have had.
+    The first process makes a folder in the working directory, and waits until the others have seen it: once a process
+    ends, its launcher kills the rest, and their exit codes are lost.
     """
     processes = _started_together(environ)
     if processes is None:
@@ -33,12 +33,13 @@ def once(lines: str, environ: Mapping[str, str] = os.environ) -> bool:
     together, count = processes
     folder = Path(f".lightswitch_{blake2b(together.encode(), digest_size=8).hexdigest()}")
     end = time.monotonic() + _PATIENCE_SECONDS
-    with contextlib.suppress(OSError):  # nobody may write here: each tells it
-        if not _is_first(folder) and _has_told(folder, end):
+    with contextlib.suppress(OSError):  # no permission to write here: each process prints it
+        if not _is_first(folder) and _has_printed(folder, end):
             return False
     print(lines, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError, Refused):
-        while len(list(folder.iterdir())) < count and time.monotonic() < end:  # the mark stands for this process
+        # the mark that make_tree leaves counts for this process
+        while len(list(folder.iterdir())) < count and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         remove_tree(folder)
     return True
@@ -52,8 +53,8 @@ def _is_first(folder: Path) -> bool:
     return True
 
 
-def _has_told(folder: Path, end: float) -> bool:
-    """Whether the first one has removed its folder; else it was killed, and may have told nothing."""
+def _has_printed(folder: Path, end: float) -> bool:
+    """Return whether the first process removes its folder in time; else it was killed, and may have printed nothing."""
     (folder / str(os.getpid())).touch()
     while folder.exists():
         if time.monotonic() > end:
@@ -63,7 +64,7 @@ def _has_told(folder: Path, end: float) -> bool:
 
 
 def _started_together(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """What the processes of one command have in common, and how many they are; None for one that is alone."""
+    """Return a text shared by all processes of one command, and their number; None for a single process."""
     if "TORCHELASTIC_RUN_ID" in environ:
         together, count = f"{socket.gethostname()} {os.getppid()}", environ.get("LOCAL_WORLD_SIZE", "")
     elif "SLURM_STEP_ID" in environ:

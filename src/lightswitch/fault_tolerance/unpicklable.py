@@ -1,4 +1,4 @@
-"""What of a model or its data can't be sent to a process that Python spawns."""
+"""The search for what of a model or its data can't be pickled, and so not sent to a spawned process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 def first_unpicklable(owners: dict[str, object]) -> str | None:
-    """Where it is held and what it is; None if all can be pickled.
+    """Return the path of the first value that can't be pickled, and the reason; None if all can be.
 
     Args:
-        owners: by name: modules, of which the attributes of each part are tried, and other objects, of which their own.
+        owners: objects by name; of a module, the attributes of every submodule are tried.
     """
     for name, owner in owners.items():
         for path, value in _parts(name, owner):
@@ -28,7 +28,7 @@ def _parts(name: str, owner: object) -> Iterator[tuple[str, Any]]:
     for path, part in parts:
         yield path, type(part)
         for attribute, value in vars(part).items():
-            if attribute not in ("_modules", "_trainer", "trainer"):  # they are parts of their own, or of the run
+            if attribute not in ("_modules", "_trainer", "trainer"):  # tried by themselves, or not sent
                 yield f"{path}.{attribute}", value
 
 

@@ -1,1 +1,1 @@
-"""All that happens around fit: the command line, preflight, processes, the run directory, the report."""
+"""The course of a run: the entry, the build, the stages, the report, and the exit code."""

@@ -1,4 +1,4 @@
-"""From config nodes to a model, its data and a Trainer."""
+"""Construction of the model, the data and the Trainer from their config nodes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightswitch.checkpoints.initial import InitialWeights
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.fault_tolerance import classify
-from lightswitch.fault_tolerance.failure import shown
+from lightswitch.fault_tolerance.failure import full_traceback
 from lightswitch.fault_tolerance.launchers import install_launcher
 from lightswitch.fault_tolerance.preemption import Preemption
-from lightswitch.fault_tolerance.watchdog.callback import Watch
-from lightswitch.fault_tolerance.watchdog.verdict import Limits
-from lightswitch.launch import meeting
+from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
+from lightswitch.launch import handshake
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
@@ -36,34 +36,35 @@ log = logging.getLogger(__name__)
 
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
 
-# What a constructor raises about the files that its arguments name, and, by a `raise`, about the arguments themselves.
-# Anything else is a bug.
+# A constructor raises these about files that its arguments name and, by a `raise` statement, about the arguments.
+# Any other error is a bug.
 _ABOUT_FILES = (OSError, ModuleNotFoundError)
 _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
-_NOT_THE_USERS = ("lightning", "lightswitch", "torch")  # what these say of their arguments needs no traceback
+_LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
 
 
 def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
-    """
+    """Build the model, the data and the Trainer, with the engine's callbacks first.
+
     Raises:
-        RefusedRequest: with what each constructor says of its arguments, all at once, and where the user's own say it.
+        RefusedRequest: with the messages of all constructors about their arguments, and tracebacks of the user's own.
     """
-    gc.freeze()  # what was imported stays (entry stopped the collector meanwhile): it need not be searched again
+    gc.freeze()  # what was imported stays, so the collector, off since launch/entry, need not search it again
     gc.enable()
     leave_group_at_exit()
-    record = RunRecord(cfg, run)  # of what was asked for
+    record = RunRecord(cfg, run)  # before the learning rate is scaled: it records the request
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals: list[Refused] = []
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     _raise(refusals)
-    # In this order hooks run: what the run had before is read first, then failures are heard of, then batches are cut.
+    # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed)
-    watch = Watch(cfg, run, batch, Limits(**cfg.watch))
-    engine: list[Callback] = [record, watch, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
+    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
+    engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
@@ -79,7 +80,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     )
     _raise(refusals)
     record.hold_loggers(trainer)
-    meeting.arrange(cfg, run, trainer, watch)
+    handshake.arrange(cfg, run, trainer, watchdog)
     return model, data, install_launcher(trainer, run)
 
 
@@ -90,7 +91,7 @@ def _raise(refusals: list[Refused]) -> None:
 
 
 def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
-    """Lists and dicts reach the constructor as Python's own; a checkpoint with OmegaConf's can't be read safely."""
+    """Instantiate a config node, with lists and dicts as Python's own: OmegaConf's make checkpoints unsafe to read."""
     try:
         return instantiate(cfg.get(name), **arguments, _convert_="all") if cfg.get(name) is not None else None
     except InstantiationException as error:
@@ -102,22 +103,22 @@ def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argumen
             raise
         key = getattr(error, "full_key", None) or name
         told = str(cause)
-        details = shown(cause) if _is_of_user(cause) else ""
+        details = full_traceback(cause) if _is_of_user(cause) else ""
         refusals.append(RefusedRequest([told if told.startswith(name) else f"{key}: {told}"], details))
         return None
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Whether a constructor of the user's own has raised it, or has called what did: Hydra has called that."""
+    """Return whether the constructor that Hydra called, which raised the error or called what did, is the user's."""
     called = error.__traceback__ and error.__traceback__.tb_next
-    return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _NOT_THE_USERS
+    return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
 
 
 def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
     """Return the Trainer's arguments for the cluster environment and for a precision that has no name of Lightning's.
 
-    Such is one that the config names by its class, and 64-true: Lightning refuses that name under fully_shard, which
-    takes any dtype.
+    These are precisions that the config names by their class, and 64-true: Lightning refuses that name with
+    fully_shard, which takes any dtype.
     """
     precision = cfg.trainer.get("precision")
     if isinstance(precision, DictConfig):

@@ -1,4 +1,4 @@
-"""What to type once a run has ended, each command as it can be pasted."""
+"""The commands to type after a run has ended, in a form that can be pasted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightswitch.batches.position import Position
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import quoted, shortened
 
-_PLACE = ("run_id", "resume", "init_from", "hydra.mode")  # where a run starts: it goes on in its own directory
-_READ_BY_FIT_ALONE = (
+_START = ("run_id", "resume", "init_from", "hydra.mode")  # where a run starts, which these commands set themselves
+_READ_ONLY_BY_FIT = (
     *("mode", "ckpt_path", "run_id", "resume", "init_from", "debug"),
     *("optimizer", "scheduler", "lr_scaling", "callbacks", "logger", "hydra"),
     *(f"trainer.{limit}_{unit}" for limit in ("min", "max") for unit in ("steps", "epochs", "time")),
@@ -23,28 +23,28 @@ _READ_BY_FIT_ALONE = (
 )
 
 
-def go_on(cfg: DictConfig, place: Placement, position: Position) -> str | None:
-    """With the limits that the run has reached, doubled; None where it ended before them."""
+def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | None:
+    """Return the command that continues a run, with the limits it has reached doubled; None if it reached none."""
     reached = {"max_steps": position.global_step, "max_epochs": position.epoch}
     limits = {name: cfg.trainer.get(name) for name in reached}
     raised = {f"trainer.{name}": 2 * reached[name] for name, limit in limits.items() if _holds(limit, reached[name])}
     if not raised:
         return None
-    typed = _overrides(without=(*_PLACE, *raised))
+    typed = _overrides(without=(*_START, *raised))
     return shlex.join(
-        [*_program(place), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)]
+        [*_program(placement), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)]
     )
 
 
-def again(cfg: DictConfig, place: Placement) -> str:
-    """The same, in the same directory."""
-    return shlex.join([*_program(place), *_overrides(without=_PLACE), f"run_id={cfg.run_id}"])
+def repeat(cfg: DictConfig, placement: Placement) -> str:
+    """Return the command that starts the same run again, in the same directory."""
+    return shlex.join([*_program(placement), *_overrides(without=_START), f"run_id={cfg.run_id}"])
 
 
-def evaluate(checkpoint: str, place: Placement) -> str:
-    """With what makes the model and its data, and spreads them over devices."""
-    typed = _overrides(without=_READ_BY_FIT_ALONE)
-    return shlex.join([*_program(place), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
+def evaluate(checkpoint: str, placement: Placement) -> str:
+    """Return the command that tests a checkpoint, with the same model, data and devices."""
+    typed = _overrides(without=_READ_ONLY_BY_FIT)
+    return shlex.join([*_program(placement), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
 
 
 def _holds(limit: int | None, reached: int) -> bool:
@@ -52,7 +52,7 @@ def _holds(limit: int | None, reached: int) -> bool:
 
 
 def _overrides(without: tuple[str, ...]) -> list[str]:
-    """Of the command line, those that set none of some keys, nor what is below them."""
+    """Return the command line's overrides, except those of some keys and of the keys below them."""
     typed = list(map(shortened, sys.orig_argv[_script_index(sys.orig_argv) + 1 :]))
     return [word for word in typed if not any(_sets(word.lstrip("+~").partition("=")[0], key) for key in without)]
 
@@ -61,24 +61,30 @@ def _sets(key: str, wanted: str) -> bool:
     return key == wanted or key.startswith((f"{wanted}.", f"{wanted}/", f"{wanted}@"))
 
 
-def _program(place: Placement) -> list[str]:
-    """What starts the script, with its launcher."""
+def _program(placement: Placement) -> list[str]:
+    """Return the words that start the script with its launcher."""
     script = sys.orig_argv[_script_index(sys.orig_argv)]
-    if place.launcher == "torchrun":
-        return ["torchrun", *_options_of_torchrun(place), script]
-    if place.launcher == "slurm":
-        return ["srun", f"--nodes={place.nodes}", f"--ntasks-per-node={place.devices_per_node}", "python", script]
+    if placement.launcher == "torchrun":
+        return ["torchrun", *_options_of_torchrun(placement), script]
+    if placement.launcher == "slurm":
+        return [
+            "srun",
+            f"--nodes={placement.nodes}",
+            f"--ntasks-per-node={placement.devices_per_node}",
+            "python",
+            script,
+        ]
     return ["python", script]
 
 
-def _options_of_torchrun(place: Placement) -> list[str]:
-    """As they were typed on this node: the processes themselves do not know how the nodes met."""
-    import psutil  # when needed: a mistake is to be told at once
+def _options_of_torchrun(placement: Placement) -> list[str]:
+    """Return torchrun's options as typed on this node: its processes do not know the rendezvous."""
+    import psutil  # only when needed: it takes long to import
 
     agent = psutil.Process().parent()
     words = agent.cmdline() if agent is not None else []
     typed = list(itertools.dropwhile(lambda word: not word.startswith("--"), words[: _script_index(words)]))
-    return typed or [f"--nproc-per-node={place.devices_per_node}"]
+    return typed or [f"--nproc-per-node={placement.devices_per_node}"]
 
 
 def _script_index(words: list[str]) -> int:

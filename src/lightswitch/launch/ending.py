@@ -1,4 +1,4 @@
-"""How a run ends in this process, whether it is done, was stopped or has failed: what is told, and the exit code."""
+"""The end of a run in this process, finished or failed: what is printed, and the exit code."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure, RanksFailed, ToldElsewhere
 from lightswitch.fault_tolerance import classify, crash_report, telling
 from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import in_words, shown
+from lightswitch.fault_tolerance.failure import full_traceback, one_line
 from lightswitch.process.state import Process
 
 
 def exit_with(problems: list[str]) -> NoReturn:
-    """Print what the user can mend, once for all processes of a launcher, and exit."""
-    telling.once("\n".join(f"error: {problem}" for problem in problems))
+    """Print problems that the user can fix, once for all processes of a launcher, and exit with code 2."""
+    telling.print_once("\n".join(f"error: {problem}" for problem in problems))
     raise SystemExit(ExitCode.REFUSED)
 
 
 def leave_watchdog(process: Process) -> None:
-    """Wait for all ranks, where they watch one another, and end that: the run is done."""
+    """Wait for all ranks, if there is a watchdog, and end it: the run is done."""
     if process.is_watched.is_set():
         _finish_uploads()
     process.leave_watchdog()
 
 
 def _finish_uploads() -> None:
-    """While the others wait: when they have ended, srun gives this rank a few seconds more, and not at its exit."""
+    """Finish wandb's upload now: once other ranks have ended, srun leaves this one only a few seconds."""
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
         wandb.finish()
 
 
 def is_known(process: Process) -> bool:
-    """Whether the ranks have agreed on what failed first."""
+    """Return whether the ranks have agreed on the first failure."""
     return process.watchdog is not None and process.has_failed.is_set()
 
 
 def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None:
-    """Tell the user of an error, and return the exit code.
+    """Report an error to the user, and return the exit code.
 
     None for a bug in a run of one process: Python prints its traceback.
     """
@@ -51,7 +51,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
         return ExitCode.REFUSED
     has_begun = run.process.steps_have_begun.is_set()
     if (member := run.process.watchdog) is not None:
-        from lightswitch.fault_tolerance.watchdog.member import Member  # takes a while to import, and is by now
+        from lightswitch.fault_tolerance.watchdog.member import Member  # slow to import, and imported by now
 
         assert isinstance(member, Member)
         first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
@@ -63,7 +63,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
         return _tell(first, report)
-    run.process.note_failure(in_words(error))
+    run.process.note_failure(one_line(error))
     classify.add_report(error, first, rank, "outside of the Trainer", report)
     report.log(first.details)
     return None
@@ -72,13 +72,13 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
 def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == ExitCode.REFUSED:
         report.run.process.note_failure(first.line)
-        if telling.once(first.line):
-            report.log_mistake(first.details)
+        if telling.print_once(first.line):
+            report.log_details(first.details)
         return ExitCode.REFUSED
-    crash_report.to_torchrun(first)
-    return report.tell(first)
+    crash_report.write_for_torchrun(first)
+    return report.print_failure(first)
 
 
 def log(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
-    """Write it to the run's log alone."""
-    CrashReport(run).log(Cleaner.of(cfg).cleaned(shown(error)))
+    """Write an error to the run's log only."""
+    CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))

@@ -1,4 +1,4 @@
-"""The way into train.py: from the command line to a composed config, or to a line that says what is wrong with it."""
+"""The entry of train.py: from the command line to a composed config and its RunContext, or to messages about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster import placement
 from lightswitch.config import composition
-from lightswitch.config.hydra_errors import check_flags, of_composition
+from lightswitch.config.hydra_errors import check_flags, problems_of_composition
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
@@ -39,10 +39,10 @@ Main = Callable[[DictConfig, RunContext], None]
 
 
 def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
-    """Decorate a script's main function as `hydra.main` does, with arguments as people type them and errors as people
-    read them, and hand it the context of its run beside the config.
+    """Decorate a script's main function as `hydra.main` does, and pass it the RunContext beside the config.
 
-    What a user can mend ends with exit code 2 and no traceback; a bug keeps its traceback.
+    Arguments need no `+`. A problem that the user can fix ends with exit code 2 and no traceback; a bug keeps
+    its traceback.
     """
 
     def decorate(main: Main) -> Callable[[], None]:
@@ -56,7 +56,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 
 
 class Entry:
-    """The way of one process into a script's main function. A sweep's launcher may send a copy to another machine."""
+    """One process's start of a script's main function. A sweep's launcher may send a copy to another machine."""
 
     def __init__(self, main: Main) -> None:
         self.main = main
@@ -69,13 +69,13 @@ class Entry:
         """Compose the config and run the main function on it, or each job of a sweep.
 
         Raises:
-            SystemExit: it did not come to its end.
+            SystemExit: the run was refused, stopped, or has failed.
         """
         # Threads that wait by spinning slow a run tenfold where it shares its cores; they cost nothing asleep.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
-        self.signals.catch(is_first=False)  # as far as is known
-        gc.disable()  # until all is imported (lightswitch.launch.build): many objects, and little garbage
+        self.signals.catch(is_first=False)  # the rank is not known yet
+        gc.disable()  # until all is imported (launch/build turns it on): many objects, and little garbage
         composition.patch_composition()
         multirun.patch_multirun(self.process)
         try:
@@ -87,36 +87,36 @@ class Entry:
         except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
             if self.is_composed:
                 raise
-            ending.exit_with(of_composition(error))
+            ending.exit_with(problems_of_composition(error))
         finally:
             self.process.release_locks()
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
         environment.check()
-        place = placement.detect()
-        self.signals.catch(is_first=place.rank == 0)
-        resolvers.register(place)
-        if place.launcher == "local" and "LOCAL_RANK" in os.environ:
+        found = placement.detect()
+        self.signals.catch(is_first=found.rank == 0)
+        resolvers.register(found)
+        if found.launcher == "local" and "LOCAL_RANK" in os.environ:
             self.process.follow_parent()
-        sys.argv[1:] = normalised(sys.argv[1:], place.rank)
+        sys.argv[1:] = normalised(sys.argv[1:], found.rank)
         check_flags(sys.argv[1:])
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
 
-        @functools.wraps(self.main)  # by which Hydra finds the script, and conf beside it
+        @functools.wraps(self.main)  # Hydra finds the script by it, and conf/ beside the script
         def composed(cfg: DictConfig) -> float | None:
             return self._run_composed(cfg)
 
         hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(composed)()
 
     def _run_composed(self, cfg: DictConfig) -> float | None:
-        place = placement.detect()  # a cluster's job is another process than the one that has sent it
+        found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             gc.enable()
-            return job.run(self.typed, cfg, place)
+            return job.run(self.typed, cfg, found)
         self.is_composed = True
-        run = RunContext.of(cfg, HydraConfig.get(), place, self.process, self.signals)
+        run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
         if not OmegaConf.is_missing(run.hydra.job, "num"):
-            self.process.failure_file = job.failure_file(run.run_dir, place)
+            self.process.failure_file = job.failure_file(run.run_dir, found)
         try:
             self.main(cfg, run)
             ending.leave_watchdog(run.process)
@@ -132,15 +132,15 @@ class Entry:
 
 
 def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
-    stopped = None if ending.is_known(run.process) else _stop_cause(error, run)  # launchers end the ranks left over
+    stopped = None if ending.is_known(run.process) else _stop_cause(error, run)  # launchers end the remaining ranks
     if stopped is not None:
         ending.log(error, cfg, run)
         _stop(stopped, cfg, run)
     code = ending.answer(error, cfg, run)
-    signals.ignore()  # of the ranks' launcher, which ends those that are left when one has ended
+    signals.ignore()  # of the launcher, which ends the remaining ranks when one has ended
     run.process.end_ranks()
     run.process.release_locks()
-    claim.remove_if_empty(run.run_dir)  # Hydra makes it at once
+    claim.remove_if_empty(run.run_dir)  # Hydra has made it before all checks
     if code is not None:
         raise SystemExit(code) from None
     if isinstance(error, Exception):
@@ -149,7 +149,7 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
 
 
 def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
-    """What an error comes of, where this process or one that Python started for it was asked to end."""
+    """Return the signal behind an error, received by this process or a rank that it spawned; None without one."""
     if run.signals.received is not None:
         return Stopped(run.signals.received)
     return stopped_with(error.exit_code) if isinstance(error, RanksFailed) else None
@@ -160,5 +160,5 @@ def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
     run.process.end_ranks()
     if run.is_first:
         log.info("stopped    by %s", stopped.by.name)
-        log.info("go on      %s", commands.again(cfg, run.placement))
+        log.info("go on      %s", commands.repeat(cfg, run.placement))
     raise stopped from None

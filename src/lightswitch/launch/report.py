@@ -1,4 +1,4 @@
-"""What a run says of itself at its beginning and its end."""
+"""The lines that a run logs at its start and its end, and the results that it leaves."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 @rank_zero_only
 def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
+    """Log strategy, batch, run directory and the checkpoint that the run starts from."""
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     log.info(
         "strategy   %s, precision %s, %d node%s × %d %s",
@@ -44,6 +45,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
 
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
+    """Write results.json and ended.json, and log the metrics and the commands to type next."""
     results.write(run.run_dir, metrics)
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
@@ -54,12 +56,12 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     for what, text in _told(run, go_on).items():
         log.info("%-10s %s", what, text)
     if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
-        # the counters of processes that were spawned have ended with them
+        # the counters of spawned ranks ended with them, so the checkpoint's step counts
         finished.keep(cfg, run.run_dir, position.global_step if position else trainer.global_step, go_on)
 
 
 def _told(run: RunContext, go_on: str | None) -> dict[str, str]:
-    """Where everything is, and what to type next."""
+    """Return what to log at the end, by its label: paths, and commands to type next."""
     run_dir = run.run_dir
     if run.mode == "predict":
         return {"written": shown(run_dir / "predictions")}

@@ -1,4 +1,4 @@
-"""Values in conf/ that are known only when a run starts: `${new_run_id:}` and the like."""
+"""OmegaConf resolvers for values in conf/ that are known only when a run starts, such as `${new_run_id:}`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lightswitch.errors import RefusedRequest
 from lightswitch.runs.run_id import new_run_id
 
 
-def register(place: Placement) -> None:
-    """Make them known to OmegaConf, for a process that was started as ``place`` tells."""
+def register(placement: Placement) -> None:
+    """Register the resolvers, for a process with this placement."""
     run_id = functools.cache(lambda: new_run_id())  # one for the process: a config is resolved more than once
     resolvers: dict[str, Callable[..., object]] = {
         "new_run_id": lambda: run_id(),
         "run_name": _run_name,
-        "launched_devices": lambda: place.devices_per_node or 1,
-        "launched_nodes": lambda: place.nodes,
+        "launched_devices": lambda: placement.devices_per_node or 1,
+        "launched_nodes": lambda: placement.nodes,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _run_name(*, _root_: DictConfig) -> str:
-    """The model's choice, or its class where it was named on the command line."""
-    hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # a sweep names its directory before it has jobs
+    """Return the choice of model, or its class if the command line named one."""
+    hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # while a sweep names its directory
     choice = hydra.runtime.choices.get("model")
     if choice is None and "model" not in _root_:
-        told = "model: the config has no such key, and the engine reads it; give it back to config.yaml"
+        told = "model: the config has no such key, and the engine reads it; add it to config.yaml"
         raise RefusedRequest([told])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
-    return named.replace("/", "_")  # of a choice in a folder of its own
+    return named.replace("/", "_")  # of a choice in a subfolder

@@ -1,4 +1,4 @@
-"""fit, test, validate, predict: what each runs on, and the metrics that come of it."""
+"""The stages fit, test, validate and predict, each of which returns its metrics."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def fit(
     trainer: Trainer,
     checkpoint: Path | None,
 ) -> Metrics:
+    """Train, from a checkpoint if there is one.
+
+    Raises:
+        Refused: the strategy would unpickle the checkpoint.
+    """
     _refuse_to_unpickle(trainer, checkpoint)
     with run.signals.forwarded_by(trainer.strategy.launcher):
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -33,7 +38,7 @@ def fit(
 
 
 def test_best(run: RunContext, model: LightningModule, data: LightningDataModule | None, trainer: Trainer) -> Metrics:
-    """Test the best checkpoint by the monitored metric, or the last weights where nothing was monitored."""
+    """Test the best checkpoint by the monitored metric, or the last weights if nothing was monitored."""
     if trainer.interrupted or not (_has(model, "test_step") and (_has(data, "test_dataloader"))):
         return {}
     best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
@@ -51,6 +56,11 @@ def evaluate(
     trainer: Trainer,
     checkpoint: Path | None,
 ) -> Metrics:
+    """Validate, test or predict, as the run's mode says, with the weights of a checkpoint.
+
+    Raises:
+        Refused: the strategy would unpickle the checkpoint.
+    """
     _refuse_to_unpickle(trainer, checkpoint)
     read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
     with run.signals.forwarded_by(trainer.strategy.launcher):
@@ -63,10 +73,10 @@ def evaluate(
 
 
 def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
-    """A strategy from elsewhere reads one file as data, and a directory with all that it names.
+    """Refuse a checkpoint directory for a strategy that is not the engine's, which may unpickle what is in it.
 
     Raises:
-        Refused: it would read a directory; Lightning takes one of its own accord where Slurm has asked for it.
+        Refused: the checkpoint is a directory, given or found by Lightning itself after a Slurm requeue.
     """
     if isinstance(trainer.strategy, PortableCheckpoints):
         return

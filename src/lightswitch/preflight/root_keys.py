@@ -44,7 +44,7 @@ def missing(cfg: DictConfig) -> Iterator[str]:
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
         if above is not None and name not in _raw_keys(above):
-            yield f"{key}: the config has no such key, and the engine reads it; give it back to config.yaml"
+            yield f"{key}: the config has no such key, and the engine reads it; add it to config.yaml"
 
 
 def _raw_keys(node: Any) -> list[Any]:

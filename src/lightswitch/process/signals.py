@@ -1,8 +1,8 @@
-"""Signals that ask a run to end: noted at any moment, obeyed where the run can end.
+"""Signals that ask a run to end: noted at any moment, and obeyed when the run can end.
 
-Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT. None
-of them is acted on inside its handler: before and after training a run has nothing to lose and ends at once; while it
-trains, they wait for the end of an optimizer step (lightswitch.fault_tolerance.preemption).
+Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT.
+Before and after training a run has nothing to lose, and ends at once; while it trains, signals wait for the end of an
+optimizer step (lightswitch.fault_tolerance.preemption).
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from typing import Any
 from lightswitch.errors import Stopped
 from lightswitch.process.state import Process
 
-REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # what schedulers send ahead of a limit
+REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
 CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
 _PATIENCE_SECONDS = 5  # for a process to end by itself
 _WORKER_SECONDS = 120  # that a loader worker outlives a SIGTERM: its rank reads on until the step is over
 
 
 def ignore() -> None:
-    """Ignore what comes from now on: it comes too late, and the exit code stays what it is."""
+    """Ignore signals from now on: they come too late to change the exit code."""
     if threading.current_thread() is threading.main_thread():
         for number in CAUGHT:
             signal.signal(number, signal.SIG_IGN)
 
 
 def stopped_with(exit_code: int | None) -> Stopped | None:
-    """Return which signal a process that ended with this code had obeyed, as `Stopped`; None for any other code."""
+    """Return the `Stopped` of a process that a signal has ended with this exit code; None for any other code."""
     return next((stopped for stopped in map(Stopped, CAUGHT[2:]) if stopped.exit_code == exit_code), None)
 
 
 class Signals:
-    """What this process has heard, made once in it. A copy that reaches another process has heard nothing there.
+    """The signals that one process has received. A copy that reaches another process is empty there.
 
     Attributes:
         received: the first signal that asked this process to end.
-        is_first: this is rank 0, which tells of an end at once for all.
+        is_first: whether this is rank 0, which reports for all ranks that a signal has ended them.
     """
 
     def __init__(self, process: Process) -> None:
@@ -60,7 +60,7 @@ class Signals:
         return Signals, (self.process,)
 
     def catch(self, is_first: bool) -> None:
-        """Listen from now on in this process, in its main thread. A second time it only takes its argument.
+        """Handle signals from now on; call it in the main thread. A second call only sets `is_first`.
 
         Args:
             is_first: see `Signals`.
@@ -72,20 +72,20 @@ class Signals:
             os.register_at_fork(after_in_child=self._in_forked_child)
         self._pid = os.getpid()
         for number in CAUGHT:
-            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # a shell's job in the background
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as in a shell's background job
                 signal.signal(number, self._note)
         self._listen()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)  # job scripts block them: until here, they would kill
 
     def defer(self) -> None:
-        """Let a signal wait until somebody looks at `received`."""
+        """Let signals wait until a caller reads `received`."""
         self._is_deferred = True
 
     def obey(self) -> None:
-        """Let a signal end the process at once, also one that was deferred.
+        """Let signals end the process at once again, also one that was deferred.
 
         Raises:
-            Stopped: there is one.
+            Stopped: a signal has been received.
         """
         self._is_deferred = False
         if self.received is not None:
@@ -93,7 +93,7 @@ class Signals:
 
     @contextmanager
     def forwarded_by(self, launcher: object) -> Iterator[None]:
-        """Send signals on to the ranks meanwhile, where Python starts them and this process waits for them."""
+        """Pass signals on to the ranks meanwhile, if Python has spawned them and this process only waits for them."""
         self._is_forwarded = any(kind.__name__ == "_MultiProcessingLauncher" for kind in type(launcher).__mro__)
         try:
             yield
@@ -114,7 +114,7 @@ class Signals:
             raise Stopped(self.received)
 
     def _listen(self) -> None:
-        """A thread hears of signals also while the main thread waits in C, where no handler runs."""
+        """Start a thread that learns of signals while the main thread is in C code, where no handler runs."""
         heard, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -143,7 +143,7 @@ class Signals:
 
 
 def _read_on(number: int, frame: FrameType | None) -> None:
-    """Of a loader's worker: schedulers signal every process of a job, and its rank has a step to end."""
+    """Let a loader worker read on after SIGTERM: schedulers signal all processes, and its rank has a step to finish."""
     data = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:
         signal.alarm(_WORKER_SECONDS)

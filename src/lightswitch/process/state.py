@@ -1,4 +1,4 @@
-"""What changes in a process while it runs, in one object that is handed down."""
+"""The state of a process that changes while it runs, in one object that is passed down."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they kno
 _GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
 
 
-class Watchdog(Protocol):
-    """This process's part in the watch of the ranks over one another."""
+class WatchdogMember(Protocol):
+    """This process's connection to the watchdog over the ranks."""
 
     def leave(self) -> None:
-        """End it with all ranks, once the run is done."""
+        """End the watchdog with all ranks, once the run is done."""
 
     def withdraw(self) -> None:
-        """End it alone: that ranks end is no failure from now on."""
+        """Leave the watchdog without waiting: that this rank ends is no failure."""
 
 
 class Lock(Protocol):
@@ -36,7 +36,7 @@ class Lock(Protocol):
     descriptor: int
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Release the lock; a second time does nothing."""
 
 
 class Process:
@@ -44,18 +44,18 @@ class Process:
 
     Attributes:
         ranks: processes that this one has started; it is then rank 0 of its node.
-        watchdog: where the ranks watch one another, and `is_watched` is set.
-        has_failed: the run has, as all ranks know; each ends with the exit code of that failure.
-        steps_have_begun: of this process's run; from then on, no error is a mistake in what was asked.
-        refusal: why this start may not write its run directory; the ranks are told when they meet.
-        locks: what this process holds of run directories, given back at its end.
-        crash_folder: of the crash report of this start, on which the ranks agree when they meet.
-        failure_file: where the sweep that has started this run looks for what it failed of; None in any other run.
+        watchdog: the connection to it, once the ranks form a group; `is_watched` is set then.
+        has_failed: set once the run has failed, and all ranks know how; each ends with that exit code.
+        steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
+        refusal: why this start may not write its run directory; the other ranks learn it when they connect.
+        locks: on run directories, released when this process ends.
+        crash_folder: of this start's crash report, the same in all ranks once they have connected.
+        failure_file: where the sweep that has started this run reads its failure; None in any other run.
     """
 
     def __init__(self) -> None:
         self.ranks: list[subprocess.Popen[bytes]] = []
-        self.watchdog: Watchdog | None = None
+        self.watchdog: WatchdogMember | None = None
         self.is_watched = threading.Event()
         self.has_failed = threading.Event()
         self.steps_have_begun = threading.Event()
@@ -71,13 +71,13 @@ class Process:
         Process.__init__(self)
         self.__dict__.update(state)
 
-    def join_watchdog(self, watchdog: Watchdog) -> None:
-        """Have it watch this process from now on."""
+    def join_watchdog(self, watchdog: WatchdogMember) -> None:
+        """Keep the connection to the watchdog, which watches this process from now on."""
         self.watchdog = watchdog
         self.is_watched.set()
 
     def leave_watchdog(self) -> None:
-        """Wait for all ranks, where they watch one another, and end that: the run is done.
+        """Wait for all ranks, if there is a watchdog, and end it: the run is done.
 
         Raises:
             Ended: the run has failed.
@@ -87,7 +87,7 @@ class Process:
         self._forget_watchdog()
 
     def withdraw_from_watchdog(self) -> None:
-        """End the watch for this rank without waiting: the run was asked to stop."""
+        """Leave the watchdog without waiting for other ranks: the run was asked to stop."""
         if self.watchdog is not None and not self.has_failed.is_set():
             self.watchdog.withdraw()
             self._forget_watchdog()
@@ -97,13 +97,13 @@ class Process:
         self.is_watched.clear()
 
     def note_failure(self, line: str) -> None:
-        """Leave a sweep what its job failed of; of several failures the first."""
+        """Write the run's first failure to the file that its sweep reads."""
         if self.failure_file is not None:
             with contextlib.suppress(OSError), self.failure_file.open("x") as file:
                 file.write(line)
 
     def release_locks(self) -> None:
-        """Give back what this process holds."""
+        """Release the locks on run directories."""
         while self.locks:
             self.locks.pop().release()
 
@@ -136,23 +136,23 @@ class Process:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         children = [child.pid for child in psutil.Process().children(recursive=True)]
-        for pid in children:  # at once: of loader workers that are gone, torch tells in the main thread
+        for pid in children:  # all at once, or torch reports dead loader workers in the main thread
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.release_locks()
         os._exit(code)
 
     def follow_parent(self) -> None:
-        """End this rank when the process that started it has ended, until the ranks watch one another.
+        """End this rank when its parent has ended, until the watchdog does that.
 
-        It would wait for that one for half an hour.
+        The rank would wait for its parent for half an hour.
         """
         parent = os.getppid()
 
         def follow() -> None:
             while not self.is_watched.wait(1):
                 if os.getppid() != parent:
-                    if os.environ["LOCAL_RANK"] == "1":  # one line for all
+                    if os.environ["LOCAL_RANK"] == "1":  # one line for all ranks
                         line = f"rank 0 failed: process {parent} was killed before it trained"
                         print(line, file=sys.stderr, flush=True)
                     self.leave_now(ExitCode.FAILED)
@@ -160,7 +160,7 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """End this rank, which Python started, when the process that started it has ended.
+        """End this rank, which Python has spawned, when its parent has ended.
 
         torch sends it SIGINT then, and a job in the background ignores that.
         """

@@ -1,4 +1,4 @@
-"""What a run that goes on has otherwise than when it was started before. Imports no torch."""
+"""Differences between a resumed run's config and that of its last start. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch.errors import listed
 from lightswitch.runs import saved
 
-_SHOWN = 3  # of many
 _ABSENT = object()
-_NO_HYPERPARAMETERS = (  # where a run goes on and what it tells, not what is trained
+_NO_HYPERPARAMETERS = (  # which run it is and what it logs, not what is trained
     *("name", "run_id", "mode", "resume", "init_from", "ckpt_path", "objective", "meet_timeout_seconds"),
     *("cluster", "callbacks", "logger", "watch"),
 )
 
 
 def since(run_dir: Path, cfg: DictConfig) -> str:
-    """`optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`; empty where nothing differs, or can't be told."""
-    before = saved.yaml(run_dir / "config.yaml")
+    """Return the differences, as in `optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`.
+
+    The text is empty if nothing differs, or the earlier config can't be read.
+    """
+    before = saved.read_yaml(run_dir / "config.yaml")
     if not isinstance(before, dict) or not before:
         return ""
     now: Any = OmegaConf.to_container(cfg)
     told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
-    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # how it is run comes last
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return ", ".join(told[:_SHOWN]) + more
+    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # how the run is executed comes last
+    return listed(told)
 
 
 def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
@@ -36,7 +38,7 @@ def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[
 
 
 def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
-    """Of what was said in one place: a value that refers to another follows it."""
+    """Yield the differences below one key, except interpolations, which follow the values that they refer to."""
     if isinstance(now, str) and "${" in now:
         return
     if isinstance(before, dict) and isinstance(now, dict):

@@ -1,4 +1,4 @@
-"""The claim of a run's first process on the run directory: one start of one run writes there at a time."""
+"""The lock that a run's first process holds on the run directory, so that no other start writes there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ def take(cfg: DictConfig, run: RunContext) -> None:
     """Hold the run directory until this process ends.
 
     Raises:
-        Refused: another start writes there. Where a launcher has started several ranks, all are told when they meet.
+        Refused: another start writes there. With several ranks, the refusal is kept until the processes connect.
     """
-    place = run.placement
-    if not run.is_first or (cfg.get("cluster") or {}).get("node_rank"):  # by hand, each node has a process of its own
+    if not run.is_first or (cfg.get("cluster") or {}).get("node_rank"):  # with cluster=manual, each node has a first
         return
     try:
         take_folder(run.run_dir, run.process)
     except Refused as refusal:
-        if place.nodes * (place.devices_per_node or 1) == 1:
+        if run.placement.nodes * (run.placement.devices_per_node or 1) == 1:
             raise
         run.process.refusal = str(refusal)
 
@@ -50,18 +49,18 @@ def take_folder(folder: Path, process: Process) -> None:
 
 
 def for_child(process: Process) -> Any:
-    """Return the lock in a form that a process being spawned takes along; None where no process is being spawned.
+    """Return the lock in a form that a spawned process inherits; None if no process is being spawned.
 
-    Should this process be killed, the lock stays until that one ends.
+    If this process is killed, the lock lasts until that one ends.
     """
     return DupFd(process.locks[0].descriptor) if process.locks and get_spawning_popen() is not None else None
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove it with those above it, up to the working directory, as far as they are empty.
+    """Remove a folder and those above it, up to the working directory, as far as they are empty.
 
-    Each process of a launcher is here at about the same time.
+    Several processes of a launcher may do so at the same time.
     """
     for path in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, (folder, *folder.parents)):
-        with contextlib.suppress(OSError):  # it is an earlier run's, or there are other runs in it
+        with contextlib.suppress(OSError):  # it holds an earlier run, or other runs
             path.rmdir()

@@ -1,4 +1,4 @@
-"""A run that has ended, as its directory tells: started again, it does nothing. Imports no torch."""
+"""The mark of a finished run in its directory: started again, the run does nothing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _FILE = "ended.json"
 
 
 def before(cfg: DictConfig, run: RunContext) -> bool:
-    """Whether fit and test have ended already, under limits that these do not exceed: every process finds the same."""
+    """Return whether fit and test have ended already under limits at least as high as this start's.
+
+    Every process of the run finds the same.
+    """
     if cfg.mode != "fit" or cfg.resume != "auto":
         return False
     ended = _read(run)
@@ -37,6 +40,11 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
 
 
 def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
+    """Write the mark of a finished run, with the limits that it has reached.
+
+    Args:
+        go_on: the command that continues the run under higher limits.
+    """
     file = run_dir / _FILE
     beside = file.with_suffix(".partial")
     beside.write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
@@ -44,19 +52,20 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
 
 
 def forget(run_dir: Path) -> None:
-    if (run_dir / _FILE).is_dir():  # it told nothing, and stays, as it may hold something
+    """Remove the mark: the run goes on."""
+    if (run_dir / _FILE).is_dir():  # a directory is no mark, and may hold something of the user's
         set_aside(run_dir / _FILE)
     (run_dir / _FILE).unlink(missing_ok=True)
 
 
 def _read(run: RunContext) -> dict[str, Any] | None:
-    """None where there is none, or a faster rank, which goes on, has just removed it; or where it is harmed."""
+    """Return the mark; None if there is none, a faster rank has just removed it, or it is damaged."""
     file = run.run_dir / _FILE
     try:
         ended = json.loads(file.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):  # it is empty, or cut short, or no text, or no file
+    except (OSError, ValueError, RecursionError):  # empty, cut short, no text, or no file
         ended = None
     if not _is_whole(ended):
         if run.is_first:

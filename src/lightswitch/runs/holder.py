@@ -1,4 +1,4 @@
-"""A process that holds a lock: told apart from every other, on any machine, and known to live or not."""
+"""The process that holds a lock: its identity across machines, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Holder:
-    """
+    """A process as a lock file names it.
+
     Args:
-        started: by the kernel's clock, since a process id is used again.
-        boot: of the machine, another one after each start of it.
-        namespace: in which the process id counts; containers have one each.
-        since: for people.
-        starts: of a launcher's job that starts its processes again, how often it has.
+        started: its start time on the kernel's clock, as process ids are reused.
+        boot: the id of the machine's boot, new after each.
+        namespace: the process id's namespace; each container has its own.
+        since: the time of the lock, for people to read.
+        directory: the run directory when it was locked.
+        inode: of the lock file.
+        starts: for each job whose launcher restarts its processes, the number of restarts so far.
     """
 
     host: str
@@ -36,30 +39,35 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def lives(self, here: Holder) -> bool | None:
-        """None where that is not to be seen from here."""
+        """Return whether the process is alive; None if this process can't know, as on another machine.
+
+        Args:
+            here: this process.
+        """
         if (self.boot, self.namespace) != (here.boot, here.namespace):
             return None
         started = _start_time(self.pid)
         return None if started is None and _is_hidden(self.pid) else started == self.started
 
     def is_over_by(self, here: Holder) -> bool:
-        """A job that was started again has ended the processes that it had before, on whichever node."""
+        """Return whether the holder's job has been restarted since, which ends all processes of earlier starts."""
         return any(count > self.starts[job] for job, count in here.starts.items() if job in self.starts)
 
     def holds(self, here: Holder) -> bool:
-        """Not where the directory was copied, lock and all."""
+        """Return whether the lock is of this directory, and not copied with another."""
         return self.directory == here.directory or self.inode == here.inode
 
 
-def parsed(text: str) -> Holder | None:
-    """None of a file that was cut short: its holder can't be told, and its flock tells enough."""
+def parse(text: str) -> Holder | None:
+    """Read a lock file's text; None if it is cut short: then the file's flock has to tell."""
     try:
         return Holder(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
 
-def here(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:
+def this_process(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:
+    """Return this process as the holder of a lock file, which it has opened as ``descriptor``."""
     pid = os.getpid()
     return Holder(
         host=platform.node(),
@@ -75,7 +83,7 @@ def here(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:
 
 
 def starts_of(environ: Mapping[str, str]) -> dict[str, int]:
-    """Slurm numbers the starts of a job, and torchrun those of its processes, whose store stays where it is."""
+    """Return how often Slurm has restarted this job, and torchrun its processes, by the job's name."""
     found = {}
     if "SLURM_JOB_ID" in environ:
         found[f"Slurm job {environ['SLURM_JOB_ID']}"] = environ.get("SLURM_RESTART_COUNT", "0")
@@ -86,7 +94,7 @@ def starts_of(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def _start_time(pid: int) -> str | None:
-    """None of a process that is not there, or has ended and waits for its parent to look."""
+    """Return the start time of a process; None if it does not exist, or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -95,7 +103,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """It is another user's, where /proc shows each user their own processes alone."""
+    """Return whether a process exists that /proc hides, as another user's."""
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -104,8 +112,8 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _start_time_elsewhere(pid: int) -> str | None:
-    """On systems without /proc."""
-    import psutil  # here alone: it takes its time to import
+    """Return the start time of a process on systems without /proc."""
+    import psutil  # only here: it is slow to import
 
     try:
         return str(psutil.Process(pid).create_time())

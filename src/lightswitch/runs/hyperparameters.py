@@ -1,4 +1,4 @@
-"""What a module keeps of its arguments, on its way into files."""
+"""Removal of values that came from the environment from the hyperparameters that are written to files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightswitch.config.confidential import Cleaner
 
 
 class CleanHyperparameters(Callback):
-    """Has loggers and checkpoints write an interpolation for each argument that came from the environment.
+    """Write an interpolation for each argument that came from the environment, in loggers and checkpoints.
 
-    In the module itself the values stay.
+    The module itself keeps the values.
     """
 
     def __init__(self, cfg: DictConfig) -> None:

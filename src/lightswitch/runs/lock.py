@@ -1,8 +1,8 @@
-"""Who writes a run directory: one start of one run at a time, on whatever machine.
+"""The lock of a run directory: one start of one run writes there at a time, on any machine.
 
-The lock is a file in the directory. It names its holder, which keeps it locked (flock) while it lives. The kernel ends
-the flock of a process that dies, and sees all processes of its machine, those in containers, too. A file system that
-several machines share need not pass an flock on: there the holder's heartbeat tells, as it touches the file.
+The lock is a file in the directory that names its holder, which keeps it locked (flock) while it lives. The kernel
+releases the flock of a process that dies, in containers as well. A shared file system need not pass an flock on to
+other machines: there the holder's heartbeat counts, by which it touches the file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 FILE = ".lock"
 _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # without a heartbeat, a holder on another machine is dead
-_SETTLE_SECONDS = 2.0  # after which two that took it at once, where flock is not handed on, know which one has it
-_PATIENCE_SECONDS = 30.0  # for what a dead holder has forked: a rank that ends its step, a loader's worker
+_SETTLE_SECONDS = 2.0  # without flock, two processes that took it at once know after this time which one has it
+_PATIENCE_SECONDS = 30.0  # for children of a dead holder: a rank that finishes its step, a loader worker
 _POLL_SECONDS = 0.1
 
 
 class Lock:
-    """Held from `take` to `release`, or to the end of the process and of those it has forked."""
+    """A lock, held from `take` to `release`, or until the process and all that it has forked have ended."""
 
     def __init__(self, path: Path, descriptor: int, text: str, on_lost: Callable[[str], None]) -> None:
         self.path = path
@@ -46,32 +46,34 @@ class Lock:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        if self._released.is_set() or self._pid != os.getpid():  # a process that was forked is not the holder
+        """Release the lock; a second time, and in a forked process, this does nothing."""
+        if self._released.is_set() or self._pid != os.getpid():  # a forked process is not the holder
             return
         self._released.set()
         with contextlib.suppress(OSError):
             if self.path.read_text() == self._text:
                 self.path.unlink()
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for what this process has forked
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for forked processes
         os.close(self.descriptor)
 
     def _beat(self) -> None:
-        """A process that stood still may have been taken for dead: then another has the directory by now."""
+        """Touch the lock file, until another process has it: one that was suspended may have been taken for dead."""
         pause_seconds = _SETTLE_SECONDS
         while not self._released.wait(pause_seconds):
             pause_seconds = _BEAT_SECONDS
             with contextlib.suppress(OSError):  # a file system that is away for a while
                 text = self.path.read_text()
-                if text != self._text and (other := holder.parsed(text)) is not None:
+                if text != self._text and (other := holder.parse(text)) is not None:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
                 os.utime(self.path)
 
 
 def take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Lock:
-    """
+    """Take the lock of a directory, and wait for what remains of a dead holder.
+
     Args:
-        on_lost: called with a line, beside the main thread, once another process has the lock.
+        on_lost: called with a line, in another thread, if another process takes the lock over.
 
     Raises:
         Refused: another process has the lock, or the file can't be written.
@@ -89,8 +91,8 @@ def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, s
         with contextlib.ExitStack() as closing:
             descriptor = _opened(path)
             closing.callback(os.close, descriptor)
-            is_free, here = _flock(descriptor), holder.here(run_dir, descriptor, environ)
-            other = holder.parsed(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
+            is_free, here = _flock(descriptor), holder.this_process(run_dir, descriptor, environ)
+            other = holder.parse(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
             if other is not None and not other.holds(here):
                 other = None
             verdict = _verdict(other, here, is_free, path)
@@ -99,14 +101,14 @@ def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, s
                 log.info("waiting    for what is left of %s", other)
             if verdict == "lives" or (verdict == "wait" and time.monotonic() > end):
                 raise Refused(_refusal(run_dir, other, waited=verdict == "wait"))
-            if not _is_at(descriptor, path):  # it was removed meanwhile, by the holder's end or in the next lines
+            if not _is_at(descriptor, path):  # it was removed meanwhile, by its holder or by the lines below
                 continue
             if verdict == "dead" and is_free is not False:
                 text = _write(path, descriptor, here)
                 closing.pop_all()
                 return Lock(path, descriptor, text, on_lost)
             if verdict == "dead":
-                # the server keeps the lock of a machine that is gone; or another start is just taking it: look again
+                # a server keeps the flock of a machine that is gone, or another start is just taking it: look again
                 silences += 1
                 if silences > 1:
                     path.unlink(missing_ok=True)
@@ -114,12 +116,12 @@ def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, s
 
 
 def _verdict(other: Holder | None, here: Holder, is_free: bool | None, path: Path) -> str:
-    """Whether the holder lives, is dead, or may be known soon ("wait").
+    """Return whether the holder "lives", is "dead", or will be known soon ("wait").
 
     Args:
-        is_free: the flock; None where the file system has none.
+        is_free: whether the flock is free; None if the file system has none.
     """
-    if other is None:  # nobody's; or its holder is about to write it
+    if other is None:  # unlocked; or its holder is about to write it
         return "wait" if is_free is False else "dead"
     lives = other.lives(here)
     if lives:
@@ -135,7 +137,7 @@ def _verdict(other: Holder | None, here: Holder, is_free: bool | None, path: Pat
 
 
 def _refusal(run_dir: Path, other: Holder | None, waited: bool) -> str:
-    who = str(other) if other is not None else "a process that does not say which it is"
+    who = str(other) if other is not None else "an unknown process"
     still = "what is left of " if waited and other is not None else ""
     return (
         f"{_shown(run_dir)} is being written by {still}{who}; wait until it has ended, or give this run another run_id"
@@ -143,7 +145,7 @@ def _refusal(run_dir: Path, other: Holder | None, waited: bool) -> str:
 
 
 def _is_silent(path: Path, other: Holder) -> bool:
-    """Wait until a heartbeat comes, or has not come for too long. By the file system's clock, the same for all."""
+    """Wait for a heartbeat, and return whether none came in time, by the file system's clock, the same for all."""
     try:
         beat, start = _beat_of(path), time.monotonic()
         with tempfile.TemporaryFile(dir=path.parent) as now:
@@ -160,7 +162,7 @@ def _is_silent(path: Path, other: Holder) -> bool:
 
 
 def _beat_of(path: Path) -> float:
-    """Opened anew each time: NFS asks the server then, and not what it remembers."""
+    """Return the time of the last heartbeat. Opening the file makes NFS ask the server, not its cache."""
     with path.open() as file:
         return os.fstat(file.fileno()).st_mtime
 
@@ -168,7 +170,7 @@ def _beat_of(path: Path) -> float:
 def _opened(path: Path) -> int:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another start was refused, and has removed an empty directory
+        with contextlib.suppress(FileNotFoundError):  # another start, refused, has removed the empty directory
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 

@@ -1,4 +1,4 @@
-"""train.log: written from the time on that a run goes on, and until then kept in memory."""
+"""The handler of train.log, which keeps lines in memory until the run has begun to train or evaluate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class RunLog(logging.FileHandler):
-    """Opens its file when the run goes on: a start that is refused adds nothing to an earlier log."""
+    """A file handler that writes once the run has begun: a start that is refused adds nothing to an earlier log."""
 
     def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
         super().__init__(filename, mode, encoding, delay=True)
@@ -35,12 +35,12 @@ class RunLog(logging.FileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Of a disk that is full the log says nothing: the terminal has the same lines."""
+        """Ignore errors of the disk, such as a full one: the terminal has the same lines."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def hold(self, lines: list[str]) -> None:
-        """Before those of this process."""
+        """Keep lines of an earlier process, to be written before this one's."""
         self._held = [*lines, *self.held]
 
     def begin(self) -> None:
@@ -54,32 +54,36 @@ class RunLog(logging.FileHandler):
                     self.flush()
 
     def follow(self) -> None:
-        """Go on behind what a process that this one has started wrote: it was given what is held back here."""
+        """Drop the held lines if a process that this one has spawned has written them, and write at once."""
         if self._held is not None and _size(self.baseFilename) != self._size_before:
             self._held = None
 
 
 def has_begun() -> bool:
-    """In this process: the run goes on, and its log is written at once."""
+    """Return whether this process writes its log at once, as the run has begun."""
     return any(handler.has_begun for handler in _handlers())
 
 
 def hold(lines: list[str]) -> None:
+    """Call `RunLog.hold` of this process's handlers."""
     for handler in _handlers():
         handler.hold(lines)
 
 
 def begin() -> None:
+    """Call `RunLog.begin` of this process's handlers."""
     for handler in _handlers():
         handler.begin()
 
 
 def follow() -> None:
+    """Call `RunLog.follow` of this process's handlers."""
     for handler in _handlers():
         handler.follow()
 
 
 def held() -> list[str]:
+    """Return the lines that this process's handlers hold back."""
     return [line for handler in _handlers() for line in handler.held]
 
 

@@ -1,4 +1,4 @@
-"""What `mode=predict` leaves behind."""
+"""The files of predictions that `mode=predict` writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
+    """Write each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
 
     Ranks hold contiguous shares: their files, in the order of ranks, are in the order of the data set.
     """

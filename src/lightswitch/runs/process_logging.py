@@ -1,4 +1,4 @@
-"""The run's logging in every process of it, without Lightning's own notes where train.py says the same, shorter."""
+"""The run's logging in each of its processes, without warnings of libraries that tell the user nothing to do."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning.pytorch import Callback
 
 from lightswitch.runs import log as run_log
 
-_NOT_SO = (
-    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates; nothing a user can mend
+_SILENCED = (
+    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates; the user can't change it
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    # said to every run that srun did not start, on any machine where Slurm is installed
+    # warned in every run that srun did not start, on any machine with Slurm
     r"The `srun` command is available on your system but is not used",
     # a guess from the number of cores; data in memory is fastest without workers
     r"The '.*dataloader' does not have many workers",
     # position is a function of samples consumed: lightswitch.batches resumes it exactly
     r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
-    # the run directory is meant to be written again when a run is resumed
+    # a resumed run writes to its directory again
     r"Checkpoint directory .* exists and is not empty",
-    # a run that goes on from another one's checkpoint finds the best of its own directory
+    # a run that resumes another one's checkpoint finds the best in its own directory
     r"The dirpath has changed from .* therefore `best_model_score`",
     # an epoch may be shorter than a logging interval: steps are counted over the whole run
     r"The number of training batches .* is smaller than the logging interval",
@@ -34,16 +34,15 @@ _NOT_SO = (
 
 
 class ProcessLogging(Callback):
-    """Set up where it is made, and again in a process that Python spawned, which starts with none: there, callbacks
-    are unpickled before anything else is done.
+    """Set up logging where the callback is made, and again in spawned processes, which unpickle callbacks first.
 
     Args:
-        config: of `logging.config.dictConfig`.
+        config: for `logging.config.dictConfig`.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
-        self._held: list[str] = []  # of train.log, by the process that spawned this one
+        self._held: list[str] = []  # lines of train.log, from the process that spawned this one
         _quiet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,11 +56,11 @@ class ProcessLogging(Callback):
 
 
 def _quiet() -> None:
-    """Lightning sets up handlers of its own when it is imported, beside the root's: each line would come twice."""
+    """Remove the handlers that Lightning sets up when imported, which would print each line twice; ignore warnings."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.setLevel(logging.WARNING)
         logger.propagate = True
-    for message in _NOT_SO:
+    for message in _SILENCED:
         warnings.filterwarnings("ignore", message=message)

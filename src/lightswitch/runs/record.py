@@ -1,4 +1,4 @@
-"""What is needed to repeat a run, kept beside its results."""
+"""The record of a run, kept beside its results: all that is needed to repeat it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in
 
 
 class RunRecord(Callback):
-    """Writes ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+    """Write ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
 
-    What the config takes from the environment stays an interpolation in all of them.
+    Values that the config takes from the environment stay interpolations in all of them.
 
-    Made where Hydra is, and written where the run is, which may be a process that Python spawned, once the run goes on:
-    its checkpoint fits, on all ranks. Until then an earlier run's files stay as they were. So train.log waits, too, and
-    the loggers, which would open their files before a checkpoint is read.
+    The texts are made in the process that Hydra runs in, and written by rank 0, which Python may have spawned, once the
+    run begins, as its checkpoint fits on all ranks. Until then the files of an earlier run are unchanged, so train.log
+    and the loggers, which would open their files before a checkpoint is read, wait as well.
     """
 
     def __init__(self, cfg: DictConfig, run: RunContext) -> None:
@@ -57,15 +57,16 @@ class RunRecord(Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._lock is not None:
-            self._lock = self._lock.detach()  # of the run directory, for as long as this process lives
+            self._lock = self._lock.detach()  # hold the run directory while this process lives
 
     def hold_loggers(self, trainer: Trainer) -> None:
+        """Take the loggers from the Trainer until `setup`, so that it does not open them."""
         self._loggers, self._logs_hyperparameters = trainer.loggers, trainer.enable_autolog_hparams
         patches.replace(trainer, "loggers", [])
         patches.replace(trainer, "enable_autolog_hparams", False)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lightning has passed the point where it opens them, and whoever asks for a logger from here on has it."""
+        """Give the loggers back: Lightning has passed the point at which it opens them."""
         patches.replace(trainer, "loggers", self._loggers)
         if stage != self.mode:  # a test after fit is the same run
             self._goes_on = True
@@ -86,7 +87,7 @@ class RunRecord(Callback):
         self._go_on(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._go_on(trainer)  # its checkpoint stood at the last step
+        self._go_on(trainer)  # also if the checkpoint was at the last step, and no batch was read
 
     def _go_on(self, trainer: Trainer) -> None:
         if self._goes_on:
@@ -116,27 +117,27 @@ class RunRecord(Callback):
 
 
 def _open(loggers: Iterable[Logger]) -> None:
-    """As Lightning does it, and in its order."""
+    """Open loggers as Lightning does, and in its order."""
     for logger in sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
         getattr(logger, "experiment", None)
 
 
 def _refuse_to_replace(paths: list[Path]) -> None:
-    """What is no file can't be replaced by one, and is found before any other is.
+    """Check that files can be written at these paths, before any is.
 
     Raises:
-        Refused: one of them is a directory, say.
+        Refused: a path is a directory, or anything else that is no file.
     """
     for path in paths:
         if path.exists() and not path.is_file():
-            raise Refused(f"{os.path.relpath(path)} is no file, and the run writes one there; remove it")
+            raise Refused(f"{os.path.relpath(path)} is not a file, and the run has to write one there; remove it")
 
 
 def _write_all(files: dict[Path, str]) -> None:
-    """All of them or, on a disk that is full, none.
+    """Write all files or, if that fails, none.
 
     Raises:
-        Refused: they can't be written.
+        Refused: they can't be written, as on a full disk.
     """
     beside = {path: path.with_name(f"{path.name}.partial") for path in files}
     try:
@@ -147,7 +148,7 @@ def _write_all(files: dict[Path, str]) -> None:
             partial.replace(path)
     except OSError as error:
         for partial in beside.values():
-            with contextlib.suppress(OSError):  # it, or the folder, may be what is in the way
+            with contextlib.suppress(OSError):  # it or its folder may be what could not be written
                 partial.unlink()
         raise Refused(f"the run directory can't be written: {error}") from error
 
@@ -168,13 +169,13 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
         ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
         ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
         ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
-        "config.yaml": OmegaConf.to_yaml(confidential.written(cfg)),
+        "config.yaml": OmegaConf.to_yaml(confidential.redacted(cfg)),
         "run.json": json.dumps(told, indent=2) + "\n",
     }
 
 
 def _set_checkpoints_aside(run_dir: Path) -> None:
-    """A run that starts anew where another stood: the other's are ahead of it, and would be taken for its newest."""
+    """Rename the checkpoints of the run before, which are at later steps, and would be taken for this run's newest."""
     if (checkpoints := run_dir / "checkpoints").exists():
         set_aside(checkpoints)
 

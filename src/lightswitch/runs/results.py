@@ -9,11 +9,12 @@ FILE = "results.json"
 
 
 def write(run_dir: Path, metrics: dict[str, float]) -> None:
+    """Write the metrics to results.json."""
     (run_dir / FILE).write_text(json.dumps(metrics, indent=2) + "\n")
 
 
 def read(run_dir: Path) -> dict[str, float]:
-    """None of them where the run has not ended, or the file is harmed."""
+    """Read the metrics; none if the run has not ended, or the file is damaged."""
     try:
         return dict(json.loads((run_dir / FILE).read_text()))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from."""
+"""The choice of the checkpoint that a run starts from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightswitch.errors import Refused
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run reads, and where it stands in training; none for a run that starts at step 0."""
+    """The checkpoint that a run reads, with its position in training; empty for a run that starts at step 0."""
 
     path: Path | None = None
     position: Position | None = None
@@ -27,9 +27,10 @@ class Start:
 
 
 def find(cfg: DictConfig, run: RunContext) -> Start:
-    """
+    """Find the checkpoint to start from: the newest of a run that is resumed, or the one to evaluate.
+
     Raises:
-        Refused: the checkpoint can't be read, or the run differs from its run in what decides the sample order.
+        Refused: the checkpoint can't be read, or the run that saved it had another seed or global batch size.
     """
     if cfg.mode != "fit":
         return _read(Path(cfg.ckpt_path))

@@ -1,4 +1,4 @@
-"""What an earlier start of a run has left in its directory, as far as it can be read."""
+"""Files that an earlier start of a run has left in its directory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML has no types of its own
 
 
-def yaml(path: Path) -> Any:
-    """None where there is no such file, or it is harmed."""
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file; None if it does not exist or is damaged."""
     try:
         return OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException):
@@ -20,6 +20,6 @@ def yaml(path: Path) -> Any:
 
 
 def set_aside(path: Path) -> None:
-    """Rename it to the first that is free of `checkpoints_1`, `checkpoints_2`, …"""
+    """Rename a path to the first free name of `checkpoints_1`, `checkpoints_2`, …"""
     others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
     path.rename(next(other for other in others if not other.exists()))

@@ -15,8 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.errors import Refused
-from lightswitch.strategies.unused import listed
+from lightswitch.errors import Refused, listed
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +105,8 @@ class DDP(PortableCheckpoints, DDPStrategy):
         unused = [name for name, parameter in self._named if parameter.requires_grad and parameter.grad is None]
         if unused:
             raise Refused(
-                f"{listed(unused)} took no part in the loss, and ddp waits for every gradient; freeze what is not "
-                "used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
+                f"{listed(unused, 'parameters')} took no part in the loss, and ddp waits for every gradient; "
+                "freeze what is not used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
             )
 
     @property

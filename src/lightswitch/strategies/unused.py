@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,9 +60,3 @@ class Unused:
         self._step += 1
         self._store.set(f"{self._step}/{dist.get_rank()}", json.dumps(sorted(here)))
         self._store.delete_key(f"{self._step - 2}/{dist.get_rank()}")  # no rank is so far behind
-
-
-def listed(names: Sequence[str], shown: int = 3) -> str:
-    """Return names for a message: the first few, and how many more."""
-    more = f" and {len(names) - shown} more parameters" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

@@ -1,4 +1,4 @@
-"""One job of a sweep: an ordinary run, in processes that it shares with no other."""
+"""One job of a sweep: an ordinary run, in processes of its own."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
 
 
-def run(typed: list[str], cfg: DictConfig, place: Placement) -> float | None:
-    """What Hydra calls for each job, wherever its launcher does: here, or in each task of a cluster's job.
+def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None:
+    """Run one job: Hydra calls this for each, in this process or in each task of a cluster's job.
 
     Args:
-        typed: the sweep's own script and arguments. A cluster has started this process by others.
+        typed: the sweep's script and arguments; those of this process differ in a cluster's job.
 
     Returns:
-        The objective, for Optuna; None where the job failed or logged none. Either way the sweep goes on.
+        The objective, for Optuna; None if the job failed or logged none. The sweep goes on in either case.
 
     Raises:
-        RefusedRequest: the directory is another job's. Its checkpoints must not become this one's.
-        SystemExit: a signal has ended the job before it was done. It ends the sweep, too.
+        RefusedRequest: the directory is another job's, whose checkpoints must not become this one's.
+        SystemExit: a signal has ended the job before it was done; it ends the sweep, too.
     """
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
@@ -45,7 +45,7 @@ def run(typed: list[str], cfg: DictConfig, place: Placement) -> float | None:
     job = Record(hydra.job.num, typed_overrides(hydra), directory, start=_start())
     earlier = record.read(folder)
     if record.is_damaged(folder):
-        print(f"{directory}/job.json can't be read; the job is taken for one that did not end", flush=True)
+        print(f"{directory}/job.json can't be read; the job is treated as unfinished", flush=True)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise RefusedRequest([f"{directory} holds the job with {other}; start this sweep under another run_id"])
     if (
@@ -59,23 +59,25 @@ def run(typed: list[str], cfg: DictConfig, place: Placement) -> float | None:
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
-    own.append(f"hydra.job.num={job.number}")  # by which it knows that it is a job
-    if place.rank == 0:
+    own.append(f"hydra.job.num={job.number}")  # tells the run that it is a job
+    if placement.rank == 0:
         record.write(job, folder)
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
         print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
-    return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective), place)
+    return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective), placement)
 
 
 def _start() -> str:
-    """What the tasks of one start of a cluster's job have in common, and no other start has."""
+    """Return a text that all tasks of one start of a cluster's job share, and no other start has."""
     return ".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
 
 
-def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: str, place: Placement) -> float | None:
-    failure = failure_file(folder, place)
+def _run(
+    command: list[str], cwd: Path, job: Record, folder: Path, objective: str, placement: Placement
+) -> float | None:
+    failure = failure_file(folder, placement)
     failure.unlink(missing_ok=True)
-    ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, place.is_external))
+    ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, placement.is_external))
     if ended.exit_code == 0:
         job = replace(job, state=FINISHED, objective=results.read(folder).get(objective))
     elif ended.signals:
@@ -83,16 +85,16 @@ def _run(command: list[str], cwd: Path, job: Record, folder: Path, objective: st
     else:
         job = replace(job, state=FAILED, error=_read(failure) or _how(ended.exit_code))
     failure.unlink(missing_ok=True)
-    value = _end(job, folder, place.rank)
-    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit is the job's alone
+    value = _end(job, folder, placement.rank)
+    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit ends only the job
         code = ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0])
         raise SystemExit(code)
     return value
 
 
-def failure_file(folder: Path, place: Placement) -> Path:
-    """Return where a job's process leaves what it failed of: each task of a cluster's job has its own."""
-    return folder / f"failure_{place.rank}.txt"
+def failure_file(folder: Path, placement: Placement) -> Path:
+    """Return the file to which a job's process writes its failure; each task of a cluster's job has its own."""
+    return folder / f"failure_{placement.rank}.txt"
 
 
 def _read(failure: Path) -> str | None:
@@ -100,7 +102,7 @@ def _read(failure: Path) -> str | None:
 
 
 def _failure_elsewhere(job: Record, folder: Path, has_tasks: bool) -> Callable[[], bool]:
-    """Where another task of the job has failed before the two have met, this one waits for it for ever."""
+    """Return a function that tells whether another task of the job has failed, which this one would wait for."""
 
     def failed() -> bool:
         there = record.read(folder) if has_tasks else None
@@ -114,8 +116,8 @@ def _how(exit_code: int) -> str:
 
 
 def _end(job: Record, folder: Path, rank: int) -> float | None:
-    """Of a cluster's tasks the first speaks for the job; of a failure, the one that has it."""
+    """Write the job's record, by its first task or by one that failed, and return the objective for Optuna."""
     if rank == 0 or job.state == FAILED:
         record.write(job, folder)
     number = job.objective
-    return number if number is not None and math.isfinite(number) else None  # Optuna takes no other
+    return number if number is not None and math.isfinite(number) else None  # Optuna takes only finite ones

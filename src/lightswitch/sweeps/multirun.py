@@ -24,7 +24,7 @@ from lightswitch.sweeps import record, table
 
 
 def patch_multirun(process: Process) -> None:
-    """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 where one of them failed.
+    """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 if a job failed.
 
     Hydra has a hook for the end of a sweep, but not for one that ends early.
     """
@@ -47,18 +47,18 @@ def patch_multirun(process: Process) -> None:
         except Refused as refused:
             raise RefusedRequest(refused.problems) from refused
         submitted_before = _submitted(folder)
-        pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job elsewhere knows of no clock or id that named it
+        pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
         try:
             walk(self, config_name, task_function, [*overrides, pinned], with_log_configuration)
         except (KeyboardInterrupt, SystemExit):
             _cancel(_submitted(folder) - submitted_before)
             raise
-        except (HydraException, RefusedRequest):  # in what was typed
+        except (HydraException, RefusedRequest):  # a problem of what was typed
             raise
         except Exception as error:
             if not any(job.has_failed for job in record.read_all(folder)):
                 raise
-            print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as where Optuna has no trial to go by
+            print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as when Optuna has no finished trial
         finally:
             process.release_locks()
             claim.remove_if_empty(folder)
@@ -72,10 +72,10 @@ def patch_multirun(process: Process) -> None:
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
     yield from root_keys.missing(cfg)
-    place = placement.detect()
-    if place.is_external:
+    found = placement.detect()
+    if found.is_external:
         yield (
-            f"a sweep starts the processes of its jobs itself, and {place.launcher} has started this one; "
+            f"a sweep starts the processes of its jobs itself, and {found.launcher} has started this one; "
             "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
         )
     launcher = cfg.hydra.launcher
@@ -87,7 +87,7 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
 
 
 def _submitted(folder: Path) -> set[str]:
-    """Ids of the cluster's jobs, which submitit keeps a folder for."""
+    """Return the ids of jobs submitted to a cluster, from the folder that submitit keeps."""
     return {path.name.partition("_")[0] for path in folder.glob(".submitit/[0-9]*")}
 
 

@@ -1,4 +1,4 @@
-"""The process that a job of a sweep runs in, and what it may start in turn."""
+"""The process that a job of a sweep runs in, with all processes that it starts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from types import FrameType
 
 from lightswitch.process.signals import CAUGHT
 
-_ENOUGH = 3  # interrupts: the first two are the run's own, to save and to end without it
+_ENOUGH = 3  # interrupts: the first two are for the run, to save, and to end without saving
 _LOOK_EVERY_SECONDS = 1
 _GRACE_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    exit_code: int  # of a process that a signal has killed, the negative of its number
-    signals: list[int]  # that came while it ran
+    """The end of a job's process.
+
+    Args:
+        exit_code: of a process that a signal has killed, the negative of its number.
+        signals: those received while it ran.
+    """
+
+    exit_code: int
+    signals: list[int]
 
 
 def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -> ProcessEnd:
-    """Runs in a session of its own, so that nothing of it is left when it has ended.
+    """Run a command in a session of its own, so that no process of it is left when it has ended.
 
-    Slurm and the terminal reach this process alone: it hands their signals on.
+    Slurm and the terminal signal only this process, which passes their signals on.
 
     Args:
-        is_lost: whether it is of no use any more and is to be ended; asked every second.
+        is_lost: returns whether the command can no longer succeed and is to be ended; called every second.
     """
     with _started(command, cwd) as (child, signals):
         exit_code = _wait(child, is_lost)
@@ -40,20 +47,20 @@ def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -
 
 @contextlib.contextmanager
 def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
-    """An interrupt goes to all of its processes, as from a terminal, and the others to the first, as from Slurm."""
+    """Start the command, and pass on SIGINT to all of its processes, as a terminal does, other signals to the first."""
     received: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if number != signal.SIGINT:
             child.send_signal(number)
         else:
             _signal_all(child, signal.SIGKILL if received.count(number) >= _ENOUGH else number)
 
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits it, and unblocks what it can answer
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits it, and unblocks what it handles
     child = subprocess.Popen(command, cwd=cwd, start_new_session=True)
-    wakeup = signal.set_wakeup_fd(-1)  # what listens there would end this process before its child
-    before = {number: signal.signal(number, hand_on) for number in (*CAUGHT, signal.SIGHUP)}
+    wakeup = signal.set_wakeup_fd(-1)  # its reader would end this process before its child
+    before = {number: signal.signal(number, pass_on) for number in (*CAUGHT, signal.SIGHUP)}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         yield child, received

@@ -1,4 +1,4 @@
-"""What is known of each job of a sweep: a small file in its directory, which outlives every process."""
+"""The record of a sweep's job: a small file in its directory, which outlives every process."""
 
 from __future__ import annotations
 
@@ -12,27 +12,35 @@ from pathlib import Path
 from lightswitch.runs import saved
 
 _FILE = "job.json"
-_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")  # a job goes on with a higher one
+_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")  # a higher limit continues the same job
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
 
 
 @dataclass(frozen=True)
 class Record:
+    """The state of one job, as written to job.json.
+
+    Args:
+        directory: of the job's run.
+        error: the first line of its failure.
+        start: which start of the cluster's job it was; several tasks of one start write the same record.
+    """
+
     number: int
     overrides: list[str]
     directory: str
     state: str = RUNNING
     objective: float | None = None
-    error: str | None = None  # the first line of it
-    start: str = ""  # which start of the cluster's job, where several tasks write of the same one
+    error: str | None = None
+    start: str = ""
 
     @property
     def has_failed(self) -> bool:
-        """A job that was killed with its parent has said nothing."""
+        """The job failed, or was killed with the sweep, which leaves it as running."""
         return self.state in (FAILED, RUNNING)
 
     def of_another_job(self, overrides: list[str]) -> str | None:
-        """The values that make it so: they differ from those in ``overrides``."""
+        """Return the values that differ from those in ``overrides``; None if the record is of the same job."""
         own, others = _values(self.overrides), _values(overrides)
         keys = [key for key in own if key in others and key not in _LIMITS and own[key] != others[key]]
         return " ".join(f"{key}={own[key]}" for key in keys) or None
@@ -44,7 +52,7 @@ def _values(overrides: list[str]) -> dict[str, str]:
 
 
 def write(record: Record, folder: Path) -> None:
-    """Of the tasks of one start, the first that fails is believed."""
+    """Write the record, unless another task of the same start has written that it failed."""
     there = read(folder)
     if there is not None and record.start and (there.start, there.state) == (record.start, FAILED):
         return
@@ -54,16 +62,17 @@ def write(record: Record, folder: Path) -> None:
 
 
 def read(folder: Path) -> Record | None:
+    """Read a job's record, or make one from its run's overrides if the file is damaged; None if there is none."""
     try:
         return Record(**json.loads((folder / _FILE).read_text()))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):  # it is empty, or cut short, or no text
+    except (ValueError, TypeError):  # empty, cut short, or no text
         return _of_its_run(folder)
 
 
 def is_damaged(folder: Path) -> bool:
-    """Whether there is a record that can't be read."""
+    """Return whether there is a record that can't be read."""
     try:
         Record(**json.loads((folder / _FILE).read_text()))
     except (ValueError, TypeError):
@@ -74,8 +83,8 @@ def is_damaged(folder: Path) -> bool:
 
 
 def _of_its_run(folder: Path) -> Record | None:
-    """What the job's own run has written: its checkpoints must not become another job's."""
-    overrides = saved.yaml(folder / ".hydra/overrides.yaml")
+    """Make a record from what the job's run has written, as its checkpoints must not become another job's."""
+    overrides = saved.read_yaml(folder / ".hydra/overrides.yaml")
     if not isinstance(overrides, list):
         return None
     return Record(
@@ -84,5 +93,6 @@ def _of_its_run(folder: Path) -> Record | None:
 
 
 def read_all(sweep: Path) -> list[Record]:
+    """Read the records of all jobs in a sweep's folder, by their numbers."""
     found = (read(path.parent) for path in sweep.glob(f"*/{_FILE}"))
     return sorted((record for record in found if record is not None), key=lambda record: record.number)

@@ -6,7 +6,7 @@ from lightswitch.sweeps.record import FINISHED, Record
 
 
 def of(records: list[Record], objective: str) -> str:
-    """A row for each job, and below them the first line of what went wrong in those that failed."""
+    """Return a row for each job, and below them the first line of each failure."""
     if not records:
         return ""
     header = ("job", "overrides", objective, "state", "directory")
@@ -24,7 +24,7 @@ def of(records: list[Record], objective: str) -> str:
 
 
 def _distinct(records: list[Record]) -> list[str]:
-    """The overrides that not all jobs share."""
+    """Return each job's overrides, without those that all jobs share."""
     shared = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
     return [" ".join(text.lstrip("+") for text in record.overrides if text not in shared) for record in records]
 

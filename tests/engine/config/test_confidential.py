@@ -134,7 +134,7 @@ def test_a_reference_to_what_comes_from_the_environment_is_written_as_that(monke
     cfg = OmegaConf.create(
         {"one": "${oc.env:TOKEN}", "two": "${one}", "three": {"four": ["${two}", 5]}, "six": "${three}"}
     )
-    written = OmegaConf.to_container(confidential.written(cfg))
+    written = OmegaConf.to_container(confidential.redacted(cfg))
     assert written == {
         "one": "${oc.env:TOKEN}",
         "two": "${oc.env:TOKEN}",

@@ -80,10 +80,7 @@ MISTAKES = {
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
-    **{
-        f"~{key}": f"{key}: the config has no such key, and the engine reads it; give it back to config.yaml"
-        for key in READ
-    },
+    **{f"~{key}": f"{key}: the config has no such key, and the engine reads it; add it to config.yaml" for key in READ},
     "~name": "hydra.run.dir: Interpolation key 'name' not found; give the config that key",
     "~run_id": "hydra.run.dir: Interpolation key 'run_id' not found; give the config that key",
     "~init_from": "~init_from: it is null already; leave that out",
@@ -135,7 +132,7 @@ def test_a_key_that_a_fork_has_removed_is_named(tmp_path: Path) -> None:
     lines = [line for line in text.splitlines() if not line.startswith(("init_from", "ckpt_path", "micro_batch_size"))]
     (tmp_path / "conf/config.yaml").write_text("\n".join(lines))
     answer = answers({"removed": ["-cp", str(tmp_path / "conf"), *PLAIN]}, tmp_path)["removed"]
-    told = "the config has no such key, and the engine reads it; give it back to config.yaml"
+    told = "the config has no such key, and the engine reads it; add it to config.yaml"
     assert answer.err.splitlines() == [
         f"error: {key}: {told}" for key in ("init_from", "ckpt_path", "micro_batch_size")
     ]

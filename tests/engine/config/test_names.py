@@ -11,16 +11,16 @@ from tests.engine.conftest import PLAIN, Train
 from tests.engine.processes import TRAIN_PY, Start, said
 
 NO_NAMES = {
-    "run_id=../../x": "run_id='../../x' is no name: letters, digits and . _ - = , are allowed; type run_id=NAME",
-    "run_id=a/b": "run_id='a/b' is no name: letters, digits and . _ - = , are allowed; type run_id=NAME",
-    "run_id=it's": 'run_id="it\'s" is no name: letters, digits and . _ - = , are allowed; type run_id=NAME',
-    "run_id=a(b)": "run_id='a(b)' is no name: letters, digits and . _ - = , are allowed; type run_id=NAME",
-    "run_id=größe": "run_id='größe' is no name: letters, digits and . _ - = , are allowed; type run_id=NAME",
+    "run_id=../../x": "run_id='../../x' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
+    "run_id=a/b": "run_id='a/b' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
+    "run_id=it's": 'run_id="it\'s" is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME',
+    "run_id=a(b)": "run_id='a(b)' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
+    "run_id=größe": "run_id='größe' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
     "run_id=": "run_id is empty; type run_id=NAME",
-    "run_id=.": "run_id=. is no name of a folder of its own; type run_id=NAME",
-    "name=..": "name=.. is no name of a folder of its own; type name=NAME",
+    "run_id=.": "run_id=. can't be the name of a folder; type run_id=NAME",
+    "name=..": "name=.. can't be the name of a folder; type name=NAME",
     "name=": "name is empty; type name=NAME",
-    "name=../x": "name='../x' is no name: letters, digits and . _ - = , are allowed; type name=NAME",
+    "name=../x": "name='../x' is no valid name: letters, digits and . _ - = , are allowed; type name=NAME",
     f"run_id={129 * 'x'}": "run_id has 129 characters, and 128 are allowed; type run_id=NAME",
 }
 
@@ -51,12 +51,12 @@ def test_a_launchers_id_is_no_way_out_either(launcher: dict[str, str], start: St
     refused = start(sys.executable, TRAIN_PY, *PLAIN, **launcher)
     out = said(refused)
     assert (refused.returncode, out.count("\n")) == (2, 1), out
-    assert out.startswith("error: run_id='../../x' is no name")
+    assert out.startswith("error: run_id='../../x' is no valid name")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_is_no_way_out_either(start: Start, tmp_path: Path) -> None:
     refused = start(sys.executable, TRAIN_PY, "-m", *PLAIN, "seed=1,2", "run_id=../../x")
     out = said(refused)
-    assert (refused.returncode, out.startswith("error: run_id='../../x' is no name")) == (2, True)
+    assert (refused.returncode, out.startswith("error: run_id='../../x' is no valid name")) == (2, True)
     assert list(tmp_path.iterdir()) == []

@@ -130,7 +130,7 @@ def test_a_pasted_line_composes_what_the_run_had(launcher: dict[str, str], monke
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
         cfg = _composed(typed)
         assert (cfg.run_id, cfg.name) == (run_id, name)
-        line = commands.again(cfg, placement.detect())
+        line = commands.repeat(cfg, placement.detect())
         assert _values(_composed(_pasted(line))) == _values(cfg), line
 
 

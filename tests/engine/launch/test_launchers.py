@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named(train: Train, port: str) -> None:
     place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={port}")
     alone = train(*BY_HAND, *place, check=False)
     assert alone.returncode == 2
-    assert alone.err.startswith(f"error: rank 1 of 2 did not come to localhost:{port} in 1 s; look whether all")
+    assert alone.err.startswith(f"error: rank 1 of 2 did not connect to localhost:{port} in 1 s; check that all")
 
 
 def test_a_main_address_that_nothing_answers_at_is_told(train: Train, port: str) -> None:

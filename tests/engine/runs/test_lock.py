@@ -221,7 +221,7 @@ def _left_by(folder: Path, **other: object) -> Path:
     path = folder / lock.FILE
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
-    own = holder.here(folder, descriptor, {})
+    own = holder.this_process(folder, descriptor, {})
     os.close(descriptor)
     left = dataclasses.replace(own, **({"pid": 17, "started": "1", "since": "2026-11-21 10:00:00"} | other))
     path.write_text(json.dumps(dataclasses.asdict(left)))

@@ -97,7 +97,7 @@ def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
     (copied.run_dir / name).mkdir()
     before = _state(copied.run_dir)
     refused = train(*RUN, MORE, folder=copied.folder, check=False)
-    told = f"error: runs/plain/mine/{name} is no file, and the run writes one there; remove it\n"
+    told = f"error: runs/plain/mine/{name} is not a file, and the run has to write one there; remove it\n"
     assert (refused.returncode, refused.err) == (2, told)
     assert _state(copied.run_dir) == before
 

@@ -55,7 +55,7 @@ def test_nodes_train_the_run_of_one_process(
 
     spread = Finished(0, job.output(), "", checkout)
     assert spread.run_dir == checkout / "runs/plain" / job.id
-    assert "can't reach the watch" not in job.output()
+    assert "can't reach the watchdog" not in job.output()
     for metric in ("train/loss", "val/loss", "test/accuracy"):
         expected, found = alone.column(metric), spread.column(metric)
         assert expected

@@ -130,7 +130,7 @@ def test_a_harmed_record_of_a_job_is_one_warning(content: bytes, sweep: Sweep, t
     harmed = tmp_path / "runs/plainmodel/x/1/job.json"
     harmed.write_bytes(content)
     again = sweep(*SWEPT, "seed=1,2")
-    warning = "runs/plainmodel/x/1/job.json can't be read; the job is taken for one that did not end\n"
+    warning = "runs/plainmodel/x/1/job.json can't be read; the job is treated as unfinished\n"
     assert (again.returncode, again.stderr, again.stdout.count(warning)) == (0, "", 1)
     assert [row[-2] for row in rows(again.stdout)] == ["finished", "finished"]
     assert json.loads(harmed.read_text())["state"] == "finished"

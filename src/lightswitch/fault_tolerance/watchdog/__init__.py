@@ -1,5 +1,5 @@
-"""The watch over the ranks of a run: whichever fails, hangs or is lost, all end soon, and one says which it was.
+"""The watchdog over the ranks of a run: if one fails, hangs or is lost, all end soon, with a message that names it.
 
-A thread in each rank beside training talks to the hub, in rank 0, over a socket of its own: the group's own means
-(a store, a collective) may block for ever just when they are needed. verdict.py is arithmetic and holds the rules.
+A thread in each rank talks to the hub in rank 0 over a socket of its own, as the process group's means (a store, a
+collective) may block forever just when they are needed. verdict.py holds the rules, as pure functions.
 """

@@ -1,4 +1,4 @@
-"""The watch over the ranks of a run, from the time they form a group."""
+"""The callback that joins a rank to the watchdog, counts its progress, and reports its error."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ from lightswitch.fault_tolerance.failure import Rank, node_name
 from lightswitch.fault_tolerance.stacks import oom_kills
 from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.member import Member
-from lightswitch.fault_tolerance.watchdog.sockets import Way
-from lightswitch.fault_tolerance.watchdog.verdict import Limits
+from lightswitch.fault_tolerance.watchdog.sockets import Route
+from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 
 log = logging.getLogger(__name__)
 
 _REACH_SECONDS = 10.0
 
 
-class Watch(Callback):
-    """Joins the watch as soon as there is a group, counts the batches begun, and tells of an error before the teardown.
+class Watchdog(Callback):
+    """Join the watchdog once ranks form a group, count the batches begun, and report an error before the teardown.
 
-    A run of one process has no watch, but a crash report.
+    A run of one process has no watchdog, only a crash report.
     """
 
-    def __init__(self, cfg: DictConfig, run: RunContext, batch: GlobalBatch, limits: Limits) -> None:
+    def __init__(self, cfg: DictConfig, run: RunContext, batch: GlobalBatch, timeouts: Timeouts) -> None:
         self.cfg = cfg
         self.run = run
         self.report = CrashReport(run)
         self.batch = batch
-        self.limits = limits
+        self.timeouts = timeouts
         self._own: Failure | None = None
         self._oom_kills = oom_kills()
         self._trainer: Trainer
 
     def join(self, trainer: Trainer) -> None:
-        """Once the ranks have formed a group, and before any of the user's code runs in it."""
+        """Connect this rank to the hub. Collective: once the group exists, before the user's code runs in it."""
         self._trainer = trainer
         if self._member is not None:
             return
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
-        member = Member(rank, self.limits, self.run.process, self._answer)
+        member = Member(rank, self.timeouts, self.run.process, self._answer)
         strategy: Any = trainer.strategy
         environment = strategy.cluster_environment
-        ways = _ways(trainer, environment.main_address, environment.main_port)
-        at = (rank, *member.open_hub(ways), self.report.folder) if trainer.is_global_zero else None
+        routes = _routes(trainer, environment.main_address, environment.main_port)
+        at = (rank, *member.open_hub(routes), self.report.folder) if trainer.is_global_zero else None
         first, address, port, token, self.run.process.crash_folder = strategy.broadcast(at)
         try:
             member.join(first, address or environment.main_address, port, token)
         except (OSError, TimeoutError) as error:
-            log.warning("%s can't reach the watch over the ranks, and goes without: %s", rank, error)
+            log.warning("%s can't reach the watchdog in rank 0, and runs without it: %s", rank, error)
             return
         self.run.process.join_watchdog(member)
         if isinstance(strategy, PortableCheckpoints):
             strategy.ranks_hear_of_failures = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._moved()  # preparing the data has taken its time
+        self._moved()  # preparing the data may have taken long
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Stopped):
@@ -77,10 +77,10 @@ class Watch(Callback):
         elif self._member is not None and not isinstance(exception, Ended):
             self.failure(exception, trainer)
         elif trainer.world_size == 1 and not isinstance(exception, RanksFailed):
-            self._report(exception, trainer)  # the rest is done where Python prints the traceback
+            self._report(exception, trainer)  # launch/ending does the rest, and Python prints the traceback
 
     def failure(self, error: BaseException, trainer: Trainer) -> Failure:
-        """What failed first in the run, once this rank's own error is told."""
+        """Report this rank's error to the others, and return the first failure of the run, which may be another's."""
         member = self._member
         if member is None:
             return self._report(error, trainer)
@@ -93,7 +93,7 @@ class Watch(Callback):
         return watchdog if isinstance(watchdog, Member) else None
 
     def _report(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Of a rank that is alone, or has not met the others."""
+        """Write the crash report of a rank that is alone, or not connected to the others."""
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
         if own.exit_code == ExitCode.FAILED:
@@ -139,19 +139,19 @@ class Watch(Callback):
     def _answer(self, failure: Failure) -> None:
         member = self._member
         assert member is not None
-        crash_report.to_torchrun(failure)
+        crash_report.write_for_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
-            self.report.tell(failure)
+            self.report.print_failure(failure)
             self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
         elif failure.rank == member.rank.number:
             self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
-            self.report.log_mistake(failure.details)
+            self.report.log_details(failure.details)
 
 
-def _ways(trainer: Trainer, address: str, port: int) -> list[Way | None]:
-    """From every other rank to rank 0."""
-    ways: list[Way | None] = [None] * trainer.world_size
-    own = None if trainer.is_global_zero else sockets.way_to(address, port, _REACH_SECONDS)
-    torch.distributed.all_gather_object(ways, own)
-    return ways[1:]
+def _routes(trainer: Trainer, address: str, port: int) -> list[Route | None]:
+    """Return the route from every other rank to rank 0. Collective."""
+    routes: list[Route | None] = [None] * trainer.world_size
+    own = None if trainer.is_global_zero else sockets.route_to(address, port, _REACH_SECONDS)
+    torch.distributed.all_gather_object(routes, own)
+    return routes[1:]

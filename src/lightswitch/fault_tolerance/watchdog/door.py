@@ -1,4 +1,4 @@
-"""The way into the hub: who connects shows the run's token first, and nothing else of a stranger is kept."""
+"""Authentication at the hub: connections without the run's token are dropped."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Any
 
 from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets
 
-_SPARE_STRANGERS = (
-    256  # connections that have not shown the token, beside a rank's each; of more, the oldest is dropped
-)
+_SPARE_STRANGERS = 256  # connections without the token so far, beside one a rank; of more, the oldest is dropped
 PATIENCE_SECONDS = 10.0
-_BREATH_SECONDS = 0.001  # between strangers where there are too many: training shares this process
+_BREATH_SECONDS = 0.001  # between strangers if there are too many: training shares this process
 
 
 class Door:
-    """
+    """A listener that admits connections which send the run's token, and reads no other byte of them.
+
     Args:
-        world_size: of the run, whose ranks may all come at once.
-        admit: called with the connection of each who has the token; the bytes after it are still to be read.
+        world_size: of the run, whose ranks may all connect at once.
+        admit: called with each connection that has sent the token; the bytes after it are still to be read.
         own: the sockets of this process, to which each connection is added.
     """
 
@@ -38,14 +37,14 @@ class Door:
         self._admitted: set[asyncio.Task[None]] = set()
 
     def open(self, listener: socket.socket) -> None:
-        """In the running event loop."""
+        """Accept connections, in the running event loop."""
         listener.setblocking(False)
         self._own.keep(listener)
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """To all who are still outside."""
+        """Accept no more connections, and drop those that have not sent the token."""
         self._accepting.cancel()
         for stranger in list(self._strangers):
             stranger.cancel()
@@ -55,11 +54,11 @@ class Door:
         while True:
             try:
                 peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError:  # it is gone again, or this process has too many files open
+            except OSError:  # the peer is gone, or this process has too many files open
                 await asyncio.sleep(_BREATH_SECONDS)
                 continue
             self._hear(peer)
-            await asyncio.sleep(_BREATH_SECONDS if self._is_crowded() else 0)  # a token that is there is read meanwhile
+            await asyncio.sleep(_BREATH_SECONDS if self._is_crowded() else 0)  # tokens that are there are read now
             if self._is_crowded():
                 next(iter(self._strangers)).cancel()
 
@@ -83,7 +82,7 @@ class Door:
         admitted.add_done_callback(self._admitted.discard)
 
     async def _has_token(self, peer: socket.socket) -> bool:
-        """Read no byte beyond it."""
+        """Read as many bytes as the token has, and no more."""
         shown = b""
         while len(shown) < len(self.token):
             if not (more := await asyncio.get_running_loop().sock_recv(peer, len(self.token) - len(shown))):

@@ -1,4 +1,4 @@
-"""A rank's side of the watch: a thread that tells the hub how it does, and ends it when the run has failed."""
+"""A rank's side of the watchdog: a thread that sends progress to the hub, and ends the rank if the run has failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from threading import Event, Thread, Timer
 from typing import Any, TypeVar
 
 from lightswitch.errors import Ended, Failure
-from lightswitch.fault_tolerance.failure import Rank, cut
-from lightswitch.fault_tolerance.stacks import oom_kills, stand
+from lightswitch.fault_tolerance.failure import Rank, shortened
+from lightswitch.fault_tolerance.stacks import oom_kills, thread_position
 from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
-from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets, Way
-from lightswitch.fault_tolerance.watchdog.verdict import ANSWER_SECONDS, WITHOUT_A_WORD, Limits
+from lightswitch.fault_tolerance.watchdog.sockets import OwnSockets, Route
+from lightswitch.fault_tolerance.watchdog.verdict import ANSWER_SECONDS, WITHOUT_MESSAGE, Timeouts
 from lightswitch.process.state import Process
 
 T = TypeVar("T")
@@ -28,38 +28,40 @@ _GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a l
 
 
 class Member:
-    """
+    """A rank's connection to the hub, served by a thread of its own.
+
     Args:
         process: of this rank.
-        answer: called with the verdict, beside the main thread, before the rank is ended.
+        answer: called with the first failure of the run, in another thread, before the rank is ended.
     """
 
-    def __init__(self, rank: Rank, limits: Limits, process: Process, answer: Callable[[Failure], None]) -> None:
+    def __init__(self, rank: Rank, timeouts: Timeouts, process: Process, answer: Callable[[Failure], None]) -> None:
         self.rank = rank
         self.process = process
         self._own = OwnSockets()
-        self.limits = limits
+        self.timeouts = timeouts
         self.progress = 0  # batches begun
         self.verdict: Failure | None = None
         self._answer = answer
         self._done = Event()
         self._hub: Hub | None = None
         self._loop = asyncio.new_event_loop()
-        Thread(target=self._loop.run_forever, name="watch", daemon=True).start()
+        Thread(target=self._loop.run_forever, name="watchdog", daemon=True).start()
 
-    def open_hub(self, ways: Sequence[Way | None]) -> tuple[str | None, int, str]:
-        """Its address (None: every one of this node), its port, and the token without which it hears nobody.
+    def open_hub(self, routes: Sequence[Route | None]) -> tuple[str | None, int, str]:
+        """Open the hub in this rank; return its address (None: every one of this node), its port, and its token.
 
         Args:
-            ways: of every other rank to this one.
+            routes: from every other rank to this one.
         """
-        listener, address = sockets.listen(ways)
-        self._hub = Hub(self.limits, len(ways) + 1, self.process.how_ended, self._own)
+        listener, address = sockets.listen(routes)
+        self._hub = Hub(self.timeouts, len(routes) + 1, self.process.how_ended, self._own)
         self._do(self._hub.open(listener))
         return address, listener.getsockname()[1], self._hub.door.token
 
     def join(self, first: Rank, address: str, port: int, token: str) -> None:
-        """
+        """Connect to the hub, and send it progress from now on.
+
         Args:
             first: rank 0, where the hub is.
 
@@ -70,15 +72,15 @@ class Member:
         self._do(self._join(address, port, token))
 
     def fail(self, failure: Failure) -> Failure:
-        """What failed first in the run, once this is told: it need not be the same."""
-        self._do(self._say(failure=asdict(cut(failure))))
+        """Report this rank's failure, and return the first failure of the run, which may be another's."""
+        self._do(self._say(failure=asdict(shortened(failure))))
         if not self._done.wait(2 * ANSWER_SECONDS):
             self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
             self._done.wait(ANSWER_SECONDS)
         return self.verdict or failure
 
     def leave(self) -> None:
-        """The proper end. All ranks wait here for the last one: a job's scheduler may end those that outlive others.
+        """End the watchdog, once the run is done. All ranks wait for the last: schedulers may kill ranks left over.
 
         Raises:
             Ended: the run has failed.
@@ -92,7 +94,7 @@ class Member:
         self._do(self._close())
 
     def withdraw(self) -> None:
-        """Watch no more, without a word against those that still do."""
+        """Leave without waiting for the others, and without counting as a failure."""
         self._do(self._say(leaves=True))
         if self._hub is not None:
             self._loop.call_soon_threadsafe(self._hub.close)
@@ -103,9 +105,9 @@ class Member:
 
     async def _join(self, address: str, port: int, token: str) -> None:
         end = time.monotonic() + _CONNECT_SECONDS
-        while not await self._is_welcome(address, port, token):  # among many strangers, this one was dropped with them
+        while not await self._is_welcome(address, port, token):  # dropped among too many strangers
             if time.monotonic() > end:
-                raise ConnectionError(f"{address}:{port} does not answer as the watch does")
+                raise ConnectionError(f"{address}:{port} does not answer as the watchdog does")
             await asyncio.sleep(_RETRY_SECONDS)
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
@@ -122,7 +124,7 @@ class Member:
         return False
 
     async def _say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # that the hub is gone shows where it is listened to
+        with contextlib.suppress(OSError):  # `_listen` finds that the hub is gone
             self._writer.write(json.dumps(message).encode() + b"\n")
             await self._writer.drain()
 
@@ -134,17 +136,17 @@ class Member:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self.limits.lost_after_seconds / 8)
+            await asyncio.sleep(self.timeouts.lost_after_seconds / 8)
             await self._say(progress=self.progress)
 
     async def _listen(self) -> None:
-        lost = WITHOUT_A_WORD
-        silence_seconds = 1.5 * self.limits.lost_after_seconds  # where the network is cut, rank 0 speaks first
+        lost = WITHOUT_MESSAGE
+        silence_seconds = 1.5 * self.timeouts.lost_after_seconds  # where the network is cut, rank 0 speaks first
         try:
             while line := await asyncio.wait_for(self._reader.readline(), silence_seconds):
                 message = json.loads(line)
                 if "ask" in message:
-                    await self._say(stand=asdict(stand()), progress=self.progress)
+                    await self._say(position=asdict(thread_position()), progress=self.progress)
                 if "over" in message:
                     self._done.set()
                     return
@@ -160,12 +162,11 @@ class Member:
             return
         self.verdict = failure
         self.process.has_failed.set()
-        timer = Timer(
-            _GRACE_SECONDS, self.process.leave_now, [failure.exit_code]
-        )  # whatever blocks, in here or in the main thread
+        # whatever blocks, here or in the main thread
+        timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
         timer.daemon = True
         timer.start()
-        Thread(target=self._tell, name="crash report", daemon=True).start()  # the hub is in this one, in rank 0
+        Thread(target=self._tell, name="crash report", daemon=True).start()  # in rank 0, this thread serves the hub
 
     def _tell(self) -> None:
         assert self.verdict is not None

@@ -1,4 +1,4 @@
-"""The sockets of the watch."""
+"""Sockets of the watchdog: the hub's listener, the route to it, and what forked processes must close."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _SPARE_FILES = 1024  # beside a socket for each rank
 
 class _Socket(Protocol):
     def fileno(self) -> int:
-        """-1 once it is closed."""
+        """Return the descriptor; -1 once it is closed."""
         ...
 
 
 class OwnSockets:
-    """Sockets of a rank, kept from what it forks: with them open in a loader worker, nobody would notice that the rank
-    has ended."""
+    """Sockets of a rank, closed in the processes that it forks: open in a loader worker, they would hide its end."""
 
     def __init__(self) -> None:
         self._open: set[_Socket] = set()
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def keep(self, own: _Socket) -> None:
-        """Have it closed in children that are forked from now on."""
+        """Have a socket closed in children that are forked from now on."""
         self._open.add(own)
 
     def close(self, own: socket.socket) -> None:
-        """Close it here, too."""
+        """Close a socket in this process."""
         self._open.discard(own)
         with contextlib.suppress(OSError):
             own.close()
@@ -46,41 +45,43 @@ class OwnSockets:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a rank reaches rank 0.
+class Route:
+    """The address by which a rank reaches rank 0.
 
     Args:
-        address: of rank 0, as seen from there.
-        is_local: both are on one machine.
+        address: of rank 0, as this rank sees it.
+        is_local: whether both are on one machine.
     """
 
     address: str
     is_local: bool
 
 
-def way_to(address: str, port: int, timeout_seconds: float) -> Way | None:
-    """As a connection to where the ranks have met goes; None where there is none."""
+def route_to(address: str, port: int, timeout_seconds: float) -> Route | None:
+    """Return the route that a connection to the store of the ranks takes; None if it can't be made."""
     try:
         with socket.create_connection((address, port), timeout_seconds) as there:
             peer, own = there.getpeername()[0], there.getsockname()[0]
     except OSError:
         return None
-    return Way(peer, peer == own or peer.startswith("127."))
+    return Route(peer, peer == own or peer.startswith("127."))
 
 
-def listen(ways: Sequence[Way | None]) -> tuple[socket.socket, str | None]:
-    """A socket at the one address of this node that all ranks can reach, and that address; None where it is every one.
+def listen(routes: Sequence[Route | None]) -> tuple[socket.socket, str | None]:
+    """Listen at the one address of this node that all ranks reach; return the socket, and the address.
+
+    The address is None if there is no such one, and the socket listens at all addresses.
 
     Args:
-        ways: of every other rank to this one.
+        routes: from every other rank to this one.
     """
-    backlog = max(128, len(ways))  # all may come at once
-    _allow_files(len(ways) + _SPARE_FILES)
-    remote = {way.address for way in ways if way and not way.is_local}
-    if None not in ways and len(remote) < 2:
+    backlog = max(128, len(routes))  # all may connect at once
+    _allow_files(len(routes) + _SPARE_FILES)
+    remote = {route.address for route in routes if route and not route.is_local}
+    if None not in routes and len(remote) < 2:
         address = remote.pop() if remote else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError):  # not an address of this node, as where it is translated on the way
+        with contextlib.suppress(OSError):  # not an address of this node: translated by the network
             return socket.create_server((address, 0), family=family, backlog=backlog), address
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -88,7 +89,7 @@ def listen(ways: Sequence[Way | None]) -> tuple[socket.socket, str | None]:
 
 
 def _allow_files(count: int) -> None:
-    """Many systems give a process 1024, unless it asks for more."""
+    """Raise the limit of open files, which is 1024 by default on many systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

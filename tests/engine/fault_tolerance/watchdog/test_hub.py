@@ -16,22 +16,22 @@ import psutil
 import pytest
 
 from lightswitch.errors import Failure
-from lightswitch.fault_tolerance.failure import Rank, cut
+from lightswitch.fault_tolerance.failure import Rank, shortened
 from lightswitch.fault_tolerance.watchdog import door, sockets
 from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
 from lightswitch.fault_tolerance.watchdog.member import Member
-from lightswitch.fault_tolerance.watchdog.sockets import Way
-from lightswitch.fault_tolerance.watchdog.verdict import Limits
+from lightswitch.fault_tolerance.watchdog.sockets import Route
+from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.process.state import Process
 from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Train
 
-LIMITS = Limits(lost_after_seconds=1000, hung_after_seconds=1000)
-LOCAL = Way("127.0.0.1", is_local=True)
+TIMEOUTS = Timeouts(lost_after_seconds=1000, hung_after_seconds=1000)
+LOCAL = Route("127.0.0.1", is_local=True)
 
 
 @pytest.fixture
 def rank_0() -> Iterator[Member]:
-    member = Member(Rank(0, 2, "node1", 7), LIMITS, Process(), lambda failure: None)
+    member = Member(Rank(0, 2, "node1", 7), TIMEOUTS, Process(), lambda failure: None)
     yield member
     assert member._hub is not None
     with contextlib.suppress(TimeoutError):
@@ -108,26 +108,26 @@ def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(ran
 
 
 def test_the_longest_failure_fits_into_a_message() -> None:
-    failure = cut(Failure("\U0001f600" * 10**6, "\U0001f600" * 10**7))
+    failure = shortened(Failure("\U0001f600" * 10**6, "\U0001f600" * 10**7))
     assert len(json.dumps({"failure": asdict(failure)})) < LONGEST_LINE_BYTES
-    assert cut(Failure("short", "details")) == Failure("short", "details")
+    assert shortened(Failure("short", "details")) == Failure("short", "details")
 
 
 OWN = socket.gethostbyname("localhost")
 
 
 @pytest.mark.parametrize(
-    ("ways", "address"),
+    ("routes", "address"),
     [
-        ([LOCAL, Way("192.0.2.1", is_local=True)], "127.0.0.1"),
-        ([LOCAL, Way(OWN, is_local=False)], OWN),
-        ([LOCAL, Way("192.0.2.1", is_local=False)], None),  # not of this node, as it is translated on the way
-        ([Way(OWN, is_local=False), Way("127.0.0.2", is_local=False)], None),
+        ([LOCAL, Route("192.0.2.1", is_local=True)], "127.0.0.1"),
+        ([LOCAL, Route(OWN, is_local=False)], OWN),
+        ([LOCAL, Route("192.0.2.1", is_local=False)], None),  # not of this node, as it is translated on the way
+        ([Route(OWN, is_local=False), Route("127.0.0.2", is_local=False)], None),
         ([LOCAL, None], None),
     ],
 )
-def test_the_hub_listens_where_all_ranks_reach_it(ways: list[Way | None], address: str | None) -> None:
-    listener, found = sockets.listen(ways)
+def test_the_hub_listens_where_all_ranks_reach_it(routes: list[Route | None], address: str | None) -> None:
+    listener, found = sockets.listen(routes)
     with listener:
         assert found == address
         assert listener.getsockname()[0] == (address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"))

@@ -7,38 +7,39 @@ from dataclasses import replace
 import pytest
 
 from lightswitch.errors import Failure
-from lightswitch.fault_tolerance.failure import Rank, of_error
-from lightswitch.fault_tolerance.stacks import Stand, stand
-from lightswitch.fault_tolerance.watchdog.verdict import Heard, Limits, verdict
+from lightswitch.fault_tolerance.failure import Rank, failure_of
+from lightswitch.fault_tolerance.stacks import ThreadPosition, thread_position
+from lightswitch.fault_tolerance.watchdog.verdict import RankState, Timeouts, verdict
 
-LIMITS = Limits(lost_after_seconds=60, hung_after_seconds=1000)
-WAITS, WORKS = Stand("distributed.py:1 in all_reduce: wait()", True, 0), Stand("model.py:7 in step: f()", False, 0)
+TIMEOUTS = Timeouts(lost_after_seconds=60, hung_after_seconds=1000)
+WAITS = ThreadPosition("distributed.py:1 in all_reduce: wait()", True, 0)
+WORKS = ThreadPosition("model.py:7 in step: f()", False, 0)
 CLOSED = Failure("rank 0 failed: RuntimeError: Connection closed by peer", follows=True)
 BUG = Failure("rank 1 failed: ValueError: a bug")
 
 
-def _heard(number: int, now: float, **told: object) -> Heard:
-    return replace(Heard(Rank(number, 4, f"node{number // 2 + 1}", 100 + number), now, moved=now), **told)
+def _state(number: int, now: float, **told: object) -> RankState:
+    return replace(RankState(Rank(number, 4, f"node{number // 2 + 1}", 100 + number), now, moved=now), **told)
 
 
 @pytest.mark.parametrize("follows_first", [True, False])
 def test_an_error_of_its_own_comes_before_one_that_follows(follows_first: bool) -> None:
     at = (1.0, 2.0) if follows_first else (2.0, 1.0)
-    ranks = [_heard(0, 2, failure=CLOSED, failed=at[0]), _heard(1, 2, failure=BUG, failed=at[1])]
-    assert verdict(ranks, 2, 2, LIMITS) == BUG
+    ranks = [_state(0, 2, failure=CLOSED, failed=at[0]), _state(1, 2, failure=BUG, failed=at[1])]
+    assert verdict(ranks, 2, 2, TIMEOUTS) == BUG
 
 
 def test_an_error_that_follows_waits_for_the_rank_it_follows_from() -> None:
-    ranks = [_heard(0, 2, failure=CLOSED, failed=2), _heard(1, 2, stand=WORKS), _heard(2, 2), _heard(3, 2)]
-    assert verdict(ranks, 2, 3, LIMITS) is None
-    told = verdict(ranks, 2, 8, LIMITS)
+    ranks = [_state(0, 2, failure=CLOSED, failed=2), _state(1, 2, position=WORKS), _state(2, 2), _state(3, 2)]
+    assert verdict(ranks, 2, 3, TIMEOUTS) is None
+    told = verdict(ranks, 2, 8, TIMEOUTS)
     assert told is not None
     assert told.line.startswith("ranks 2, 3 on node2 were lost: nothing heard for 5 s")
 
 
 def test_an_error_that_follows_from_nothing_is_the_first() -> None:
-    ranks = [_heard(0, 2, failure=CLOSED, failed=2), *(_heard(number, 2, stand=WORKS) for number in (1, 2, 3))]
-    assert verdict(ranks, 2, 4, LIMITS) == CLOSED
+    ranks = [_state(0, 2, failure=CLOSED, failed=2), *(_state(number, 2, position=WORKS) for number in (1, 2, 3))]
+    assert verdict(ranks, 2, 4, TIMEOUTS) == CLOSED
 
 
 @pytest.mark.parametrize(
@@ -47,41 +48,41 @@ def test_an_error_that_follows_from_nothing_is_the_first() -> None:
         (
             [1],
             0,
-            "rank 1 of 4 on node1 failed: process 101 ended without a word: it was killed, or crashed outside of ",
+            "rank 1 of 4 on node1 failed: process 101 ended without an error message: it was killed, or crashed ",
         ),
         ([1], 3, "rank 1 of 4 on node1 failed: process 101 was killed, as node1 ran out of memory"),
-        ([2, 3], 0, "node2 was lost: all its processes, ranks 2, 3, ended without a word"),
+        ([2, 3], 0, "node2 was lost: all its processes, ranks 2, 3, ended without an error message"),
     ],
 )
-def test_what_ended_without_a_word_is_named(gone: list[int], oom_kills: int, line: str) -> None:
+def test_what_ended_without_a_message_is_named(gone: list[int], oom_kills: int, line: str) -> None:
     ranks = [
-        _heard(number, 2, gone=2.0 if number in gone else None, stand=replace(WAITS, oom_kills=oom_kills))
+        _state(number, 2, gone=2.0 if number in gone else None, position=replace(WAITS, oom_kills=oom_kills))
         for number in range(4)
     ]
-    assert verdict(ranks, 2, 2.1, LIMITS) is None
-    told = verdict(ranks, 2, 3, LIMITS)
+    assert verdict(ranks, 2, 2.1, TIMEOUTS) is None
+    told = verdict(ranks, 2, 3, TIMEOUTS)
     assert told is not None
     assert told.line.startswith(line)
 
 
 def test_of_a_hang_the_rank_is_blamed_that_waits_for_nobody() -> None:
-    ranks = [_heard(number, 1001, moved=0, progress=5, stand=WORKS if number == 2 else WAITS) for number in range(4)]
-    told = verdict(ranks, 1001, 1003, LIMITS)
+    ranks = [_state(number, 1001, moved=0, progress=5, position=WORKS if number == 2 else WAITS) for number in range(4)]
+    told = verdict(ranks, 1001, 1003, TIMEOUTS)
     assert told is not None
-    assert told.line == f"rank 2 of 4 on node2 hangs at {WORKS.place}; no rank began a batch for 1000 s"
+    assert told.line == f"rank 2 of 4 on node2 hangs at {WORKS.location}; no rank began a batch for 1000 s"
 
 
 def test_a_rank_left_alone_may_take_its_time() -> None:
-    ranks = [_heard(0, 5000, moved=0), *(_heard(number, 9, left=True) for number in (1, 2, 3))]
-    assert verdict(ranks, 5000, 5010, LIMITS) is None
+    ranks = [_state(0, 5000, moved=0), *(_state(number, 9, left=True) for number in (1, 2, 3))]
+    assert verdict(ranks, 5000, 5010, TIMEOUTS) is None
 
 
 def test_errors_of_connections_are_taken_for_those_that_follow() -> None:
     rank = Rank(1, 2, "node1", 7)
-    assert of_error(rank, RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")).follows
-    assert not of_error(rank, ValueError("a bug")).follows
+    assert failure_of(rank, RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")).follows
+    assert not failure_of(rank, ValueError("a bug")).follows
 
 
-def test_a_stand_names_the_line_of_the_code_that_called() -> None:
-    assert "test_verdict.py" in stand().place
-    assert not stand().waits
+def test_a_position_names_the_line_of_the_code_that_called() -> None:
+    assert "test_verdict.py" in thread_position().location
+    assert not thread_position().waits

@@ -1,4 +1,4 @@
-"""The meeting of a run's processes: before they form a group, they must be the same."""
+"""The handshake inside of a strategy's `setup_environment`: processes must be the same before they form a group."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from lightswitch import patches
 from lightswitch.cluster import consistency, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.handshake import agree
-from lightswitch.cluster.rendezvous import Place
+from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, ToldElsewhere
-from lightswitch.fault_tolerance.watchdog.callback import Watch
+from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 
-_OTHERWISE_BY_DESIGN = ("cluster.",)  # by which each process finds the others
+_DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others
 
 
-def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watch: Watch) -> None:
-    """Let the processes of a Trainer meet before its strategy makes a group of them, which then watches over itself.
+def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watchdog: Watchdog) -> None:
+    """Have a Trainer's processes compared before its strategy forms the process group, and the watchdog started after.
 
-    That group may hang at its first word where versions of NCCL differ, and at any other where something else does.
+    A group may hang in its first collective if versions of NCCL differ, and in any later one if code or config do.
     """
     strategy = trainer.strategy
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
-        meeting = Meeting(
+        handshake = Handshake(
             trainer,
             strategy,
             trainer.num_nodes,
             run,
             _evidence(cfg, run, trainer),
-            confidential.values(cfg, without=_OTHERWISE_BY_DESIGN),
+            confidential.values(cfg, without=_DIFFERS_BY_DESIGN),
             cfg.meet_timeout_seconds,
-            watch,
+            watchdog,
         )
-        patches.replace(strategy, "setup_environment", meeting)
+        patches.replace(strategy, "setup_environment", handshake)
 
 
 def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
     conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
-    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.package(__name__)]
+    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.source_folders(__name__)]
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
-        code += consistency.package(node._target_)
+        code += consistency.source_folders(node._target_)
     versions = consistency.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
     return Evidence(versions, consistency.digests(code))
 
 
 @dataclass
-class Meeting:
-    """Stands in for `setup_environment`, the first that a strategy does in each of its processes."""
+class Handshake:
+    """A replacement of `setup_environment`, the first method of a strategy to run in each of its processes."""
 
     trainer: Trainer
     strategy: ParallelStrategy
@@ -67,27 +67,28 @@ class Meeting:
     evidence: Evidence
     values: Values
     timeout_seconds: float
-    watch: Watch
+    watchdog: Watchdog
     is_over: bool = False
 
     def __call__(self) -> None:
-        """
+        """Compare the processes, form the process group, and join the watchdog.
+
         Raises:
-            Refused: the processes differ, or do not come together.
+            Refused: the processes differ, or some did not connect in time.
         """
-        served = None if self.is_over else self._meet()  # until there is a group, which is served at the same port
+        store = None if self.is_over else self._compare()  # kept until the group, served at the same port, is formed
         self.is_over = True
         type(self.strategy).setup_environment(self.strategy)
-        del served
-        self.watch.join(self.trainer)
+        del store
+        self.watchdog.join(self.trainer)
 
-    def _meet(self) -> Store:
-        place = self._place()
-        store = rendezvous.come(place, "meeting")
+    def _compare(self) -> Store:
+        point = self._meeting_point()
+        store = rendezvous.open_store(point, "meeting")
         is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
         verdict = agree(
             store,
-            place,
+            point,
             self.evidence,
             self.values,
             self.run.run_dir,
@@ -95,15 +96,15 @@ class Meeting:
             refusal=self.run.process.refusal,
         )
         if verdict and is_spawned:
-            raise Refused(verdict)  # the process that started this one tells it
+            raise Refused(verdict)  # the process that spawned this one prints it
         if verdict:
             raise ToldElsewhere(verdict)
         return store
 
-    def _place(self) -> Place:
+    def _meeting_point(self) -> MeetingPoint:
         cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
         assert cluster is not None
         assert devices is not None
         rank = cluster.node_rank() * len(devices) + cluster.local_rank()
         world_size = self.nodes * len(devices)
-        return Place(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
+        return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
