@@ -105,8 +105,8 @@ def test_every_rank_knows_which_checkpoints_are_harmed(
     for name in harmed:
         flip_a_bit(tmp_path / "again" / f"runs/plainmodel/mine/checkpoints/{name}.ckpt/__1_0.distcp")
     again = train(*HARMED, "trainer.max_steps=5", ranks=2, folder=tmp_path / "again", check=False)
-    told = [f"runs/plainmodel/mine/checkpoints/{name}.ckpt can't be read as a checkpoint: __1_0.distcp is not what was "
-            "written" for name in harmed]  # fmt: skip
+    damage = "can't be read as a checkpoint: __1_0.distcp differs from its checksum"
+    told = [f"runs/plainmodel/mine/checkpoints/{name}.ckpt {damage}" for name in harmed]
     if len(harmed) == 2:
         advice = "start anew with resume=never, or go on from another with resume=PATH"
         assert again.err.splitlines()[0] == f"error: {'; '.join([*told, advice])}"
