@@ -3,7 +3,7 @@
     Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
-    │   ├── ChangedDependency      a library is not what it was in the versions that were tried
+    │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
     │   ├── ToldElsewhere          another process of the run prints it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
