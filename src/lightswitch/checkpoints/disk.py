@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.futures import Future
 from lightswitch.checkpoints import safe
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+
+# torch 2.8 writes checkpoints by way of what it deprecates
+warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 class Writer(FileSystemWriter):
