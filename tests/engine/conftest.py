@@ -8,15 +8,15 @@ import torch
 from tests.engine.processes import port, start
 from tests.runs import CHECKOUT, Finished, Train, as_torchrun, context, environment, runs_in, train
 
-__all__ = ["CHECKOUT", "PLAIN", "Finished", "Train", "as_torchrun", "context", "environment", "port"]
-__all__ += ["runs_in", "start", "train"]  # fixtures among them, for all folders
+__all__ = ["CHECKOUT", "PLAIN", "PLAIN_DATA", "PLAIN_MODEL", "Finished", "Train", "as_torchrun", "context"]
+__all__ += ["environment", "port", "runs_in", "start", "train"]  # fixtures, for all folders
 
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
     *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
     *(f"strategies/test_{name}.py" for name in ("foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused")),
-    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py"),
+    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
 PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"

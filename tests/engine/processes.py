@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.runs import CHECKOUT
+
 TRAIN_PY = str(CHECKOUT / "train.py")
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -58,7 +58,7 @@ def test_its_snippet_computes_the_loss_of_some_samples(mine: Path, monkeypatch: 
 
 
 def test_what_a_failing_rank_read_comes_again_in_one_process(train: Train) -> None:
-    failing = ("model._target_=tests.engine.failing.FailingModel", "model.how=raises", PLAIN[1])
+    failing = ("model._target_=tests.engine.fault_tolerance.failing.FailingModel", "model.how=raises", PLAIN[1])
     failed = train("strategy=ddp", *failing, "trainer.max_steps=4", ranks=2, check=False)
     (report,) = failed.run_dir.glob("crash/*/rank_1.txt")
     told = re.search(r"step (\d+), micro batch (\d+): samples (\[.*\])", report.read_text())

@@ -79,6 +79,16 @@ def test_its_precision_computes_training_steps_in_bfloat16_and_nothing_else(
     assert losses[0][0] == pytest.approx(losses[1][0], rel=0.02)
 
 
+def test_its_precision_is_refused_by_deepspeed_before_anything_starts(fork: Path, train: Train) -> None:
+    refused = train(
+        *_overrides(fork, "strategy=deepspeed_stage_2", "precision=bf16-training"), folder=fork, check=False
+    )
+    told = (
+        "precision BF16Training is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"
+    )
+    assert refused.err.strip() == f"error: {told}"
+
+
 def _losses(fork: Path, run_id: str) -> list[float]:
     (file,) = fork.glob(f"runs/*/{run_id}/metrics.csv")
     rows = [line.split(",") for line in file.read_text().splitlines()]

@@ -8,6 +8,7 @@ from tests.runs import Finished, Train
 
 # What makes a model small enough to train a few steps in a second, as {"large": ("model.layers=2", "model.width=32")}
 SMALLER: dict[str, tuple[str, ...]] = {}
+ALONE = "single"
 STEPS, SAVED = 8, 4
 TOLERANCE = 1e-5  # of a loss about 1: sums in another order differ by a tenth of it
 SHORT = (
@@ -32,9 +33,9 @@ class Runs:
         self._data: dict[str, str] = {}
 
     def under(self, model: str, strategy: str) -> Finished:
+        words, (arguments, ranks) = self._arguments(model), _spread(strategy)
         if (model, strategy) not in self._runs:
-            arguments, ranks = _spread(strategy)
-            self._runs[model, strategy] = self._train(*self._arguments(model), *arguments, ranks=ranks, check=False)
+            self._runs[model, strategy] = self._train(*words, *arguments, ranks=ranks, check=False)
         return self._runs[model, strategy]
 
     def resumed(self, model: str, saver: str, reader: str) -> Finished:
@@ -46,20 +47,25 @@ class Runs:
     def _arguments(self, model: str) -> tuple[str, ...]:
         if model not in self._data:
             self._data[model] = self._find_data(model)
-        return (f"model={model}", f"data={self._data[model]}", *SMALLER.get(model, ()), *SHORT)
+        return _words(model, self._data[model])
 
     def _find_data(self, model: str) -> str:
         """The first dataset that the model trains with, the default before the others; or the default."""
         for data in choices("data"):
-            words = (f"model={model}", f"data={data}", *SMALLER.get(model, ()), *SHORT)
-            if self._train(*words, "trainer.max_steps=1", "strategy=single", check=False).returncode == 0:
+            run = self._train(*_words(model, data), *_spread(ALONE)[0], check=False)
+            if run.returncode == 0:
+                self._runs[model, ALONE] = run
                 return data
         return choices("data")[0]
 
 
+def _words(model: str, data: str) -> tuple[str, ...]:
+    return (f"model={model}", f"data={data}", *SMALLER.get(model, ()), *SHORT)
+
+
 def _spread(strategy: str) -> tuple[tuple[str, ...], int]:
     """What to type for a strategy, and how many processes to start for it."""
-    return (f"strategy={strategy}",), 1 if strategy == "single" else 2
+    return (f"strategy={strategy}",), 1 if strategy == ALONE else 2
 
 
 def assert_same_curve(name: str, under: str, run: Finished, alone: Finished) -> None:

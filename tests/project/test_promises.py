@@ -8,10 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.project.choices import choices, models, text
-from tests.project.promises import Runs, assert_same_curve
+from tests.project.promises import ALONE, Runs, assert_same_curve
 from tests.runs import Finished, runs_in
 
-ALONE = "single"
 # auto stands for another strategy, and those that name a start method compute what ddp does
 STRATEGIES = [
     name for name in choices("strategy") if name not in ("auto", ALONE) and "start_method" not in text("strategy", name)

@@ -41,13 +41,13 @@ class GlobalBatch(Callback):
         self.seed = seed
         self._resumed = Position(seed=seed, global_batch=plan.global_batch)
         self._loaders = Combined()
-        self._are_shared = True  # those of the loaders; the next to come begin anew
+        self._are_shared = True  # of the loaders so far: the next one begins a new set
         self._epoch_start = self._resumed
         self._optimizer_steps = 0  # of the Trainer, at the epoch's start
         self._batches = 0  # micro batches finished in this epoch
         self._validated_step = 0
         self._loss: Tensor | None = None
-        self._drawn = torch.random.get_rng_state()  # how far the constructors of model and data have come
+        self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
@@ -56,7 +56,7 @@ class GlobalBatch(Callback):
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: process(self._share(trainer, loader))
         strategy.reduce = exact_mean(strategy.reduce)
-        # configure_model draws what a constructor would: after it, in 32 bits, and not on the device
+        # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin.tensor_init_context = nullcontext
         if type(strategy).tensor_init_context is Strategy.tensor_init_context:
@@ -147,7 +147,7 @@ class GlobalBatch(Callback):
 
     def _weight(self) -> float:
         """Return the weight of this micro batch's mean in the mean over its global batch; 1.0 for an even cut."""
-        if not (self._loaders.slices and self._loaders.is_single):  # of several, each is cut evenly
+        if not (self._loaders.slices and self._loaders.is_single):  # of several loaders, each is cut evenly
             return 1.0
         step, micro = divmod(self._batches, self.plan.accumulation)
         return self._loaders.slices[0].weight(step, micro)
@@ -180,7 +180,7 @@ class GlobalBatch(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
-            if position is not None:  # what is measured is logged at the step of the weights it is measured on
+            if position is not None:  # metrics are logged at the step of the weights that are evaluated
                 trainer.fit_loop.epoch_loop._batches_that_stepped = position.global_step
         else:
             assert position is not None, "a run goes on from no other checkpoint"
@@ -229,7 +229,7 @@ class GlobalBatch(Callback):
         if fetcher is None or self._validated_step == global_step:
             return False
         finished = (global_step - self._epoch_start.global_step) * self.plan.accumulation
-        if finished < loop.batch_progress.current.ready:  # the next has begun, and Lightning would speak of that one
+        if finished < loop.batch_progress.current.ready:  # the next has begun, for which Lightning would answer
             return False
         return loop._should_check_val_fx(fetcher)
 
@@ -245,7 +245,7 @@ def _data_rank(trainer: Trainer) -> int:
 
 def _is_logged(trainer: Trainer) -> bool:
     every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
-    if every_n_steps == 0:  # Lightning's word for never
+    if every_n_steps == 0:  # which means never
         return False
     return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
 

@@ -82,7 +82,7 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
 def _samples(loader: DataLoader[Any]) -> int:
     """Return the samples of an epoch over all ranks."""
     replicated = hasattr(loader.sampler, "num_replicas")  # a DistributedSampler's length is one rank's share
-    return len(loader.dataset) if replicated else len(loader.sampler)  # type: ignore[arg-type]  # torch declares no length for what has one
+    return len(loader.dataset) if replicated else len(loader.sampler)  # type: ignore[arg-type]  # torch declares no length for datasets
 
 
 def _plain(batch_sampler: Any) -> Any:

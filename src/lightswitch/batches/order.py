@@ -21,7 +21,7 @@ def epoch_order(sampler: Any, samples: int, seed: int, epoch: int) -> Sequence[A
         samples: of an epoch, over all ranks.
     """
     generator = torch.Generator().manual_seed(mix(seed, epoch) >> 1)
-    if isinstance(sampler, DistributedSampler):  # its shares are cut for another batch: take its wish to shuffle alone
+    if isinstance(sampler, DistributedSampler):  # its shares have another size: only its shuffling counts
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
     if type(sampler) is SequentialSampler:
         return range(samples)
@@ -151,7 +151,7 @@ class TrainingSlices(Sampler[Any]):
         index = micro * self.plan.replicas + self.rank
         samples, offset = self.step_samples(step), step % self.own_steps * self.plan.global_batch
         begin, end = offset + samples * index // slices, offset + samples * (index + 1) // slices
-        return min(begin, self.samples - 1), end  # an empty slice still names one sample, to be read at weight 0
+        return min(begin, self.samples - 1), end  # an empty slice still reads one sample, at weight 0
 
 
 class EvaluationSlices(Sampler[Any]):

@@ -61,7 +61,7 @@ def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, An
         _together(ranks, "finish it", lambda: _finish(path, partial, state, sums) if rank == 0 else None)
     except (UnwrittenCheckpoint, LostRank):
         if rank == 0:
-            with contextlib.suppress(OSError, Refused):  # that it could not be written says all
+            with contextlib.suppress(OSError, Refused):  # the error of the write is the one to report
                 remove_tree(partial)
         raise
 
@@ -152,7 +152,7 @@ def _write_tensors(
     except RuntimeError as error:
         if group is None:
             raise
-        raise UnansweredCollective from error  # gloo's
+        raise UnansweredCollective from error  # raised by gloo where a rank does not answer
     return {path.name: manifest.of_file(path) for path in folder.glob(f"__{rank}_*")}
 
 

@@ -44,7 +44,7 @@ def true_cause() -> Iterator[None]:
 
 def describe(error: BaseException, rank: int) -> str:
     """Return in a few words which rank's error it is and what it is."""
-    if isinstance(error, CheckpointException):  # of every rank, and it says whose it was
+    if isinstance(error, CheckpointException):  # raised on every rank; it names the one it comes from
         return "; ".join(f"rank {number}: {first_line(cause)}" for number, (cause, _) in sorted(error.failures.items()))
     return f"rank {rank}: {first_line(error)}"
 

@@ -18,7 +18,7 @@ from lightswitch.errors import UnfitCheckpoint
 log = logging.getLogger(__name__)
 
 _WRITTEN = re.compile(r".+\.ckpt(\.previous(_\d+)?)?", re.DOTALL)
-_ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # by a scheduler, of Lightning
+_ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # written by Lightning when a scheduler asks
 _NO_TENSORS = slice(0)
 
 
@@ -91,7 +91,7 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
                 readable.append((path, position))
         except UnfitCheckpoint as error:
             damaged.append(error)
-    # of two at the same place, the one whose validation has run; then the one that is named by its step
+    # of two at the same step, the one whose validation has run; then the one that is named by its step
     readable.sort(key=lambda found: (found[1].global_step, not found[1].validation_due, found[0].name), reverse=True)
     return readable, damaged
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightswitch.checkpoints import directory, disk
 from lightswitch.errors import UnwrittenCheckpoint
 
-_NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # as `save` gives it, and nobody else
+_NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # the names that `save` gives
 
 
 class LastCheckpoints(Checkpoint):
@@ -64,7 +64,7 @@ class LastCheckpoints(Checkpoint):
         path = self.folder / f"step_{trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            # a strategy from elsewhere has written it by now
+            # a strategy of the user's own has written it by now
             once_saved: Callable[[Callable[[], None]], None] = getattr(trainer.strategy, "once_saved", _now)
             once_saved(lambda: self._point_to(path))
 
@@ -77,7 +77,7 @@ class LastCheckpoints(Checkpoint):
             told = disk.describe(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):
-            self._removed.add(old)  # or what is not removed would be told of at each save
+            self._removed.add(old)  # or one that can't be removed would be reported at each save
             directory.remove(old)
 
     def _outdated(self, newest: Path) -> list[Path]:

@@ -59,7 +59,7 @@ def set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     for path, part in module.named_modules():
         name = own_name(f"{path}._extra_state".lstrip("."))
-        if name in state and type(part).set_extra_state is not nn.Module.set_extra_state:  # not one that wraps it
+        if name in state and type(part).set_extra_state is not nn.Module.set_extra_state:  # not a wrapper's
             part.set_extra_state(state[name])
 
 

@@ -61,7 +61,7 @@ class Piece:
 
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
-    if prod(shape) == 0:  # all ranks name what is empty: none would be asked for it
+    if prod(shape) == 0:  # an empty tensor has one empty box, or the index would lack it
         yield (0,) * len(shape), shape
         return
     if first == end:

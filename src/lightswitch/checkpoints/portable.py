@@ -42,7 +42,8 @@ class PortableCheckpoints(Strategy):
     and DTensors. None of them may be collective: a rank that fails in a save would leave the others waiting.
     """
 
-    ranks_hear_of_failures = False  # by other means than a save's: where rank 0 is gone, torch says so at length
+    # by the watchdog: then a failing save need not tell them through torch's store, which is noisy where rank 0 is gone
+    ranks_hear_of_failures = False
 
     _checkpoint_ranks: Ranks | None = None
     _told: frozenset[str] = frozenset()  # places in a checkpoint of what it leaves out
@@ -111,7 +112,7 @@ class PortableCheckpoints(Strategy):
         ranks.staging.take(f"reach the save of {path.name}", lambda: str(path))
         (path_of_rank_0,) = ranks.staging.results([0])
         if self._saver.has_lost_a_rank:
-            self._checkpoint_ranks = None  # to talk to it again, all connect anew
+            self._checkpoint_ranks = None  # the old group can't be used any more
         return Path(path_of_rank_0)
 
     def _wait_for_write(self) -> None:
@@ -273,7 +274,7 @@ class PortableCheckpoints(Strategy):
         super().on_train_start()
         assert self.lightning_module is not None
         if self.lightning_module.trainer.checkpoint_callbacks:
-            self._connect()  # here, where no rank has anything else to do
+            self._connect()  # collective, so at a moment that all ranks reach
 
     @property
     def _ranks(self) -> Ranks | None:

@@ -38,7 +38,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        # on the CPU: NCCL's hands on no objects; and of its own, as training has the other one
+        # gloo, as NCCL sends no Python objects; a group of its own, as training uses the other one meanwhile
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.staging = Steps(self.group, "staging", timeout_seconds)
         self.writing = Steps(self.group, "writing", timeout_seconds)
@@ -81,7 +81,7 @@ class Steps:
             self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
         except OSError as error:
             self._decide(self._failed(error, lost=False))
-        except Exception as error:  # a bug, of which the others have to hear as well
+        except Exception as error:  # a bug, which the other ranks have to learn of as well
             cause = error
             self._decide(self._failed(error, lost=True))
         self._conclude(what, cause)

@@ -212,7 +212,7 @@ def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:
         return tensor.of(whole)
     if not isinstance(tensor, DTensor):
         return whole
-    # every rank has read the whole: none is to be sent
+    # every rank has read the whole tensor: nothing is sent
     return distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 

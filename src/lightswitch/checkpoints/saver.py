@@ -26,9 +26,9 @@ class Saver:
     """
 
     def __init__(self) -> None:
-        self._last: Thread | None = None  # of what was asked for; each waits for the one before
+        self._last: Thread | None = None  # the last queued; each waits for the one before
         self._good = True
-        self.has_lost_a_rank = False  # in the last write: its group is of no more use
+        self.has_lost_a_rank = False  # in the last write: the process group can't be used any more
         self._failure: Exception | None = None
         self._staged: dict[str, Tensor] = {}
 

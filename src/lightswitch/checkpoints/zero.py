@@ -76,7 +76,7 @@ def _of_stage_1_2(model: Mapping[str, Any], ranks: list[Mapping[str, Any]]) -> I
             start += math.prod(shape) + gap
         if sum(partition.numel() for partition in partitions) - start >= 2 * len(
             ranks
-        ):  # to which a group is filled up
+        ):  # a group is padded to a multiple of 2 × ranks
             raise ValueError(f"{_FOLDER} has more numbers than parameters")
 
 

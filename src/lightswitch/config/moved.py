@@ -32,10 +32,7 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
         with read_write(cfg):
             OmegaConf.update(cfg, f"{path}._target_", _today(name))
     if found and run.placement.rank == 0:
-        folders = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
-        told = [
-            f"{_file(name, folders) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()
-        ]
+        told = [f"{_file(name, run) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()]
         log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
 
 
@@ -65,12 +62,13 @@ def _today(name: str) -> str:
     return f"{MOVED[module]}.{attribute}" if module in MOVED else name
 
 
-def _file(name: str, folders: list[Path]) -> str | None:
-    """Return the first file that has the name, relative to the parent of its folder."""
-    for folder in folders:
-        for file in sorted(folder.rglob("*.yaml")):
-            if f"_target_: {name}" in file.read_text():
-                return str(file.relative_to(folder.parent))
+def _file(name: str, run: RunContext) -> str | None:
+    """Return the chosen file that has the name, relative to the parent of its config folder."""
+    for source in run.hydra.runtime.config_sources:
+        for group, choice in run.hydra.runtime.choices.items():
+            file = Path(source.path, group, f"{choice}.yaml")
+            if source.schema == "file" and file.is_file() and f"_target_: {name}" in file.read_text():
+                return str(file.relative_to(Path(source.path).parent))
     return None
 
 

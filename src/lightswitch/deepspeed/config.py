@@ -13,7 +13,7 @@ from typing import Any
 from lightswitch.deepspeed import config_keys
 
 _AUTO = "auto"
-_DECIDED_ELSEWHERE = {  # what DeepSpeed would take, and the run has no place for, or does another way
+_DECIDED_ELSEWHERE = {  # what DeepSpeed accepts, and the run does in another way or not at all
     "optimizer": "the model's configure_optimizers makes the optimizer",
     "scheduler": "the model's configure_optimizers makes the scheduler",
     "autotuning": "it starts runs of its own",
@@ -88,7 +88,7 @@ def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
     yield from (
         f"{key} is not supported: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
     )
-    if not unknown:  # behind a misspelt key there may be the stage
+    if not unknown:  # the stage may be what a misspelt key was meant to be
         yield from _stage(config.get("zero_optimization"))
     if run is not None:
         yield from _against_run(config, run)

@@ -75,7 +75,7 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
             first = min(kept.numel() * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
             own = whole.reshape(-1)[first : first + kept.numel()]
             kept.detach().narrow(0, 0, own.numel()).copy_(own)  # the last rank's may end in padding
-        if parameter.numel():  # at stage 3, of the small ones alone
+        if parameter.numel():  # at stage 3, only small parameters are whole here
             parameter.detach().copy_(whole)
 
 
@@ -100,7 +100,7 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
             part.of(values[key]).copy_(part.of_whole(value))
     engine.global_steps = max(steps)
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        engine.optimizer._hp_optimizer_states_linked = False  # to the tensors that were there before
+        engine.optimizer._hp_optimizer_states_linked = False  # they were linked to the tensors before
 
 
 def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:

@@ -115,7 +115,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        with self.precision_plugin.tensor_init_context():  # not on the device, whose random numbers are others
+        with self.precision_plugin.tensor_init_context():  # not on the device, which draws other random numbers
             yield
 
     @contextmanager
@@ -154,7 +154,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         for parameter in parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
-        # done, and DeepSpeed 0.19 fails for a parameter that is a scalar
+        # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
         deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
         return optimizers[0], schedulers[0] if schedulers else None
 

@@ -51,7 +51,7 @@ def look(local_rank: int, folder: Path) -> Machine:
         folder: where the runs go.
     """
     node = socket.gethostname()
-    first = local_rank == 0  # what is the same for all processes of a node is told by one
+    first = local_rank == 0  # what all processes of a node share is reported by one
     problems = [*_memory_problems(folder), *_gpu_problems()] if first else []
     return Machine(
         node,

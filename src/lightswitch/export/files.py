@@ -71,7 +71,7 @@ def write(
             else:
                 others = {other: tensors[first] for other, first in names_of_tied.items()}
                 _save(partial / name, {**tensors, **others, **weights.extra_state})
-            shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors gives it to its owner alone
+            shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors lets its owner alone read it
             _compare(partial / name, tensors)
         if len(shards) > 1:
             index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))
@@ -176,7 +176,7 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
         else:
             save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries ask for the format
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = error if isinstance(error, OSError) else error.__context__ or error  # there torch has a full disk
+        reason = error if isinstance(error, OSError) else error.__context__ or error  # torch keeps a full disk there
         raise OSError(f"{path.name} can't be written: {reason}") from error
     with path.open("rb") as written:
         os.fsync(written.fileno())
@@ -195,7 +195,7 @@ def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, state[name]) for name in names)
     else:
         for name in names:
-            with safe_open(path, "pt") as file:  # anew, or all that was read of it would stay in memory
+            with safe_open(path, "pt") as file:  # opened for each tensor, or all that was read would stay in memory
                 yield name, file.get_tensor(name)
 
 

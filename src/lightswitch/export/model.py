@@ -82,7 +82,7 @@ def build_model(config: source.ModelConfig, trust: bool) -> LightningModule:
         InstantiationException,
         OmegaConfBaseException,
         RuntimeError,
-    ) as error:  # as of a model that asks for its Trainer
+    ) as error:  # RuntimeError: of a model that asks for its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
     raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, not a LightningModule")
@@ -115,7 +115,7 @@ def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     live = model.state_dict(keep_vars=True)
     names = _names(live)
     fitting: dict[str, Any] = {}
-    parameters: dict[str, nn.Parameter] = {}  # one for all names of a tied one
+    parameters: dict[str, nn.Parameter] = {}  # one object for all names of a tied parameter
     for name, value in live.items():
         own = names[id(value)] if isinstance(value, Tensor) else [own_name(name)]
         saved = next((candidate for candidate in own if candidate in state), None)

@@ -73,7 +73,7 @@ def read_config(path: Path, key: str | None = None, trust: bool = False) -> Mode
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few stand for billions
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few can expand to billions
             raise UnfitCheckpoint(f"{path} can't be read as a config: it has YAML aliases, and no run writes any")
         node: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=trust)
     except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:

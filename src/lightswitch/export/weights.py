@@ -32,7 +32,7 @@ class Weights:
         self._reader = Reader(path, group=None)
         self.state = self._reader.state
         self.extra_state = self._mapping("extra_state")
-        self.names_of_tied = self._mapping("names_of_tied") if "names_of_tied" in self.state else None  # of old
+        self.names_of_tied = self._mapping("names_of_tied") if "names_of_tied" in self.state else None
         names = sorted(self._reader.names(_PREFIX))
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}  # without values: shapes and dtypes
 

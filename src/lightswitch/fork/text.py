@@ -120,8 +120,20 @@ def _braced(paths: Sequence[str]) -> list[str]:
     ]
 
 
+def _without_lowest(makefile: str) -> str:
+    """Without what runs the engine's own tests on the lowest versions."""
+    makefile = re.sub(r"^test-lowest:.*\n(\t.*\n)+\n", "", makefile, flags=re.MULTILINE).replace(" test-lowest", "")
+    for words in (" and the lowest", " $(LOWEST_INSTALLED):", " .venv-lowest"):
+        makefile = makefile.replace(words, ":" if words.endswith(":") else "")
+    line = r"(?:[^\n]*\\\n)*[^\n]*\n"  # with those that continue it
+    lines = re.findall(line, makefile)
+    gone = {number for number, line in enumerate(lines) if "lowest" in line.lower()}
+    gone |= {number - 1 for number in gone if number and lines[number - 1].startswith("#")}
+    return "".join(line for number, line in enumerate(lines) if number not in gone)
+
+
 def _makefile(text: str, fork: Fork) -> str:
-    paragraphs = text.split("\n\n")
+    paragraphs = _without_lowest(text).split("\n\n")
     gone = [part for part in paragraphs if re.search(rf"^\t.*({_NOT_OF_A_FORK})", part, re.MULTILINE)]
     gone += [part for part in paragraphs if re.search(rf"^{_OF_A_LONG_SUITE}:", part, re.MULTILINE)]
     text = "\n\n".join(part for part in paragraphs if part not in gone)
@@ -150,6 +162,7 @@ def _pyproject(text: str, fork: Fork) -> str:
     text = _replaced(text, r'^name = "lightswitch"$', f'name = "{fork.name}"')
     text = _replaced(text, r'^version = ".*"$', 'version = "0.1.0"')
     text = _replaced(text, r'^description = ".*"$', f'description = "{fork.name}"')
+    text = _replaced(text, r"(?:^#[^\n]*\n)*^dependencies = ", "dependencies = ")
     text = _replaced(text, r'^files = \["src", ', f'files = ["src/{fork.name}", ')
     text = re.sub(r'^    "(slow|slurm): .*\n', "", text, flags=re.MULTILINE)
     packages = [f"{fork.name}*", *([] if fork.pin else ["lightswitch*"])]
@@ -162,7 +175,7 @@ def _pyproject(text: str, fork: Fork) -> str:
 def _with_engine_as_package(text: str, pin: str) -> str:
     """The engine brings what it needs, in the versions that it needs; so do its extras."""
     listed = "".join(f'    "{one}",\n' for one in (pin, "lightning", "numpy", "torch", "torchmetrics"))
-    text = _replaced(text, r"(^#[^\n]*\n)*^dependencies = \[\n(    .*\n)*\]\n", f"dependencies = [\n{listed}]\n")
+    text = _replaced(text, r"^dependencies = \[\n(    .*\n)*\]\n", f"dependencies = [\n{listed}]\n")
     text = re.sub(r"^\[tool.setuptools.package-data\]\n.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
     head, begin, rest = text.partition("[project.optional-dependencies]\n")
     extras, end, tail = rest.partition("\n\n")

@@ -37,7 +37,7 @@ def _after_configure_model(model: LightningModule) -> None:
 
     @functools.wraps(configure)
     def told() -> Any:
-        del model.configure_model  # of this instance: the class's is seen again
+        del model.configure_model  # of this instance, so that the class's is found again
         configure()
         _tell(model)
 

@@ -19,7 +19,7 @@ from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, launchers, precision, root_keys, strategies, targets
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
-_DERIVED = {  # arguments of the Trainer that are not given to it by themselves
+_DERIVED = {  # the Trainer's arguments that the engine sets, and what sets them
     "accumulate_grad_batches": "the batch: set micro_batch_size",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",

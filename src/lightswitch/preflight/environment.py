@@ -17,7 +17,7 @@ _LEAST = {  # whole numbers, and the smallest that each may be
     **dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"), 1),
 }
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")
-_FORMS = {  # of other variables: what each has to look like, and how that is told
+_FORMS = {  # of other variables: a pattern, and its description
     "MASTER_ADDR": (r"\S+", "a host's name or address"),
     "OMP_NUM_THREADS": (r"(\d*[1-9]\d*(,\d*[1-9]\d*)*)?", "a number of threads from 1"),
     "CUDA_VISIBLE_DEVICES": (
@@ -25,23 +25,23 @@ _FORMS = {  # of other variables: what each has to look like, and how that is to
         "numbers of GPUs such as 0,1, or their UUIDs",
     ),
 }
-_NEEDED = {  # by who starts the processes: what each of them is given
+_NEEDED = {  # by launcher: the variables that each process gets
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "env": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "slurm": ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 }
-_SIGNS = {  # by who starts them: what tells it, and how it is done
+_SIGNS = {  # by launcher: the variables that reveal it, and how it is used
     "torchrun": (("TORCHELASTIC_RUN_ID",), "start it by torchrun --nproc-per-node=N train.py"),
     "env": (("RANK", "WORLD_SIZE"), f"export {', '.join(_NEEDED['env'])} for each process"),
     "slurm": (("SLURM_STEP_NUM_TASKS",), "start it by srun python train.py"),
 }
-_BELOW = {  # by who starts them: which number counts up to which other
+_BELOW = {  # by launcher: which number is below which other
     "torchrun": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
     "env": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"},
     "slurm": {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
     "local": {"LOCAL_RANK": "WORLD_SIZE"},
 }
-_ORDERED = {  # by who starts them: a process's rank, that of its node, and the one on its node
+_ORDERED = {  # by launcher: a process's rank, its node's rank, and its rank on the node
     "torchrun": ("RANK", "GROUP_RANK", "LOCAL_RANK"),
     "env": ("RANK", "NODE_RANK", "LOCAL_RANK"),
     "slurm": ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
@@ -51,7 +51,7 @@ _MEND = {
     "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
     "slurm": "start it by srun --distribution=block",
 }
-_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it gives to its children
+_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its children
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:
@@ -142,7 +142,7 @@ def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
     rank, node, local = _ORDERED[launcher]
     per_node = place.devices_per_node or 1
     if place.nodes * per_node != int(environ["SLURM_NTASKS" if launcher == "slurm" else "WORLD_SIZE"]):
-        return  # told once it is known how many the run asks for
+        return  # reported by preflight.launchers
     within = int(environ.get(local, place.rank % per_node))
     if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
         told = _set(environ, [name for name in (rank, node, local) if name in environ])
@@ -156,7 +156,7 @@ def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
     Lightning believes them: it would be silent, write no checkpoint, or wait for the others.
     """
     if "RANK" not in environ and environ.keys() >= set(_OF_LIGHTNING):
-        return  # it is one of those others
+        return  # Lightning has started it
     if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
         missing = [name for name in _NEEDED["env"] if name not in environ]
         mend = f"type unset {' '.join(placed)}, or {_SIGNS['env'][1]}"

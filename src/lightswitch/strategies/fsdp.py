@@ -85,7 +85,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._setup_distributed()
-        if self._device_mesh is None:  # a second one, for test after fit, would not be the parameters'
+        if self._device_mesh is None:  # a test after fit keeps the mesh that the parameters are on
             self._device_mesh = self._mesh()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -198,7 +198,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign, assignment]  # torch's: one mesh
+        self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign, assignment]  # torch's takes a single mesh
 
     # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
 

@@ -104,7 +104,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if self._root is None:  # a test after fit has it
+        if self._root is None:  # there already in a test after fit
             self._root = self._sharded()
         self.model = self._root
         self.barrier()
@@ -113,7 +113,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # Lightning's is torch's
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # Lightning's clips one rank's shards
 
     def _sharded(self) -> FullyShardedDataParallel:
         model = self.prepared()

@@ -28,7 +28,7 @@ def placeholders() -> Iterator[None]:
             replaced[parameter] = _like(parameter, "meta")
         register(module, name, replaced[parameter])
 
-    nn.Module.register_parameter = register_placeholder  # type: ignore[method-assign,assignment]  # for a while
+    nn.Module.register_parameter = register_placeholder  # type: ignore[method-assign,assignment]  # inside of the context alone
     try:
         yield
     finally:
@@ -44,5 +44,5 @@ def fill_with_nothing(module: nn.Module) -> None:
 
 def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
     made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # marks that models put on their parameters
+    made.__dict__.update(parameter.__dict__)  # attributes that models set on their parameters
     return made

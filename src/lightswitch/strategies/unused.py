@@ -28,7 +28,7 @@ class Unused:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float) -> None:
-        named = [secrets.token_hex(8)]  # what one fit leaves in the store, another one is not to read
+        named = [secrets.token_hex(8)]  # a prefix of its own: a later fit must not read this one's keys
         dist.broadcast_object_list(named, src=0)
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._used: set[Tensor] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -64,10 +65,16 @@ def environment(folder: Path, *requirements: str) -> Path:
     return python
 
 
-def run(command: list[str], folder: Path, *, code: int = 0) -> str:
+def run(command: list[str], folder: Path, *, code: int = 0, timeout_seconds: float = 250) -> str:
     """What a command prints, in an environment without this checkout."""
     left_out = ("PYTHONPATH", "PYTEST_", "LIGHTSWITCH_", "MAKE")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **streams) as process:
+        try:
+            told, _ = process.communicate(timeout=timeout_seconds)
+        except BaseException:  # make's own children, too
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == code, told
+    return told

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
@@ -70,6 +71,7 @@ def test_commands_begin_with_the_launcher(
 ) -> None:
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(psutil.Process, "parent", lambda _: None)  # what started pytest is no agent of torchrun's
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py", "strategy=ddp", "mode=fit", "seed=7"])
     assert (
         commands.evaluate("best.ckpt", placement.detect())

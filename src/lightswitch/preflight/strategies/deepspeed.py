@@ -19,6 +19,9 @@ def problems(request: Request) -> Iterator[str]:
     if importlib.util.find_spec("deepspeed") is None:
         yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
         return
+    if isinstance(plugin := request.trainer.get("precision"), dict):
+        name = str(plugin.get("_target_")).rpartition(".")[2]
+        yield f"precision {name} is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"
     if request.precision in ("64", "64-true"):
         yield "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
     if request.precision == "16-true" and not request.on_gpu:
@@ -47,7 +50,7 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
         return
     try:
         plan = BatchPlan.derive(*request.batch, request.world_size)
-    except BatchError:  # told as what it is
+    except BatchError:  # reported by the check of the batch
         run = None
     else:
         clip_norm = float(request.trainer.get("gradient_clip_val") or 0)

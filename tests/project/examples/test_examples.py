@@ -19,20 +19,17 @@ from lightswitch.cluster import placement
 from lightswitch.launch import resolvers
 from lightswitch.preflight import targets
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 LANGUAGE_DATA = ("python_source", "text", "tokens")
+IMAGES = ("digits", "fashion_mnist")
 
 
 def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-PAIRS = [
-    (model, data)
-    for model in choices("model")
-    for data in choices("data")
-    if (data in LANGUAGE_DATA) == model.startswith("gpt")
-]
+LANGUAGE_MODELS = [model for model in choices("model") if model.startswith("gpt")]
+PAIRS = [(model, data) for model in LANGUAGE_MODELS for data in LANGUAGE_DATA] + [("vit", data) for data in IMAGES]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +90,9 @@ def test_every_experiment_is_accepted(experiment: str) -> None:
 @pytest.mark.parametrize("optimizer", choices("optimizer"))
 @pytest.mark.parametrize("scheduler", choices("scheduler"))
 def test_every_optimizer_and_scheduler_fits_a_model(optimizer: str, scheduler: str) -> None:
-    model = instantiate(composed(f"optimizer={optimizer}", f"scheduler={scheduler}").model, _convert_="all")
+    model = instantiate(
+        composed("model=gpt", f"optimizer={optimizer}", f"scheduler={scheduler}").model, _convert_="all"
+    )
     model.configure_model()
     assert model.configure_optimizers().keys() == {"optimizer", "lr_scheduler"}
 

@@ -1,0 +1,76 @@
+"""A config of an older engine, which names code where it was, trains as it did and is told what to change."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_object
+
+from lightswitch.config import moved
+from tests.engine.conftest import CHECKOUT, PLAIN, Train
+
+# As the configs of commit c5ea3f9 had it.
+BEFORE = {
+    "lightswitch.deepspeed.strategy.": "lightswitch.strategies.deepspeed.",
+    "lightswitch.cluster.environments.": "lightswitch.launch.cluster.",
+    "class: lightswitch.runs.log.RunLog": "class: logging.FileHandler",
+    "train.log\n": "train.log\n    delay: true\n",
+}
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    folder = shutil.copytree(CHECKOUT / "conf", tmp_path / "conf")
+    for path in folder.rglob("*.yaml"):
+        text = path.read_text()
+        for now, before in BEFORE.items():
+            text = text.replace(now, before)
+        path.write_text(text)
+    return folder
+
+
+def test_every_strategy_of_an_older_config_finds_its_code(older: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = SimpleNamespace(schema="file", path=str(older))
+    told = 0
+    for strategy in sorted(path.stem for path in (older / "strategy").glob("*.yaml")):
+        with initialize_config_dir(str(older), version_base="1.3"):
+            cfg = compose("config", overrides=[f"strategy={strategy}", "cluster=env"])
+        choices = {"strategy": strategy, "cluster": "env"}
+        hydra = SimpleNamespace(runtime=SimpleNamespace(config_sources=[source], choices=choices))
+        run = SimpleNamespace(placement=SimpleNamespace(rank=0), hydra=hydra)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            moved.follow(cfg, run)
+        for node in (cfg.trainer.strategy, cfg.cluster):
+            assert callable(get_object(node._target_))
+        (advice,) = (record.getMessage() for record in caplog.records)
+        assert "conf/cluster/env.yaml names lightswitch.launch.cluster.by_environment, which moved to" in advice
+        told += (
+            "names lightswitch.strategies.deepspeed.DeepSpeed, which moved to lightswitch.deepspeed.strategy" in advice
+        )
+    assert told == len(list((older / "strategy").glob("deepspeed*.yaml")))
+
+
+def test_an_older_config_trains_and_is_told_in_a_line(older: Path, train: Train) -> None:
+    words = (*PLAIN, "strategy=deepspeed_stage_2", "trainer.max_steps=2", "global_batch_size=8")
+    run = train(f"--config-path={older}", *words, ranks=2)
+    (advice,) = re.findall("^advice .*$", run.out, re.MULTILINE)
+    assert "conf/strategy/deepspeed_stage_2.yaml names" in advice
+    assert "test/loss" in run.out
+    assert (run.run_dir / "train.log").stat().st_size
+
+
+def test_todays_config_names_nothing_that_moved() -> None:
+    assert list(moved.in_folder(CHECKOUT / "conf")) == []
+
+
+def test_each_line_to_change_is_listed(older: Path) -> None:
+    assert (
+        f"{older}/cluster/auto.yaml:2: lightswitch.launch.cluster.detect is now lightswitch.cluster.environments.detect"
+        in (moved.in_folder(older))
+    )
