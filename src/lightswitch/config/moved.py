@@ -63,7 +63,7 @@ def _today(name: str) -> str:
 
 
 def _file(name: str, run: RunContext) -> str | None:
-    """The file of the choice that was made, as seen from beside the folder of the configs."""
+    """Return the chosen file that has the name, relative to the parent of its config folder."""
     for source in run.hydra.runtime.config_sources:
         for group, choice in run.hydra.runtime.choices.items():
             file = Path(source.path, group, f"{choice}.yaml")
