@@ -76,8 +76,6 @@ class Entry:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
         self.signals.catch(is_first=False)  # the rank is not known yet
         gc.disable()  # until all is imported (launch/build turns it on): many objects, and little garbage
-        composition.patch_composition()
-        multirun.patch_multirun(self.process)
         try:
             self._run_hydra(config_path, config_name)
             signals.ignore()
@@ -92,6 +90,8 @@ class Entry:
             self.process.release_locks()
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
+        composition.patch_composition()
+        multirun.patch_multirun(self.process)
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
