@@ -2,7 +2,7 @@
 
 import lightswitch
 
-model = lightswitch.load("runs/gpt/mine")
+model = lightswitch.load("runs/NAME/RUN_ID")
 logits = model(ids)
 """
 

@@ -1,11 +1,11 @@
 """Write the weights of a run as safetensors, or as a state dict of torch's.
 
-python -m lightswitch.export runs/gpt/mine -o gpt.safetensors
-python -m lightswitch.export runs/gpt/mine/checkpoints/last.ckpt -o gpt.pt --dtype bfloat16
-python -m lightswitch.export runs/gpt/mine -o exports/gpt --shard-size 500MB
+python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
+python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
+python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
 
 -o names a file of safetensors, a .pt file, or a folder, which gets model.safetensors. Beside it goes FILE.yaml, the
-model's config: lightswitch.load("gpt.safetensors") gives the model back. Safetensors above the shard size are cut into
+model's config: lightswitch.load("model.safetensors") gives the model back. Safetensors above the shard size are cut into
 several files with an index, as Hugging Face does; memory holds one of them at a time. A .pt file is held whole.
 """
 
