@@ -5,8 +5,8 @@ python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt 
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
 
 -o names a file of safetensors, a .pt file, or a folder, which gets model.safetensors. Beside it goes FILE.yaml, the
-model's config: lightswitch.load("model.safetensors") gives the model back. Safetensors above the shard size are cut into
-several files with an index, as Hugging Face does; memory holds one of them at a time. A .pt file is held whole.
+model's config: lightswitch.load("model.safetensors") gives the model back. Safetensors above the shard size are cut
+into several files with an index, as Hugging Face does; memory holds one of them at a time. A .pt file is held whole.
 """
 
 from __future__ import annotations
