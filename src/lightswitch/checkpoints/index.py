@@ -33,6 +33,7 @@ _RECORDS = {
     *(_TENSOR, _BYTES, f"{_METADATA}.Metadata", f"{_METADATA}.MetadataIndex", f"{_METADATA}.ChunkStorageMetadata"),
     *(f"{_METADATA}.TensorProperties", f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta"),
     *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout"),
+    "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enum
     *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
 _BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}

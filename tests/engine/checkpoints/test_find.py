@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from lightswitch.batches.position import KEY, Position
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.find import first_whole, newest, up_to
+from lightswitch.checkpoints.index import read as index_of
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.checkpoints import hostile
 
@@ -36,6 +39,22 @@ def test_the_furthest_in_training_is_found_whatever_its_name_or_time(tmp_path: P
     found = newest(tmp_path)
     assert found is not None
     assert (found[0], found[1].global_step) == (furthest, 30)
+
+
+class _PythonBefore3_11_4(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoints/last.ckpt", global_step=3)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    with (path / ".metadata").open("wb") as file:
+        _PythonBefore3_11_4(file).dump(index)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert index_of(path).tensors().keys() == {"model.w"}
 
 
 def test_a_checkpoint_that_a_scheduler_asked_for_counts(tmp_path: Path) -> None:
