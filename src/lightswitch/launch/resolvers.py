@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 from hydra.core.hydra_config import HydraConfig
@@ -15,15 +14,29 @@ from lightswitch.runs.run_id import new_run_id
 
 def register(placement: Placement) -> None:
     """Register the resolvers, for a process with this placement."""
-    run_id = functools.cache(lambda: new_run_id())  # one for the process: a config is resolved more than once
     resolvers: dict[str, Callable[..., object]] = {
-        "new_run_id": lambda: run_id(),
+        "new_run_id": _RunId(),
         "run_name": _run_name,
         "launched_devices": lambda: placement.devices_per_node or 1,
         "launched_nodes": lambda: placement.nodes,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+class _RunId:
+    """The run id of this process, found once: a config is resolved more than once.
+
+    submitit pickles resolvers, and what functools caches can't be.
+    """
+
+    def __init__(self) -> None:
+        self._found: str | None = None
+
+    def __call__(self) -> str:
+        if self._found is None:
+            self._found = new_run_id()
+        return self._found
 
 
 def _run_name(*, _root_: DictConfig) -> str:
