@@ -67,7 +67,7 @@ def environment(folder: Path, *requirements: str) -> Path:
 
 def run(command: list[str], folder: Path, *, code: int = 0, timeout_seconds: float = 250) -> str:
     """What a command prints, in an environment without this checkout."""
-    left_out = ("PYTHONPATH", "PYTEST_", "LIGHTSWITCH_", "MAKE")
+    left_out = ("PYTHONPATH", "PYTEST_", "LIGHTSWITCH_", "MAKE", "ARGS")  # the last two are of a make around this
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **streams) as process:
