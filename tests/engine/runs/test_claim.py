@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import contextlib
+import multiprocessing.process
 import os
 import re
 import signal
