@@ -171,7 +171,7 @@ def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
     return f" Did you mean {lowered[close[0]]}?" if close else ""
 
 
-def listed(words: Sequence[str], noun: str = "", shown: int = 3) -> str:
+def listed(words: Sequence[str], noun: str = "", shown: int = 3, separator: str = ", ") -> str:
     """Return words for a message: the first few, and how many more, as in 'a, b, c and 2 more nodes'."""
     more = f" and {len(words) - shown} more {noun}".rstrip() if len(words) > shown else ""
-    return ", ".join(words[:shown]) + more
+    return separator.join(words[:shown]) + more

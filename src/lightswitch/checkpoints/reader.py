@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightswitch.checkpoints import directory, disk, foreign
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.errors import UnfitCheckpoint
+from lightswitch.errors import UnfitCheckpoint, listed
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
 
@@ -143,7 +143,7 @@ class Reader:
             problems += [f"the checkpoint has no {name}" for name in sorted(live.keys() - saved)]
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
-            told = _several([*self._other_arguments(arguments), *problems])
+            told = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
             raise UnfitCheckpoint(
                 f"{self.path} was saved from a different model: {told}; "
                 "give the model the arguments it had, or start anew under another run_id"
@@ -218,8 +218,3 @@ def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:
 
 def _shape(tensor: Tensor | Piece) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
-
-
-def _several(problems: list[str], shown: int = 4) -> str:
-    more = f" (and {len(problems) - shown} more)" if len(problems) > shown else ""
-    return "; ".join(problems[:shown]) + more

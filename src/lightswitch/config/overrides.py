@@ -38,6 +38,12 @@ def shortened(override: str) -> str:
     return re.sub(r"^([^=]+)='([\w.-]*/[\w./-]*)'$", r"\1=\2", override, flags=re.ASCII)  # a path that needs no quotes
 
 
+def key_and_value(override: str) -> tuple[str, str]:
+    """Return the two sides of an override, the key without the `+` that Hydra asks for."""
+    key, _, value = override.lstrip("+").partition("=")
+    return key, value
+
+
 def asks_for_a_sweep(arguments: list[str]) -> bool:
     """Return whether a command line has the flag for many runs, `-m`."""
     return not _SWEEPS.isdisjoint(arguments)
@@ -91,7 +97,7 @@ def _addable(override: str) -> str:
 
 def _emptied(overrides: list[str]) -> list[str]:
     """Return overrides that empty the groups whose `_target_` is replaced: their arguments are another class's."""
-    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    keys = dict(map(key_and_value, overrides))
     replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and not {group, f"~{group}"} & keys]
     partial = [f"++{group}._partial_=true" for group in replaced if group in _PARTIAL]
     return [f"~{group}" for group in replaced] + partial

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 
 
 def root() -> Path:
@@ -42,8 +42,8 @@ def check_clean(root: Path) -> None:
         Refused: something is not committed.
     """
     if changes := git(root, "status", "--porcelain").splitlines():
-        more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-        raise Refused(f"found changes that are not committed: {changes[0][3:]}{more}; commit or stash them")
+        paths = listed([change[3:] for change in changes], shown=1)
+        raise Refused(f"found changes that are not committed: {paths}; commit or stash them")
 
 
 def tracked(root: Path) -> list[str]:

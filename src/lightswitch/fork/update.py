@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 from lightswitch.fork import checkout, engine
 from lightswitch.fork.__main__ import exit_with
 from lightswitch.fork.repository import File, write
@@ -85,9 +85,8 @@ def _refuse_changed(folder: Path, fork: Path) -> None:
     if written:
         paths = [f"{engine.FOLDER}/{path}" for path in changed]
         print(checkout.git(fork, "diff", written, "--", *paths), end="")
-    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     raise Refused(
-        f"{engine.FOLDER}/{changed[0]}{more} was changed in this fork, and would be lost; take the change back "
+        f"{engine.FOLDER}/{listed(changed, shown=1)} was changed in this fork, and would be lost; take the change back "
         f"(git checkout {written[:7] or 'COMMIT'} -- {engine.FOLDER}), or bring it to lightswitch itself"
     )
 

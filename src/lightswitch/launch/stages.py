@@ -83,7 +83,9 @@ def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
     for path in [checkpoint] if checkpoint else Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"):
         if path.is_dir():
             name = type(trainer.strategy).__name__
-            raise Refused(f"{shown(path)} is a directory, which {name} can't read without running code; use strategy=…")
+            raise Refused(
+                f"{shown(path)} is a directory, which {name} can't read without running code; use strategy=ddp"
+            )
 
 
 def _metrics(trainer: Trainer) -> Metrics:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import scaled_learning_rate
-from lightswitch.config.overrides import GROUPS
+from lightswitch.config.overrides import GROUPS, key_and_value
 from lightswitch.errors import nearest
 from lightswitch.preflight import targets
 
@@ -60,7 +60,7 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
         overrides: as typed.
     """
     for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
+        key, _ = key_and_value(override)
         if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
             hint = nearest(key, [known for known in cfg if known != key])
             if hint := hint or ("" if key in GROUPS else nearest(key, GROUPS, alike=0.85)):

@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightswitch.config.overrides import key_and_value
 from lightswitch.runs import saved
 
 _FILE = "job.json"
@@ -41,14 +42,9 @@ class Record:
 
     def of_another_job(self, overrides: list[str]) -> str | None:
         """Return the values that differ from those in ``overrides``; None if the record is of the same job."""
-        own, others = _values(self.overrides), _values(overrides)
+        own, others = dict(map(key_and_value, self.overrides)), dict(map(key_and_value, overrides))
         keys = [key for key in own if key in others and key not in _LIMITS and own[key] != others[key]]
         return " ".join(f"{key}={own[key]}" for key in keys) or None
-
-
-def _values(overrides: list[str]) -> dict[str, str]:
-    split = (override.lstrip("+").partition("=") for override in overrides)
-    return {key: value for key, _, value in split}
 
 
 def write(record: Record, folder: Path) -> None:

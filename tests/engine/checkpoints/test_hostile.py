@@ -74,7 +74,7 @@ def test_a_strategy_from_elsewhere_is_given_no_directory(tmp_path: Path, train: 
     (path / "SHA256SUMS").rename(path / "meta.pt")
     refused = train(*RUN, "mode=test", f"ckpt_path={path}", *ELSEWHERE, check=False)
     assert refused.err.splitlines() == [
-        f"error: {path} is a directory, which SingleDeviceStrategy can't read without running code; use strategy=…"
+        f"error: {path} is a directory, which SingleDeviceStrategy can't read without running code; use strategy=ddp"
     ]
 
 

@@ -44,8 +44,9 @@ def tensor_parallel_problems(request: Request) -> Iterator[str]:
         return
     model = str(request.model.get("_target_")).rpartition(".")[2]
     if model not in plans:
+        only = f", only for {', '.join(plans)}" if plans else ""
         yield (
-            f"strategy=fsdp_tp has no plan for {model}, only for {', '.join(plans)}; use strategy=fsdp, or "
+            f"strategy=fsdp_tp has no plan for {model}{only}; use strategy=fsdp, or "
             f"trainer.strategy.plans.{model}=FUNCTION that returns torch's parallel styles by the paths of its modules"
         )
     yield from problems(request)
