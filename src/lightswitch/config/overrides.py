@@ -97,7 +97,7 @@ def _addable(override: str) -> str:
 
 def _emptied(overrides: list[str]) -> list[str]:
     """Return overrides that empty the groups whose `_target_` is replaced: their arguments are another class's."""
-    keys = dict(map(key_and_value, overrides))
+    keys = {key for key, _ in map(key_and_value, overrides)}
     replaced = [group for group in _REPLACEABLE if f"{group}._target_" in keys and not {group, f"~{group}"} & keys]
     partial = [f"++{group}._partial_=true" for group in replaced if group in _PARTIAL]
     return [f"~{group}" for group in replaced] + partial
