@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engine.fork.forks import environment, git, made, run
-
-
-@pytest.fixture
-def newer(own_clone: Path) -> Path:
-    """The engine a version later: with a file more and one less, and a word about it."""
-    project = own_clone / "pyproject.toml"
-    project.write_text(
-        re.sub(r'^version = ".*"', 'version = "0.9.0"', project.read_text(), count=1, flags=re.MULTILINE)
-    )
-    log = own_clone / "CHANGELOG.md"
-    log.write_text(log.read_text().replace("\n## ", "\n## [0.9.0]\n\n- Owls are heard.\n\n## ", 1))
-    (own_clone / "src/lightswitch/owls.py").write_text('"""Owls."""\n')
-    (own_clone / "src/lightswitch/py.typed").unlink()
-    git(own_clone, "add", "--all")
-    git(own_clone, "commit", "--quiet", "--message=Later")
-    return own_clone
+from tests.engine.fork.forks import git, made, run
 
 
 @pytest.fixture
@@ -93,10 +76,3 @@ def test_what_is_no_engine_is_refused(source: str, told: str, birdsong: Path, tm
         source = str(tmp_path / "empty")
     assert told in _update(birdsong, source, code=2).splitlines()[-1]
     assert git(birdsong, "status", "--porcelain") == ""
-
-
-def test_make_updates_and_then_tests(birdsong: Path, newer: Path) -> None:
-    environment(birdsong, "--editable", ".")
-    planned = run(["make", "--dry-run", "update-engine", f"FROM={newer}"], birdsong)
-    update, test = (planned.index(command) for command in ("lightswitch.fork.update", "-m pytest"))
-    assert update < test
