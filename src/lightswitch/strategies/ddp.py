@@ -6,8 +6,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import chain
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -62,6 +65,16 @@ class DDP(PortableCheckpoints, DDPStrategy):
         self._copes_with_unused = find_unused_parameters or static_graph
         self._named: list[tuple[str, nn.Parameter]] = []
 
+    def configure_ddp(self) -> None:
+        """Put the model into DistributedDataParallel.
+
+        Raises:
+            Refused: the model has a dtype that ranks can't send each other.
+        """
+        assert self.lightning_module is not None
+        _refuse_unsendable(self.lightning_module, self.root_device)
+        super().configure_ddp()
+
     def _register_ddp_hooks(self) -> None:
         """Register the hook on every device: Lightning does on CUDA, and elsewhere drops it without a word."""
         assert isinstance(self.model, DistributedDataParallel)
@@ -113,3 +126,19 @@ class DDP(PortableCheckpoints, DDPStrategy):
     def _is_synchronised(self) -> bool:
         """Whether gradients are averaged now: not in the micro batches before the last one of a step."""
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+
+
+def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:
+    """Refuse a dtype that the back-end does not know, with the tensor that is of it: DDP's own error names none.
+    Collective."""
+    named: dict[torch.dtype, str] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        named.setdefault(tensor.dtype, name)
+    for dtype, name in named.items():
+        try:
+            dist.broadcast(torch.zeros(1, dtype=dtype, device=device), src=0)
+        except RuntimeError as error:
+            raise Refused(
+                f"{name} is of {dtype}, which {dist.get_backend()} of torch {torch.__version__} can't send as ddp "
+                "does; give it another dtype, or use strategy=fsdp"
+            ) from error

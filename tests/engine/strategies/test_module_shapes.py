@@ -44,8 +44,16 @@ _OF_DEEPSPEED = {
     "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
     "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
 }
+_UNSENT = "{} is of {}, which gloo of torch %s can't send as ddp does; give it another dtype, or use strategy=fsdp"
+_UNSENT %= torch.__version__
+_OF_TORCH_2_8 = {
+    "Buffers": _UNSENT.format("turn", "torch.complex64"),
+    "Complex": _UNSENT.format("turn", "torch.complex64"),
+}
 REFUSED = {
     "ddp": {
+        "Shorts": _UNSENT.format("table", "torch.int16"),
+        **(_OF_TORCH_2_8 if torch.__version__.startswith("2.8.") else {}),
         "Branch": _DDP.format("side.weight, side.bias"),
         "BranchOfUnits": _DDP.format(
             "net.blocks.1.norm.weight, net.blocks.1.norm.bias, net.blocks.1.up.weight and 3 more parameters"

@@ -170,6 +170,17 @@ class Buffers(Plain):
         return super().training_step(batch, batch_idx) + 0.01 * self.steps
 
 
+class Shorts(Plain):
+    """A table of a dtype that neither gloo nor NCCL knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(WORDS, dtype=torch.int16))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words) + self.table / WORDS
+
+
 class Branch(Plain):
     """A part of it has no gradient in every second step."""
 
