@@ -17,7 +17,7 @@ while (($#)) && [[ $1 != -- ]]; do common+=("$1") && shift; done
 lines=()
 (($# < 2)) || mapfile -t lines < <(shift && printf '%s\n' "$@" | sed '/^[[:space:]]*$/d')
 
-if [[ -z ${lines[${SLURM_ARRAY_TASK_ID:-none}]+there} ]]; then
+if [[ -z ${SLURM_ARRAY_TASK_ID:-} || -z ${lines[SLURM_ARRAY_TASK_ID]+there} ]]; then
   echo "found array task ${SLURM_ARRAY_TASK_ID:-none}, and ${#lines[@]} lines of overrides after --; use --array=0-N" >&2
   exit 2
 fi

@@ -9,7 +9,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
-cd "$SLURM_SUBMIT_DIR" # this script itself runs as a copy in Slurm's spool folder
+cd "${SLURM_SUBMIT_DIR:?is not set; submit this by sbatch}" # this script itself runs as a copy in Slurm's spool folder
 [[ -e slurm/job.sh ]] || { echo "found no slurm/job.sh in $PWD; run sbatch in the checkout's folder" >&2; exit 2; }
 source slurm/job.sh
 

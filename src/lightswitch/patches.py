@@ -21,7 +21,7 @@ SUPPORTED = {
     "lightning": ">=2.6.0,!=2.6.2,!=2.6.3,<2.7",
     "torch": ">=2.8,<2.14",
     "torchmetrics": ">=1.4,<1.10",
-    "deepspeed": ">=0.19.6,<0.20",
+    "deepspeed": ">=0.19.7,<0.20",
 }
 _ABSENT = "nothing"
 _MISSING = object()

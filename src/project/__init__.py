@@ -1,1 +1,1 @@
-"""The example models and data: what a fork renames and replaces. Plain Lightning, nothing of lightswitch."""
+"""Models and data, in plain Lightning: conf names them, and the engine trains them."""

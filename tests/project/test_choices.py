@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
+from lightswitch.config import moved
 from tests.project.choices import CONF, choices
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "experiment", "strategy", "callbacks")
@@ -20,7 +21,7 @@ def test_a_choice_composes_and_names_code_that_is_there(group: str, choice: str)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[f"{group}={choice}"])
     for target in _targets(OmegaConf.to_container(cfg, resolve=False)):
-        assert callable(get_object(target)), target
+        assert callable(get_object(moved.today(target))), target
 
 
 def _targets(node: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.project.choices import choices, models, text
-from tests.project.promises import ALONE, Runs, assert_same_curve
+from tests.project.promises import ACCEPTED, ALONE, Runs, assert_same_curve
 from tests.runs import Finished, runs_in
 
 # auto stands for another strategy, and those that name a start method compute what ddp does
@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("model", models())
 def test_a_model_has_the_same_curve_under_every_strategy(model: str, strategy: str, runs: Runs) -> None:
     run, alone = (_trained(runs.under(model, name), name) for name in (strategy, ALONE))
-    assert_same_curve(f"model={model}", strategy, run, alone)
+    _compare(model, strategy, run, alone)
 
 
 @pytest.mark.parametrize(("saver", "reader"), list(zip(SAVERS, [*SAVERS[1:], SAVERS[0]], strict=True)))
@@ -38,7 +38,16 @@ def test_a_model_has_the_same_curve_under_every_strategy(model: str, strategy: s
 def test_a_model_resumes_under_another_strategy(model: str, saver: str, reader: str, runs: Runs) -> None:
     _, alone = (_trained(runs.under(model, name), name) for name in (saver, ALONE))
     run = _trained(runs.resumed(model, saver, reader), reader)
-    assert_same_curve(f"model={model}", f"{reader}, resumed from what {saver} saved", run, alone)
+    _compare(model, f"{reader}, resumed from what {saver} saved", run, alone)
+
+
+def _compare(model: str, under: str, run: Finished, alone: Finished) -> None:
+    try:
+        assert_same_curve(f"model={model}", under, run, alone)
+    except AssertionError as error:
+        if model in ACCEPTED:
+            pytest.xfail(f"{ACCEPTED[model]}: {error}")
+        raise
 
 
 def _trained(run: Finished, strategy: str) -> Finished:

@@ -60,7 +60,7 @@ def reasons(run_dir: Path) -> list[str]:
     found = json.loads((run_dir / "witness.json").read_text())
     told = [
         f"{name} takes mean and variance over the samples of a device, not of the global batch; use a GroupNorm or a "
-        "LayerNorm, or torch.nn.SyncBatchNorm"
+        "LayerNorm; on GPUs, trainer.sync_batchnorm=true takes them over all devices"
         for name in found["batch_norms"]
     ]
     told += [

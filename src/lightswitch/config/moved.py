@@ -30,9 +30,9 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
     found = dict(_older(cfg))
     for path, name in found.items():
         with read_write(cfg):
-            OmegaConf.update(cfg, f"{path}._target_", _today(name))
+            OmegaConf.update(cfg, f"{path}._target_", today(name))
     if found and run.placement.rank == 0:
-        told = [f"{_file(name, run) or key} names {name}, which moved to {_today(name)}" for key, name in found.items()]
+        told = [f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()]
         log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
 
 
@@ -41,8 +41,8 @@ def in_folder(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*.yaml")):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             name = line.partition("_target_:")[2].partition("#")[0].strip()
-            if _today(name) != name:
-                yield f"{path}:{number}: {name} is now {_today(name)}"
+            if today(name) != name:
+                yield f"{path}:{number}: {name} is now {today(name)}"
 
 
 def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -50,14 +50,15 @@ def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
     if isinstance(plain, dict):
         name = plain.get("_target_")
-        if isinstance(name, str) and _today(name) != name:
+        if isinstance(name, str) and today(name) != name:
             yield path, name
     children: Any = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
     for key, child in children:
         yield from _older(child, f"{path}.{key}".lstrip("."))
 
 
-def _today(name: str) -> str:
+def today(name: str) -> str:
+    """Return today's name of code that an older config names."""
     module, _, attribute = name.rpartition(".")
     return f"{MOVED[module]}.{attribute}" if module in MOVED else name
 

@@ -10,6 +10,7 @@ INTO is a folder that is empty or not there yet; `.` makes the project of the ch
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "python -m lightswitch.fork", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", metavar="NAME", help="of the package below src")
-    parser.add_argument("into", metavar="INTO", type=Path, help="a new folder, or . for the checkout itself")
+    parser.add_argument("into", metavar="INTO", help="a new folder, or . for the checkout itself")
     parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")
     parser.add_argument("--engine", choices=("folder", "package"), default="folder", help="folder, if not given")
     parser.add_argument("--engine-from", metavar="FROM", help="the package: a version, a wheel or a git address")
@@ -50,25 +51,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(asked: argparse.Namespace) -> None:
-    root = checkout.root()
+    if not asked.name or not asked.into:  # as make hands them on where they were not typed
+        raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
+    root, into = checkout.root(), Path(asked.into)
     names.check(asked.name, root)
     pin = engine.requirement(asked.engine_from) if asked.engine == "package" else None
     if asked.engine == "folder" and asked.engine_from:
         raise Refused("--engine-from names a package; also type --engine=package")
-    in_place = asked.into.resolve() == root
+    in_place = into.resolve() == root
     if not in_place:
-        repository.check_empty(asked.into, root)
+        repository.check_empty(into, root)
     checkout.check_clean(root)
-    version = checkout.version(root)
+    version, commit = checkout.version(root), checkout.commit(root)
     files = tree.of_fork(root, asked.name, asked.bare, pin)
     if in_place:
         repository.replace(root, asked.name, files)
     else:
-        repository.create(asked.into, asked.name, files)
-    where = "this folder, on a branch of that name" if in_place else str(asked.into)
+        repository.create(into, asked.name, files)
+    where = "this folder, on a branch of that name" if in_place else str(into)
     print(f"{asked.name:<10} {where}: {len(files)} files in one commit")
-    print(f"engine     {pin or f'src/lightswitch, version {version}, commit {checkout.commit(root)[:7]}'}")
-    print(f"train      {'' if in_place else f'cd {asked.into} && '}make train")
+    print(f"engine     {pin or f'src/lightswitch, version {version}, commit {commit[:7]}'}")
+    if pin and engine.is_of_this_machine(pin):
+        print(
+            "           which is there on this machine alone; where others work on it, name a git address or a version"
+        )
+    if in_place and (origin := checkout.origin(root)):
+        print(f"origin     is still {origin}; type git remote set-url origin ADDRESS before you push")
+    print(f"train      {'' if in_place else f'cd {shlex.quote(str(into))} && '}make train")
     print("test       make test")
 
 

@@ -24,15 +24,16 @@ def root() -> Path:
 def git(root: Path, *arguments: str, given: str | None = None) -> str:
     """
     Raises:
-        Refused: with the last line of what git says.
+        Refused: with the first error that git tells, or the last line of what it says.
     """
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], input=given, capture_output=True, text=True)
     except FileNotFoundError:
         raise Refused("found no git; install it") from None
     if done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise Refused(f"git {arguments[0]}: {told}")
+        told = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        line = next((line for line in told if line.startswith(("fatal:", "error:"))), told[-1])
+        raise Refused(f"git {arguments[0]}: {line.removeprefix('fatal: ').removeprefix('error: ')}")
     return done.stdout
 
 
@@ -52,6 +53,26 @@ def tracked(root: Path) -> list[str]:
 
 def commit(root: Path) -> str:
     return git(root, "rev-parse", "HEAD").strip()
+
+
+def origin(root: Path) -> str:
+    """Return the address of the remote repository `origin`, or nothing without one."""
+    return git(root, "remote", "get-url", "origin").strip() if "origin" in git(root, "remote").split() else ""
+
+
+def commit_at(address: str, ref: str) -> str:
+    """Return the commit that a tag, a branch or a commit of a repository is now; of its newest without one.
+
+    Raises:
+        Refused: it can't be reached, or has none of that name.
+    """
+    if re.fullmatch(r"[0-9a-f]{40}", ref):
+        return ref
+    lines = git(Path(), "ls-remote", address, ref or "HEAD", f"{ref}^{{}}").splitlines()
+    if not lines:
+        raise Refused(f"found no {ref} in {address}; name a tag, a branch or a commit of 40 digits")
+    tagged = [line for line in lines if line.endswith("^{}")]  # the commit that an annotated tag is of
+    return (tagged or lines)[0].split("\t")[0]
 
 
 def version(root: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightswitch.errors import Refused
+from lightswitch.fork import checkout
 
 FOLDER = "src/lightswitch"
 MANIFEST = "engine.json"
@@ -17,10 +18,10 @@ _NOT_OF_IT = ("__pycache__", ".mypy_cache")
 
 
 def requirement(source: str | None) -> str:
-    """What pip is asked for: by version, by the path of a wheel, or by the address of a git repository.
+    """Return what pip is asked for: a version, the path of a wheel, or a git address with the commit that REF is now.
 
     Raises:
-        Refused: it is none of them.
+        Refused: it is none of them, or git finds no such commit there.
     """
     if source is None:
         raise Refused("--engine=package needs --engine-from=VERSION, the path of a wheel, or git+https://…@REF")
@@ -31,12 +32,26 @@ def requirement(source: str | None) -> str:
             raise Refused(f"found no wheel {source}")
         return f"lightswitch @ {Path(source).resolve().as_uri()}"
     if is_git(source):
-        return f"lightswitch @ {'' if source.startswith('git+') else 'git+'}{source}"
+        address, ref = split_git(source)
+        return f"lightswitch @ git+{address}@{checkout.commit_at(address, ref)}"
     raise Refused(f"{source} is no version, no wheel and no git address; use 0.1.0, PATH.whl or git+https://…@REF")
 
 
 def is_git(source: str) -> bool:
     return source.startswith(("git+", "https://", "http://", "ssh://", "git@", "file://")) or ".git@" in source
+
+
+def split_git(source: str) -> tuple[str, str]:
+    """Return the address of a repository and the tag, branch or commit behind its last `@`, or nothing."""
+    address, at, ref = source.removeprefix("git+").rpartition("@")
+    if not at or "/" not in address:  # an @ of its own, as in git@host:path
+        return source.removeprefix("git+"), ""
+    return address, ref
+
+
+def is_of_this_machine(pin: str) -> bool:
+    """Return whether a requirement is a path."""
+    return re.match(r"lightswitch @ (git\+)?file:", pin) is not None
 
 
 def manifest(files: Mapping[str, bytes], version: str, commit: str) -> bytes:
@@ -57,6 +72,12 @@ def read(folder: Path) -> dict[str, bytes]:
 
 def changed(folder: Path) -> list[str]:
     """The files that are not as the manifest has them, by their path in the folder."""
-    expected = json.loads((folder / MANIFEST).read_text())["files"]
+    expected = named_in_manifest(folder)
     found = {path: hashlib.sha256(content).hexdigest() for path, content in read(folder).items()}
     return sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
+
+
+def named_in_manifest(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file that the manifest has, by its path in the folder."""
+    files: dict[str, str] = json.loads((folder / MANIFEST).read_text())["files"]
+    return files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -25,6 +25,7 @@ class Fork:
         pin: the engine's requirement, or None where it is a folder.
         removed: the paths of examples that were left out.
         paths: of all files but the engine's, before their package is renamed.
+        defaults: the choices that conf/config.yaml makes, by group.
         examples: paths of files and folders that are examples, as they are listed.
     """
 
@@ -32,6 +33,7 @@ class Fork:
     pin: str | None
     removed: Sequence[str]
     paths: Sequence[str]
+    defaults: Mapping[str, str]
     examples: Sequence[str]
 
     @property
@@ -39,8 +41,9 @@ class Fork:
         return bool(self.removed)
 
     def choice(self, group: str) -> str:
-        """The first of a group of configs."""
-        return min(choice for group_, choice in map(_config, self.paths) if group_ == group)
+        """The default of a group of configs, or its first where that was left out."""
+        there = [choice for group_, choice in map(_config, self.paths) if group_ == group]
+        return self.defaults[group] if self.defaults[group] in there else min(there)
 
 
 def renamed_path(path: str, name: str) -> str:

@@ -10,33 +10,24 @@ package, its requirement in pyproject.toml is replaced, and installed.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from lightswitch.errors import Refused, listed
-from lightswitch.fork import checkout, engine
+from lightswitch.fork import checkout, engine, source
 from lightswitch.fork.__main__ import exit_with
+from lightswitch.fork.news import news
 from lightswitch.fork.repository import File, write
+from lightswitch.fork.source import Source
 from lightswitch.fork.text import with_pin
-
-
-@dataclass(frozen=True)
-class Source:
-    """An engine: its files, by their path in the folder, and what else of its checkout is known."""
-
-    files: Mapping[str, bytes]
-    version: str
-    commit: str = ""
-    pyproject: str = ""
-    train: str = ""
 
 
 def main() -> None:
@@ -52,7 +43,7 @@ def _update(given: str, fork: Path) -> None:
     folder, pyproject = fork / engine.FOLDER, fork / "pyproject.toml"
     if (folder / engine.MANIFEST).is_file():
         with tempfile.TemporaryDirectory() as space:
-            _replace_folder(folder, _source(given, Path(space)), fork)
+            _replace_folder(folder, source.find(given, Path(space)), fork)
     elif pyproject.is_file() and re.search(r'^ +"lightswitch[ =]', pyproject.read_text(), re.MULTILINE):
         _replace_pin(given, pyproject)
     else:
@@ -71,70 +62,34 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
     write(folder, {path: File(content) for path, content in files.items()})
     print(f"engine     {_named(manifest['version'], manifest['commit'])} → {_named(new.version, new.commit)}")
     _tell_news(*(content.get(engine.CHANGELOG, b"").decode() for content in (before, new.files)))
-    for line in _requirements(new.pyproject, (fork / "pyproject.toml").read_text()):
+    for line in (*_requirements(new, (fork / "pyproject.toml").read_text()), *_beside(new, manifest["commit"], fork)):
         print(line)
     if new.train and _code(new.train) != _code((fork / "train.py").read_text()):
         print("train.py   is not as the new engine's; take over what differs from the one beside the new engine")
 
 
 def _refuse_changed(folder: Path, fork: Path) -> None:
+    """
+    Raises:
+        Refused: the folder is not as its manifest has it; the difference is printed before.
+    """
     changed = engine.changed(folder)
     if not changed:
         return
     written = checkout.git(fork, "log", "-1", "--format=%H", "--", f"{engine.FOLDER}/{engine.MANIFEST}").strip()
-    if written:
-        paths = [f"{engine.FOLDER}/{path}" for path in changed]
-        print(checkout.git(fork, "diff", written, "--", *paths), end="")
+    known = engine.named_in_manifest(folder)
+    added = [f"{engine.FOLDER}/{path}" for path in changed if path not in known]
+    edited = [f"{engine.FOLDER}/{path}" for path in changed if path in known]
+    if written and edited:
+        print(checkout.git(fork, "diff", written, "--", *edited), end="")
+    for path in added:
+        print(f"new file: {path}")
+    back = [f"git checkout {written[:7] or 'COMMIT'} -- {' '.join(edited)}"] if edited else []
+    back += [f"rm {' '.join(added)}"] if added else []
     raise Refused(
-        f"{engine.FOLDER}/{listed(changed, shown=1)} was changed in this fork, and would be lost; take the change back "
-        f"(git checkout {written[:7] or 'COMMIT'} -- {engine.FOLDER}), or bring it to lightswitch itself"
+        f"found changes in {listed([*edited, *added], shown=1)}, which would be lost; take them back "
+        f"({'; '.join(back)}), or bring them to lightswitch itself"
     )
-
-
-def _source(given: str, space: Path) -> Source:
-    if given.endswith(".whl"):
-        return _wheel(Path(given))
-    if Path(given).is_dir():
-        return _checkout(Path(given).resolve())
-    if engine.is_git(given):
-        return _clone(given, space / "clone")
-    raise Refused(
-        f"{given} is no folder, no wheel and no git address; use ../lightswitch, PATH.whl or git+https://…@REF"
-    )
-
-
-def _clone(given: str, into: Path) -> Source:
-    address, at, ref = given.removeprefix("git+").rpartition("@")
-    if not at or "/" not in address:  # an @ of its own, as in git@host:path
-        address, ref = given.removeprefix("git+"), ""
-    checkout.git(Path(), "clone", "--quiet", address, str(into))
-    if ref:
-        checkout.git(into, "checkout", "--quiet", "--detach", ref)
-    return _checkout(into)
-
-
-def _checkout(root: Path) -> Source:
-    if not (root / engine.FOLDER / "__init__.py").is_file() or not (root / "pyproject.toml").is_file():
-        raise Refused(f"found no {engine.FOLDER} in {root}; name a checkout of lightswitch")
-    inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
-    there = {path.removeprefix(f"{engine.FOLDER}/"): root / path for path in inside if (root / path).is_file()}
-    files = {path: at.read_bytes() for path, at in there.items() if path != engine.MANIFEST}
-    if (root / engine.CHANGELOG).is_file():  # where the engine's own is a link to it, or, of an older one, is not there
-        files[engine.CHANGELOG] = (root / engine.CHANGELOG).read_bytes()
-    pyproject, train = (root / "pyproject.toml").read_text(), (root / "train.py").read_text()
-    return Source(files, checkout.version(root), checkout.commit(root), pyproject, train)
-
-
-def _wheel(path: Path) -> Source:
-    with zipfile.ZipFile(path) as wheel:
-        files = {
-            name.removeprefix("lightswitch/"): wheel.read(name)
-            for name in wheel.namelist()
-            if name.startswith("lightswitch/") and not name.endswith("/")
-        }
-    if "__init__.py" not in files:
-        raise Refused(f"{path} is no wheel of lightswitch")
-    return Source(files, path.name.split("-")[1])
 
 
 def _replace_pin(given: str, pyproject: Path) -> None:
@@ -155,18 +110,28 @@ def _installed_changelog() -> str:
 
 
 def _tell_news(before: str, now: str) -> None:
-    """What the new changelog has and the old has not."""
-    news = [line[2:] for line in difflib.ndiff(before.splitlines(), now.splitlines()) if line.startswith("+ ")]
-    text = "\n".join(news).strip()
+    text = news(before, now)
     print(f"\n{text}\n" if text else "changelog  has nothing new")
 
 
-def _requirements(new: str, own: str) -> Iterator[str]:
-    """What the new engine asks for and the fork does not."""
-    there = re.search(r"^dependencies = \[\n((?:    .*\n)*)\]", new, re.MULTILINE)
-    for requirement in re.findall(r'^    "(.*?)"', there[1] if there else "", re.MULTILINE):
-        if f'"{requirement}"' not in own:
-            yield f"needs      {requirement}: put it into the dependencies of pyproject.toml; type make constraints"
+def _requirements(new: Source, pyproject: str) -> Iterator[str]:
+    """Yield a line for each requirement of the new engine that the fork does not have."""
+    own = {one.name: one for one in map(Requirement, re.findall(r'^    "([\w.-]+[^":]*)",', pyproject, re.MULTILINE))}
+    for requirement in map(Requirement, new.requirements):
+        found = own.get(requirement.name)
+        if found is None or found.specifier != requirement.specifier:
+            put = "put it into" if found is None else f"put it in the place of {found} in"
+            yield f"needs      {requirement}: {put} the dependencies of pyproject.toml; type make constraints"
+
+
+def _beside(new: Source, commit: str, fork: Path) -> Iterator[str]:
+    """Yield a line for each file that the fork keeps as its own and that has changed since its engine's commit."""
+    kinds = {"A": "new", "D": "gone", "M": "changed", "T": "changed"}
+    for line in new.changed_since(commit):
+        kind, *paths = line.split("\t")
+        if kind != "A" and not (fork / paths[0]).exists():
+            continue
+        yield f"beside     {' → '.join(paths)}: {kinds.get(kind, 'renamed')} in lightswitch; this fork's stays as it is"
 
 
 def _code(train: str) -> str:

@@ -85,6 +85,11 @@ class Entry:
         except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
             if self.is_composed:
                 raise
+            if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+                )  # for what Python still writes at its end
+                return
             ending.exit_with(problems_of_composition(error))
         finally:
             self.process.release_locks()

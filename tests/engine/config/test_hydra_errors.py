@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
@@ -171,3 +172,13 @@ def test_a_mistake_costs_less_than_a_second_of_cpu(tmp_path) -> None:
 
     for mistake in ("strategy=fdsp", "trainer.max_stps=1"):
         assert min(seconds(mistake) for _ in range(3)) < 1
+
+
+def test_help_that_is_read_in_part_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as unread:
+        shown = subprocess.run(
+            [sys.executable, "train.py", "--help"], stdout=unread, stderr=subprocess.PIPE, cwd=CHECKOUT
+        )
+    assert (shown.returncode, shown.stderr) == (0, b"")

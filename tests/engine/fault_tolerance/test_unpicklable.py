@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from torch import Tensor, nn
 
@@ -34,9 +36,10 @@ class WithLocalClass(PlainModel):
         self.net.insert(1, Local())
 
 
+_SAYS = "get" if sys.version_info >= (3, 13) else "pickle"
 CASES = {
     "WithLambda": "model.net.1.0.twice is a lambda",
-    "WithLocalClass": "model.net.1: Can't pickle local object 'WithLocalClass.__init__.<locals>.Local'",
+    "WithLocalClass": f"model.net.1: Can't {_SAYS} local object 'WithLocalClass.__init__.<locals>.Local'",
 }
 
 

@@ -17,6 +17,13 @@ OURS = r"tests[./]engine|benchmarks|lightswitch\.fork (?!NAME)|\.ci/|template/|\
 EXAMPLES = r"(?i)\b(gpt\w*|vit|digits|python_source|fashion_mnist|openwebtext)\b"
 
 
+PACKAGE = ("--engine=package", "--engine-from=git+file://{clone}@main")
+
+
+def _default(group: str, texts: dict[str, str]) -> str:
+    return re.findall(rf"^  - {group}: (\w+)$", texts["conf/config.yaml"], re.MULTILINE)[0]
+
+
 def _texts(folder: Path) -> dict[str, str]:
     """All but the engine and what names packages."""
     paths = git(folder, "ls-files").splitlines()
@@ -28,18 +35,20 @@ def _matches(pattern: str, texts: dict[str, str]) -> list[str]:
     return [f"{path}: {line}" for path, text in texts.items() for line in text.splitlines() if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("options", [(), ("--bare",)])
+@pytest.mark.parametrize("options", [(), ("--bare",), PACKAGE, (*PACKAGE, "--bare")])
 @pytest.mark.parametrize("name", ["ab", "zebra_finch"])  # sorted before and after what is imported beside it
 def test_a_fork_is_one_commit_that_names_nothing_of_ours(
     name: str, options: tuple[str, ...], clone: Path, tmp_path: Path
 ) -> None:
+    options = tuple(option.format(clone=clone) for option in options)
     folder = made(clone, tmp_path / name, *options, name=name)
     assert git(folder, "log", "--format=%s").splitlines() == [f"Begin {name}"]
     assert git(folder, "status", "--porcelain") == ""
     texts = _texts(folder)
     assert not _matches(OURS, texts)
     assert not _matches(r"\{\{[#/\w]", texts)
-    if options:
+    assert f"trains `model={_default('model', texts)}` on `data={_default('data', texts)}`" in texts["README.md"]
+    if "--bare" in options:
         assert not _matches(EXAMPLES, texts)
     assert f"src/{name}/__init__.py" in texts
     assert f"_target_: {name}.models" in "".join(texts.values())
@@ -70,7 +79,7 @@ def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        *((name, "is no name of a Python package") for name in ("Bird", "bird-song", "1bird", "class", "match", "")),
+        *((name, "is no name of a Python package") for name in ("Bird", "bird-song", "1bird", "class", "match")),
         *((name, "is the name of something else") for name in ("lightswitch", "tests", "train", "conf")),
         ("json", "is a module of Python's standard library"),
         *((name, "is the name of an installed package") for name in ("torch", "hydra", "sklearn", "yaml")),
@@ -81,13 +90,15 @@ def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_pat
         ("birdsong {tmp}/new --engine=package --engine-from=newest", "newest is no version, no wheel and no git"),
         ("birdsong {tmp}/new --engine=package --engine-from=none.whl", "found no wheel none.whl"),
         ("birdsong {tmp}/new --engine-from=0.1.0", "also type --engine=package"),
+        ("birdsong {tmp}/new --engine=package --engine-from=git+file:///nowhere@main", "git ls-remote: "),
+        ("birdsong {tmp}/new --engine=package --engine-from=git+file://{clone}@none", "found no none in file://"),
         ("birdsong", "the following arguments are required: INTO"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_a_line(arguments: str, told: str, clone: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
-    words = arguments.format(tmp=tmp_path).split(" ")
+    words = arguments.format(tmp=tmp_path, clone=clone).split(" ")
     if len(words) == 1 and "required" not in told:
         words.append(str(tmp_path / "new"))
     done = fork(clone, *words)
@@ -95,6 +106,21 @@ def test_what_cannot_be_made_is_refused_in_a_line(arguments: str, told: str, clo
     assert re.fullmatch(r"error: .*\n", done.stderr)
     assert told in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("words", ["NAME=zebra_finch", "INTO=../birdsong", ""])
+def test_make_refuses_to_guess_a_name_or_a_folder(words: str, clone: Path) -> None:
+    told = run(["make", "fork", *words.split()], clone, code=2)
+    assert told.startswith("error: name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong\n")
+    assert git(clone, "branch", "--format=%(refname:short)") == "main\n"
+
+
+def test_a_package_is_pinned_to_the_commit_that_a_tag_is_of(own_clone: Path, tmp_path: Path) -> None:
+    commit = git(own_clone, "rev-parse", "HEAD").strip()
+    git(own_clone, "tag", "--annotate", "--message=One", "v1")
+    git(own_clone, "commit", "--quiet", "--allow-empty", "--message=Later")
+    folder = made(own_clone, tmp_path / "birdsong", "--engine=package", f"--engine-from=git+file://{own_clone}@v1")
+    assert f'"lightswitch @ git+file://{own_clone}@{commit}",' in (folder / "pyproject.toml").read_text()
 
 
 def test_a_checkout_with_changes_is_refused_and_its_branch_can_be_the_project(own_clone: Path) -> None:
@@ -133,6 +159,7 @@ def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_p
     planned = run(["make", "--dry-run", "--always-make", ".venv/installed"], folder)
     pin = next(line for line in planned.splitlines() if "sed -nE" in line).partition('"')[2].rpartition('"')[0]
     assert run(["sh", "-c", f'printf %s "{pin}"'], folder) == f"lightswitch @ {wheel.as_uri()}"
+    run(["make", "lint"], folder)
     assert f"engine     lightswitch @ {wheel.as_uri()}" in run(
         [str(python), "-m", "lightswitch.fork.update", str(wheel)], folder
     )

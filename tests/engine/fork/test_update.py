@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_a_newer_engine_replaces_the_folder_and_tells_its_news(source: str, bird
     assert (folder / "owls.py").is_file()
     assert not (folder / "py.typed").exists()
     assert "0.9.0" in told.splitlines()[0]
-    assert "## [0.9.0]\n\n- Owls are heard." in told
+    assert "## [0.9.0]\n- Owls are heard." in told
     assert (
         "conf/strategy/deepspeed_stage_1.yaml:4: lightswitch.strategies.deepspeed.DeepSpeed is now "
         "lightswitch.deepspeed.strategy.DeepSpeed"
@@ -48,21 +49,64 @@ def test_a_newer_engine_replaces_the_folder_and_tells_its_news(source: str, bird
     assert "has nothing new" in _update(birdsong, str(newer))
 
 
+def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Path, tmp_path: Path) -> None:
+    folder = made(own_clone, tmp_path / "birdsong", "--bare")
+    (own_clone / "conf/strategy/owls.yaml").write_text("# @package trainer\nstrategy: null\n")
+    for path in ("conf/trainer/default.yaml", "conf/model/gpt.yaml"):  # of which a bare fork has the first alone
+        (own_clone / path).write_text((own_clone / path).read_text() + "later: true\n")
+    pyproject = (own_clone / "pyproject.toml").read_text()
+    pyproject = re.sub(r'"(torchmetrics)>=.*"', r'"\1>=1.5"', pyproject, count=1)
+    pyproject = pyproject.replace("\ndependencies = [\n", '\ndependencies = [\n    "owls>=1",\n')
+    (own_clone / "pyproject.toml").write_text(pyproject)
+    git(own_clone, "add", "--all")
+    git(own_clone, "commit", "--quiet", "--message=Later")
+    told = _update(folder, str(own_clone)).splitlines()
+    assert [line for line in told if line.startswith("beside ")] == [
+        "beside     conf/strategy/owls.yaml: new in lightswitch; this fork's stays as it is",
+        "beside     conf/trainer/default.yaml: changed in lightswitch; this fork's stays as it is",
+    ]
+    put, replaced = (line for line in told if line.startswith("needs "))
+    assert "owls>=1: put it into the dependencies" in put
+    assert re.search(r"torchmetrics>=1.5: put it in the place of torchmetrics<.*,>=.* in the dependencies", replaced)
+    changed = [line[3:] for line in git(folder, "status", "--porcelain").splitlines()]
+    assert all(path.startswith("src/lightswitch/") for path in changed)
+
+
+def test_a_wheel_tells_what_it_needs(birdsong: Path, newer: Path, tmp_path: Path) -> None:
+    pyproject = newer / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace("\ndependencies = [\n", '\ndependencies = [\n    "owls>=1",\n'))
+    build = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    run([*build, str(tmp_path), str(newer)], tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    told = _update(birdsong, str(wheel)).splitlines()
+    assert told[0].endswith("→ 0.9.0")
+    assert [line for line in told if line.startswith("needs ")] == [
+        "needs      owls>=1: put it into the dependencies of pyproject.toml; type make constraints"
+    ]
+
+
 def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Path) -> None:
     changed = birdsong / "src/lightswitch/errors.py"
     changed.write_text(changed.read_text() + "# mine\n")
-    git(birdsong, "commit", "--all", "--quiet", "--message=Mine")
+    (birdsong / "src/lightswitch/mine.py").touch()
+    git(birdsong, "add", "--all")
+    git(birdsong, "commit", "--quiet", "--message=Mine")
     before = git(birdsong, "rev-parse", "HEAD")
     told = _update(birdsong, str(newer), code=2)
     assert "+# mine" in told
-    assert "error: src/lightswitch/errors.py was changed in this fork, and would be lost" in told
+    assert "error: found changes in src/lightswitch/errors.py and 1 more, which would be lost; take them back" in told
     assert git(birdsong, "status", "--porcelain") == ""
     assert git(birdsong, "rev-parse", "HEAD") == before
+    back = re.search(r"\((git checkout .*; rm .*)\)", told)
+    assert back is not None
+    run(["bash", "-c", back[1]], birdsong)
+    _update(birdsong, str(newer))
 
 
 @pytest.mark.parametrize(
     ("source", "told"),
     [
+        ("{birdsong}", "is a fork; name a checkout of lightswitch itself"),
         ("nowhere", "nowhere is no folder, no wheel and no git address"),
         (".", "found no"),
         ("", "name the new engine"),
@@ -74,5 +118,6 @@ def test_what_is_no_engine_is_refused(source: str, told: str, birdsong: Path, tm
     if source == ".":
         (tmp_path / "empty").mkdir()
         source = str(tmp_path / "empty")
+    source = source.replace("{birdsong}", str(birdsong))
     assert told in _update(birdsong, source, code=2).splitlines()[-1]
     assert git(birdsong, "status", "--porcelain") == ""
