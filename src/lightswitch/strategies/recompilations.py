@@ -35,6 +35,7 @@ class _Recompilations(logging.Handler):
         self._counts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Count a function's recompilations, and log those beyond the expected ones."""
         first, *reasons = record.getMessage().splitlines()
         name, _, place = first.removeprefix("Recompiling function ").partition(" in ")
         self._counts[first] += 1

@@ -66,7 +66,7 @@ def test_the_training_step_is_compiled_as_a_whole(eager: Finished, train: Train)
 
 
 def test_a_resume_may_switch_it_and_weights_keep_their_names(train: Train) -> None:
-    switches = (*LANGUAGE, "strategy=single", "run_id=mine", "trainer.val_check_interval=4")
+    switches = (*LANGUAGE, "strategy=single", "scheduler=constant", "run_id=mine", "trainer.val_check_interval=4")
     alone = train(*switches, "trainer.max_steps=8")
     begun = train(*switches, "trainer.max_steps=4", "compile=true", "compile.backend=aot_eager")
     resumed = train(*switches, "trainer.max_steps=8", folder=begun.folder)
