@@ -24,6 +24,9 @@ def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
         return
     if node.get("units") is not None and node.get("scope", "units") != "units":
         yield f"compile.units={node['units']} and compile.scope={node['scope']}: leave one of them out"
+    strategy = cfg["trainer"].get("strategy")
+    if node.get("scope") == "whole" and isinstance(strategy, dict) and strategy.get("stage") == 3:
+        yield "compile.scope=whole: at ZeRO stage 3 a graph would end at each layer; leave it out"
     if node.get("backend", "inductor") == "inductor":
         yield from _without_compiler(accelerator)
     elif node.get("mode", "default") != "default":

@@ -136,13 +136,17 @@ def test_an_unknown_backend_is_refused() -> None:
         Compilation(backend="inducter")
 
 
+def _problems(keys: dict[str, object], **strategy: object) -> list[str]:
+    return list(limits.problems({"compile": keys, "trainer": {"strategy": strategy}}, "cpu"))
+
+
 def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = {"_target_": "lightswitch.strategies.compilation.Compilation"}
-    (problem,) = limits.problems({"compile": config}, "cpu")
+    (problem,) = _problems(config)
     assert problem.startswith("compile=true needs a compiler, and there is no no-such-compiler here; type apt-get")
-    assert not list(limits.problems({"compile": {**config, "backend": "aot_eager"}}, "cpu"))
-    assert not list(limits.problems({"compile": {}}, "cpu"))
+    assert not _problems({**config, "backend": "aot_eager"})
+    assert not _problems({})
 
 
 @pytest.mark.parametrize(
@@ -150,10 +154,11 @@ def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytes
     [
         ({"mode": "max-autotune", "backend": "aot_eager"}, "compile.mode=max-autotune is inductor's, and"),
         ({"units": ["Block"], "scope": "whole", "backend": "eager"}, "compile.units=['Block'] and compile.scope=whole"),
+        ({"scope": "whole", "backend": "eager"}, "at ZeRO stage 3 a graph would end at each layer; leave it out"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], line: str) -> None:
-    (problem,) = limits.problems({"compile": keys}, "cpu")
+    (problem,) = _problems(keys, **({} if "units" in keys else {"stage": 3}))
     assert line in problem
 
 
