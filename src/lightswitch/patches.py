@@ -158,6 +158,12 @@ PATCHES = (
         "the norm of gradients that are sharded, over several meshes: Lightning's is torch's, of one",
     ),
     Patch(
+        "lightning.pytorch.plugins.MixedPrecision",
+        "clip_gradients",
+        "(self, optimizer, clip_val, gradient_clip_algorithm)",
+        "gradients of a fused optimizer are clipped where nothing scales them: Lightning refuses it in bfloat16, too",
+    ),
+    Patch(
         "lightning.pytorch.LightningModule",
         "log",
         _LOG,
@@ -168,6 +174,12 @@ PATCHES = (
         "configure_model",
         "(self)",
         "the model's size is told after it is built and before it is sharded: no callback runs in between",
+    ),
+    Patch(
+        "lightning.pytorch.LightningModule",
+        "training_step",
+        "(self, *args, **kwargs)",
+        "it is compiled as a whole: compiled by its call, the module would be wherever a strategy steps through that",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
@@ -184,6 +196,8 @@ PATCHES = (
     Patch("torch.utils.data.DataLoader", "dataset", "object", _LOADER),
     Patch("torch.utils.data.DataLoader", "sampler", "object", _LOADER),
     Patch("torch.utils.data.DataLoader", "batch_sampler", "object", _LOADER),
+    Patch("torch.utils.data.DataLoader", "pin_memory", "bool", f"{_LOADER}; and pins them for a GPU"),
+    Patch("torch.utils.data.DataLoader", "collate_fn", "object", f"{_LOADER}; and pins them for a GPU"),
     Patch("torch.utils.data.DataLoader", "_iterator", "object", f"{_LOADER}; and it shares no workers"),
     Patch(
         "torch.nn.Module",

@@ -34,6 +34,7 @@ WITHOUT_TORCH = (
     "lightswitch.preflight.root_keys",
     "lightswitch.runs.finished",
     "lightswitch.preflight.targets",
+    "lightswitch.preflight.compilation",
     "lightswitch.preflight.devices",
     "lightswitch.preflight.launchers",
     "lightswitch.preflight.signatures",
@@ -148,6 +149,7 @@ def test_the_entry_point_imports_only_what_happens_around_fit() -> None:
 
 # What an error may recommend: a choice that comes with the engine. What a fork replaces, it can't know.
 RECOMMENDED = ("strategy", "precision", "callbacks", "logger", "cluster", "trainer", "optimizer", "scheduler", "debug")
+RECOMMENDED += ("compile",)
 REPLACED = ("model", "data", "experiment")
 _CHOICE = re.compile(rf"(?<![\w.])({'|'.join((*RECOMMENDED, *REPLACED))})=\[?([a-z0-9_-]+(?:,[a-z0-9_-]+)*)(?![\w{{-])")
 _ITEM = re.compile(r"~(callbacks|logger)\.(\w+)")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightswitch import patches
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, pin, training_loader
 from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
@@ -85,9 +85,13 @@ class GlobalBatch(Callback):
             _say_what_does_not_hold(trainer, reason, training)
             return loader
         rank = _data_rank(trainer)
-        if not training:
-            return evaluation_loader(loader, self.plan, rank)
-        return training_loader(loader, self.plan, rank, self.seed, self._resumed, self._loaders)
+        if training:
+            shared = training_loader(loader, self.plan, rank, self.seed, self._resumed, self._loaders)
+        else:
+            shared = evaluation_loader(loader, self.plan, rank)
+        if trainer.strategy.root_device.type == "cuda":
+            pin(shared)
+        return shared
 
     # Training
 

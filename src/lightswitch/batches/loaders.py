@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch import patches
@@ -78,6 +82,32 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
         wrapper: Any = type(loader.batch_sampler)
         slices = wrapper(slices)
     return _remade(loader, slices, loader.dataset)
+
+
+def pin(loader: DataLoader[Any]) -> None:
+    """Let a re-made loader put batches into pinned memory, from which a GPU copies them while the process goes on.
+
+    Workers can't hold tensors of a GPU; a dataset in this process may, and torch fails to pin those.
+    """
+    if loader.num_workers:
+        patches.replace(loader, "pin_memory", True)
+    else:
+        patches.replace(loader, "pin_memory", False)
+        patches.replace(loader, "collate_fn", _Pinning(loader.collate_fn))
+
+
+class _Pinning:
+    """Collation into pinned memory."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        return apply_to_collection(self.collate(samples), Tensor, _pinned)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout == torch.strided else tensor
 
 
 def _samples(loader: DataLoader[Any]) -> int:

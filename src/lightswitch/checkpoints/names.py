@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightswitch.checkpoints.piece import Piece
 
+_COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -67,6 +68,11 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups, with names in place of parameters."""
     names = names_of(module)
     return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def state_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved parameter group without what says how its step is computed, which is for the run that loads it."""
+    return {key: value for key, value in group.items() if key not in _COMPUTED}
 
 
 def names_of(module: nn.Module) -> dict[int, str]:

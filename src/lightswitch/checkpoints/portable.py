@@ -327,7 +327,7 @@ def _load_by_name(
         {
             "state": {number[name]: values for name, values in state.items()},
             "param_groups": [
-                {**values, "params": [number[name] for name in group["params"]]}
+                {**group, **names.state_of_group(values), "params": [number[name] for name in group["params"]]}
                 for group, values in zip(live, saved, strict=True)
             ],
         }

@@ -9,7 +9,7 @@ from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
-_CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster")
+_CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
 GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
 _NAMES = ("run_id", "name")
 _VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra does not read as text

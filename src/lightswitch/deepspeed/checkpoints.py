@@ -83,7 +83,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         for group, saved in zip(
             self.optimizers[0].param_groups, checkpoint["optimizer_states"][0]["param_groups"], strict=True
         ):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value for key, value in names.state_of_group(saved).items() if key != "params"})
 
     def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
         return [(_class(optimizer), self._groups(optimizer)) for optimizer in self.optimizers]

@@ -29,6 +29,8 @@ from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed.checkpoints import PortableDeepSpeed
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.errors import Refused, listed
+from lightswitch.strategies.compilation import is_compiled
+from lightswitch.strategies.fused import fuse
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.unused import Unused
@@ -144,6 +146,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             )
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
         _refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
+        fuse(optimizers[0])  # before DeepSpeed makes its states
         self.remember_groups(optimizers[0])
         _let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
@@ -170,6 +173,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         assert self.config is not None
         if self.zero_stage_3:
             _refuse_empty(model)
+            _gather_whole(filter(is_compiled, model.modules()))
             _Partitioned(module=model, config_dict_or_path=self.config)
             model.to(self.root_device)  # buffers and metrics
         else:
@@ -262,6 +266,12 @@ def _refuse_empty(model: nn.Module) -> None:
     for name, parameter in names.parameters(model).items():
         if parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
             raise Refused(f"{name} has no elements, which stage 3 can't gather; use strategy=deepspeed_stage_2 or fsdp")
+
+
+def _gather_whole(units: Iterable[nn.Module]) -> None:
+    """Let each unit be gathered at once, and not module by module: its graph would break at each of their hooks."""
+    for unit in units:
+        deepspeed.utils.set_z3_leaf_module(unit, True)
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

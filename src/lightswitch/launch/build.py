@@ -31,6 +31,8 @@ from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import RunRecord
+from lightswitch.strategies.fused import FusedStep
+from lightswitch.strategies.matmul import MatmulPrecision
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
+    compilation = _instantiated(cfg, "compile", refusals)
     _raise(refusals)
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
@@ -66,6 +69,9 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
+    engine += [MatmulPrecision(cfg.get("matmul_precision", "highest")), FusedStep()]
+    if compilation:
+        engine.append(compilation)
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(

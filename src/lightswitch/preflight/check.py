@@ -16,7 +16,7 @@ from lightswitch.config import moved, names
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
-from lightswitch.preflight import devices, launchers, precision, root_keys, strategies, targets
+from lightswitch.preflight import compilation, devices, launchers, precision, root_keys, strategies, targets
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 _DERIVED = {  # the Trainer's arguments that the engine sets, and what sets them
@@ -60,6 +60,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _files(plain),
         devices.absent(plain["trainer"]),
         precision.problems(plain, devices.accelerator(plain["trainer"])),
+        compilation.problems(plain, devices.accelerator(plain["trainer"])),
     )
     return _plan(plain)
 

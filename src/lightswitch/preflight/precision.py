@@ -23,6 +23,19 @@ def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
     keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
     if precision == "16-true" and not keeps_float32 and cfg["mode"] == "fit":
         yield from _vanishing_eps(cfg)
+    if precision in (16, "16", "16-mixed") and cfg["trainer"].get("gradient_clip_val") and cfg["mode"] == "fit":
+        yield from _unscaled_too_late(cfg)
+
+
+def _unscaled_too_late(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield optimizers that unscale gradients in their step, after they are clipped: torch's with ``fused=True``."""
+    for key, node in cfg["model"].items():
+        if isinstance(node, dict) and node.get("fused") is True:
+            path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
+            yield (
+                f"{path}.fused=true: under precision=16-mixed such an optimizer unscales gradients after they are "
+                f"clipped; leave it out, and Adam is fused in another way, or type trainer.gradient_clip_val=null"
+            )
 
 
 def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -54,6 +55,11 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
         param_dtype: what parameters are gathered and computed in; None for their own.
         reduce_dtype: what gradients are summed in; None for ``param_dtype``.
+        accumulate_gradients: where they wait for a step's last micro batch: sharded, reduced in each micro batch, in
+            the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a step, where each
+            parameter takes part in every micro batch; unsharded, reduced once a step, where each device has the memory
+            for the whole model's gradients.
+        prefetch: units gathered ahead of the one at work; None for one, by torch's own order.
         process_group_backend: of torch.distributed; None for the device's own.
         timeout_seconds: how long a rank waits for another in a collective.
     """
@@ -67,6 +73,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
+        accumulate_gradients: Literal["sharded", "within_replica", "unsharded"] = "sharded",
+        prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
     ) -> None:
@@ -76,6 +84,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self.units = units
         self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = cpu_offload
+        self.accumulate_gradients = accumulate_gradients
+        self.prefetch = prefetch
         self._sharded: nn.Module | None = None
         self.mixed_precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, param_dtype) if param_dtype else None,
@@ -141,6 +151,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         for module in [*reversed(units.values()), model]:  # inner before outer
             broadcast_weights(module, self.root_device, done)
             self._shard_unit(module, is_root=module is model)
+        if self.prefetch is not None:
+            _gather_ahead([model, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
         average_replicated(self._replicated)
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -224,6 +236,22 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         assert self.lightning_module is not None
         return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients, inside of the context, where `accumulate_gradients` says."""
+        self._let_reduce(False)
+        try:
+            yield
+        finally:
+            self._let_reduce(True)
+
+    def _let_reduce(self, reduces: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        if self.accumulate_gradients == "unsharded":
+            self.model.set_requires_gradient_sync(reduces)
+        elif self.accumulate_gradients == "within_replica":
+            self.model.set_requires_all_reduce(reduces)
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.free_gathered()  # a step without a backward pass has left the old values gathered
@@ -235,6 +263,14 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
+    """Let each module gather those that follow while it computes, and those before it in the backward pass."""
+    sharded: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    for index, module in enumerate(sharded):
+        module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
+        module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])  # the root is gathered
 
 
 def _name(module: nn.Module) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, pin, training_loader
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.errors import Refused
@@ -81,3 +81,38 @@ def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
 def test_evaluation_batches_are_no_larger_than_the_loaders_own_or_a_micro_batch() -> None:
     assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 100), PLAN, 0)) <= 6
     assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 2), PLAN, 0)) <= 2
+
+
+class Recorded(torch.Tensor):
+    """A user's own kind of tensor, which knows whether it was pinned."""
+
+    def pin_memory(self) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+def test_what_is_pinned_is_what_can_be() -> None:
+    batch = {"ids": torch.ones(3).as_subclass(Recorded), "sparse": torch.eye(2).to_sparse(), "name": "first"}
+    elsewhere = torch.ones(4, device="meta")  # as a dataset that lies on the GPU: torch fails to pin these
+    loader = DataLoader([(batch, elsewhere)], collate_fn=lambda samples: samples[0])
+    pin(loader)
+    ((read, same),) = loader
+    assert torch.equal(read["ids"], torch.zeros(3))
+    assert read["sparse"] is batch["sparse"]
+    assert read["name"] == "first"
+    assert same is elsewhere
+
+
+def test_where_workers_read_torch_pins_in_a_thread() -> None:
+    loader = DataLoader(DATA, 5, num_workers=2)
+    collate = loader.collate_fn
+    pin(loader)
+    assert loader.pin_memory is True
+    assert loader.collate_fn is collate
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_lie_in_pinned_memory(workers: int) -> None:
+    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=workers), PLAN, 0)
+    pin(loader)
+    assert all(batch[0].is_pinned() for batch in loader)

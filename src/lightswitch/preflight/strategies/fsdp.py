@@ -21,6 +21,10 @@ def problems(request: Request) -> Iterator[str]:
         yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
     elif sharding == "HYBRID_SHARD" and devices > 1 and (shard_size or request.devices) == 1:
         yield "HYBRID_SHARD over one device of each node shards nothing; use strategy=fsdp, or strategy=ddp"
+    if options.get("accumulate_gradients") == "within_replica" and sharding != "HYBRID_SHARD":
+        yield "trainer.strategy.accumulate_gradients=within_replica is HYBRID_SHARD's; use unsharded, or leave it out"
+    if options.get("prefetch") is not None and options["prefetch"] < 1:
+        yield f"trainer.strategy.prefetch={options['prefetch']}: it counts units, so use 1 or more, or leave it out"
     if options.get("param_dtype") and request.precision != "32-true":
         yield (
             f"trainer.strategy.param_dtype and precision={request.precision} both say what to compute in; "

@@ -1,0 +1,125 @@
+"""torch.compile of a model from outside, so that every parameter keeps its name."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightswitch import patches
+from lightswitch.errors import nearest
+from lightswitch.strategies.recompilations import tell_recompilations
+from lightswitch.strategies.units import find_units
+
+log = logging.getLogger(__name__)
+
+
+class Compilation(Callback):
+    """Callback that compiles a model once it is built, and before a strategy shards it.
+
+    Random numbers are drawn as without it, so that it changes a run by rounding alone.
+
+    Args:
+        scope: units, the model's repeated blocks, which share one compilation; or whole, the training step as one,
+            in which case evaluation is not compiled.
+        units: class names or paths, in place of the repeated blocks.
+        backend: of torch.compile.
+        mode: of its backend inductor.
+        dynamic: compile for any shape at once; None, only for shapes that turn out to change.
+
+    Raises:
+        ValueError: torch knows no such backend.
+    """
+
+    def __init__(
+        self,
+        scope: Literal["units", "whole"] = "units",
+        units: list[str] | None = None,
+        backend: str = "inductor",
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
+        dynamic: bool | None = None,
+    ) -> None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"compile.backend={backend}: torch knows no such backend.{nearest(backend, known)}")
+        self.scope, self.units, self.backend, self.mode, self.dynamic = scope, units, backend, mode, dynamic
+        self._is_done = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._is_done:  # in a test after fit
+            return
+        if is_overridden("configure_model", pl_module):
+            self._after_configure_model(trainer, pl_module)
+        else:
+            self._compile(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.mode in ("reduce-overhead", "max-autotune"):  # the memory of a CUDA graph's outputs is used again
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
+
+    def _after_configure_model(self, trainer: Trainer, model: LightningModule) -> None:
+        configure = model.configure_model
+
+        @functools.wraps(configure)
+        def configure_and_compile() -> None:
+            patches.restore(model, "configure_model")
+            configure()
+            self._compile(trainer, model)
+
+        patches.replace(model, "configure_model", configure_and_compile)
+
+    def _compile(self, trainer: Trainer, model: LightningModule) -> None:
+        self._is_done = True
+        units = find_units(model, self.units) if self.scope == "units" else {}
+        for unit in units.values():
+            patches.replace(unit, "forward", CompiledForward(unit, self._arguments))
+        if not units:
+            patches.replace(model, "training_step", torch.compile(model.training_step, **self._arguments))
+        if trainer.is_global_zero:
+            tell_recompilations()
+            log.info("compiles   %s by %s", _described(units.values()), self.backend)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"backend": self.backend, "dynamic": self.dynamic}
+        if self.backend == "inductor":
+            from torch._inductor import list_mode_options
+
+            # by its own generator, dropout would drop other units than without compilation
+            arguments["options"] = {**list_mode_options(self.mode, self.dynamic), "fallback_random": True}
+        return arguments
+
+
+class CompiledForward:
+    """The compiled forward pass of a module, whose hooks run outside of it: some gather parameters.
+
+    A copy of the module, as of a callback that averages weights, has the class's own.
+    """
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        self._module = module
+        self._forward = torch.compile(module.forward, **arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return MethodType, (type(self._module).forward, self._module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is a unit that is compiled."""
+    return isinstance(vars(module).get("forward"), CompiledForward)
+
+
+def _described(units: Iterable[nn.Module]) -> str:
+    kinds = Counter(type(unit).__name__ for unit in units)
+    return ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the training step"

@@ -1,0 +1,167 @@
+"""torch.compile changes how a run computes, and nothing else: its curve, names and checkpoints stay."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._logging import _internal as torch_logs
+
+import lightswitch
+from lightswitch.preflight import compilation as limits
+from lightswitch.strategies.compilation import Compilation, CompiledForward
+from lightswitch.strategies.recompilations import tell_recompilations
+from tests.engine.conftest import Finished, Train, runs_in
+from tests.engine.curves import largest_difference
+from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+from tests.engine.ways import WAYS
+
+STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS)
+SHORT = (*STEPS, "trainer.accelerator=cpu")
+ON_GPU = (*STEPS, "trainer.accelerator=gpu")
+DROPPING = ("model.dropout=0.1",)  # on one device: the ranks of a run draw other numbers than one process
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("eager"))(*LANGUAGE, *SHORT, "strategy=single")
+
+
+def _is_the_run_of(eager: Finished, compiled: Finished) -> None:
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(compiled, eager, metric) <= 1e-5, metric
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_run_is_the_eager_one_under_every_strategy(way: str, eager: Finished, train: Train) -> None:
+    compiled = ("compile=true", "compile.backend=aot_eager")
+    run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, *compiled, ranks=WAYS[way].ranks)
+    assert "compiles   2 Block by aot_eager" in run.out
+    assert "compiled again" not in run.out
+    _is_the_run_of(eager, run)
+
+
+@pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2"])
+def test_inductor_keeps_the_curve_of_shards(way: str, eager: Finished, train: Train) -> None:
+    run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, "compile=true", ranks=WAYS[way].ranks)
+    _is_the_run_of(eager, run)
+
+
+def test_inductor_drops_the_same_units(train: Train) -> None:
+    dropping = (*LANGUAGE, *SHORT, *DROPPING, "strategy=single")
+    _is_the_run_of(train(*dropping), train(*dropping, "compile=true"))
+
+
+def test_the_training_step_is_compiled_as_a_whole(eager: Finished, train: Train) -> None:
+    whole = ("strategy=single", "compile=true", "compile.scope=whole", "compile.backend=aot_eager")
+    run = train(*LANGUAGE, *SHORT, *whole)
+    assert "compiles   the training step by aot_eager" in run.out
+    _is_the_run_of(eager, run)
+
+
+def test_a_resume_may_switch_it_and_weights_keep_their_names(train: Train) -> None:
+    switches = (*LANGUAGE, "strategy=single", "scheduler=constant", "run_id=mine", "trainer.val_check_interval=4")
+    alone = train(*switches, "trainer.max_steps=8")
+    begun = train(*switches, "trainer.max_steps=4", "compile=true", "compile.backend=aot_eager")
+    resumed = train(*switches, "trainer.max_steps=8", folder=begun.folder)
+    assert "resumes" in resumed.out
+    assert "compile" not in next(line for line in resumed.out.splitlines() if line.startswith("resumes"))
+    assert resumed.column("train/loss")[7] == pytest.approx(alone.column("train/loss")[7], abs=1e-5)
+    names, expected = (set(lightswitch.load(run.run_dir).state_dict()) for run in (begun, alone))
+    assert names == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_inductor_keeps_the_curve_on_a_gpu(strategy: str, train: Train) -> None:
+    run = (*LANGUAGE, *ON_GPU, f"strategy={strategy}")
+    assert largest_difference(train(*run, "compile=true", timeout_seconds=280), train(*run)) <= 1e-4
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_keep_the_curve(train: Train) -> None:
+    run = (*LANGUAGE, *ON_GPU, "strategy=single")
+    graphs = ("compile=true", "compile.mode=reduce-overhead")
+    assert largest_difference(train(*run, *graphs, timeout_seconds=280), train(*run)) <= 1e-4
+
+
+# The pieces
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+def test_a_copy_of_a_compiled_module_has_its_own_forward_pass() -> None:
+    module = Doubling()
+    module.forward = CompiledForward(module, {"backend": "eager"})
+    copied = copy.deepcopy(module)
+    copied.factor.data.fill_(3.0)
+    one = torch.ones(())
+    assert (module(one).item(), copied(one).item()) == (2.0, 3.0)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    caplog.set_level(logging.WARNING, "lightswitch")
+    yield caplog
+    logger = torch_logs.getArtifactLogger("torch._dynamo.guards", "recompiles")
+    logger.handlers.clear()
+    torch_logs.set_logs()
+
+
+def test_recompilations_beyond_the_first_few_are_told_with_their_reason(told: pytest.LogCaptureFixture) -> None:
+    tell_recompilations()
+    compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    for size in range(2, 8):
+        compiled(torch.ones(size))
+    (line,) = told.messages
+    assert line.startswith("compiled again, 5 times now: <lambda> of test_compilation.py:")
+    assert "size mismatch at index 0. expected 6, actual 7" in line
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile.backend=inducter: torch knows no such backend. Did you mean induc"):
+        Compilation(backend="inducter")
+
+
+def _problems(keys: dict[str, object], **strategy: object) -> list[str]:
+    return list(limits.problems({"compile": keys, "trainer": {"strategy": strategy}}, "cpu"))
+
+
+def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = {"_target_": "lightswitch.strategies.compilation.Compilation"}
+    (problem,) = _problems(config)
+    assert problem.startswith("compile=true needs a compiler, and there is no no-such-compiler here; type apt-get")
+    assert not _problems({**config, "backend": "aot_eager"})
+    assert not _problems({})
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"mode": "max-autotune", "backend": "aot_eager"}, "compile.mode=max-autotune is inductor's, and"),
+        ({"units": ["Block"], "scope": "whole", "backend": "eager"}, "compile.units=['Block'] and compile.scope=whole"),
+        ({"scope": "whole", "backend": "eager"}, "at ZeRO stage 3 a graph would end at each layer; leave it out"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], line: str) -> None:
+    (problem,) = _problems(keys, **({} if "units" in keys else {"stage": 3}))
+    assert line in problem
+
+
+def test_nothing_of_it_is_imported_where_it_is_off() -> None:
+    script = "import sys, lightswitch.launch.build\nprint(*(name for name in sys.modules if 'compilation' in name))"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == []

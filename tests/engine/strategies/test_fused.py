@@ -1,0 +1,120 @@
+"""Adam and AdamW step by torch's fused kernel wherever it takes their parameters, whatever made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightswitch.checkpoints.portable import _load_by_name
+from lightswitch.preflight import precision
+from lightswitch.strategies.fused import fuse
+from tests.engine.conftest import Train
+from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+from tests.engine.ways import WAYS
+
+SHORT = ("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu", *NO_CHECKPOINTS)
+
+
+class Steps(pl.Callback):
+    """Prints by which kernel each group steps; DeepSpeed's optimizer has another within."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
+        print("fused", [group["fused"] for group in optimizer.param_groups])
+
+
+STEPS = ("callbacks.steps._target_=tests.engine.strategies.test_fused.Steps",)
+
+
+@pytest.mark.parametrize("way", ["single", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_1 × 2", "deepspeed_stage_3 × 2"])
+def test_a_run_steps_by_the_fused_kernel(way: str, train: Train) -> None:
+    run = train(*LANGUAGE, *SHORT, *STEPS, *WAYS[way].switches, ranks=WAYS[way].ranks)
+    assert run.out.count("fused [True, True]") == WAYS[way].ranks
+
+
+def test_over_parameters_on_several_meshes_it_steps_as_torch_does(train: Train) -> None:
+    way = WAYS["fsdp_tp 2 × 2"]
+    run = train(*LANGUAGE, *SHORT, *STEPS, *way.switches, ranks=way.ranks)
+    assert run.out.count("fused [None, True]") == way.ranks  # the matrices, some of which are cut twice; norms
+
+
+def test_gradients_are_clipped_beside_a_fused_optimizer_in_bfloat16(train: Train) -> None:
+    train(*LANGUAGE, *SHORT, "strategy=single", "precision=bf16-mixed", "optimizer.fused=true")
+
+
+def test_what_scales_gradients_refuses_it_before_a_start() -> None:
+    optimizer = {"_target_": "torch.optim.AdamW", "_partial_": True, "fused": True}
+    trainer = {"precision": "16-mixed", "gradient_clip_val": 1.0}
+    cfg = {"trainer": trainer, "model": {"optimizer": optimizer}, "optimizer": optimizer, "mode": "fit"}
+    (problem,) = precision.problems(cfg, "gpu")
+    assert problem.startswith("optimizer.fused=true: under precision=16-mixed")
+    assert not list(precision.problems({**cfg, "trainer": {**trainer, "gradient_clip_val": None}}, "gpu"))
+    assert not list(precision.problems({**cfg, "trainer": {**trainer, "precision": "bf16-mixed"}}, "gpu"))
+
+
+# Which groups
+
+
+def _fused(parameter: torch.Tensor, make: Callable[..., Optimizer] = AdamW, **arguments: object) -> object:
+    optimizer = make([nn.Parameter(parameter)], lr=0.1, **arguments)
+    fuse(optimizer)
+    return optimizer.param_groups[0].get("fused")
+
+
+def test_it_is_for_real_dense_parameters_of_optimizers_that_ask_for_nothing_else() -> None:
+    ones = torch.ones(4, 3)
+    assert _fused(ones) is True
+    assert _fused(ones, Adam) is True
+    assert _fused(ones, fused=False) is False
+    assert _fused(ones, foreach=True) is None
+    assert _fused(ones, differentiable=True) is None
+    assert _fused(ones, torch.optim.SGD) is None  # it also takes sparse gradients, and the kernel does not
+    assert _fused(ones.cfloat()) is None
+    assert _fused(torch.ones(4, 8)[:, :3]) is None  # whose neighbours in memory the kernel would change
+
+
+def test_a_fused_step_is_the_step() -> None:
+    torch.manual_seed(0)
+    values, gradient = torch.randn(1000), torch.randn(1000)
+    stepped = []
+    for is_fused in (True, False):
+        parameter = nn.Parameter(values.clone())
+        optimizer = AdamW([parameter], lr=1e-3)
+        if is_fused:
+            fuse(optimizer)
+        for _ in range(10):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        stepped.append(parameter.detach())
+    torch.testing.assert_close(*stepped, rtol=1e-6, atol=1e-7)
+
+
+def test_a_checkpoint_does_not_say_how_the_run_that_reads_it_steps() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(2))], lr=0.1, fused=False)
+    group = {**optimizer.param_groups[0], "params": ["weight"]}
+    state = {"weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    _load_by_name(optimizer, [group], state, [{**group, "lr": 0.2, "fused": True}])
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["fused"]) == (0.2, False)
+
+
+@pytest.mark.gpu
+def test_the_count_of_steps_is_read_to_where_the_kernel_wants_it(tmp_path: Path) -> None:
+    saved = AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
+    saved.param_groups[0]["params"][0].grad = torch.ones(2)
+    saved.step()
+    on_gpu = AdamW([nn.Parameter(torch.ones(2, device="cuda"))], lr=0.1)
+    fuse(on_gpu)
+    group = {**on_gpu.param_groups[0], "params": ["weight"]}
+    state = {"weight": dict(saved.state[saved.param_groups[0]["params"][0]])}
+    _load_by_name(on_gpu, [group], state, [{**saved.param_groups[0], "params": ["weight"]}])
+    parameter = on_gpu.param_groups[0]["params"][0]
+    parameter.grad = torch.ones_like(parameter)
+    on_gpu.step()
+    assert on_gpu.state[parameter]["step"].device.type == "cuda"
+    assert on_gpu.state[parameter]["step"].item() == 2
