@@ -1,4 +1,4 @@
-"""Names of moved classes in configs of an older engine: replaced by today's, with a line of advice.
+"""Configs of an older engine: names of moved classes are replaced by today's, and keys that came later get a value.
 
 python -m lightswitch.config.moved FOLDER      # the lines of a folder's configs that are to be changed
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightswitch.context import RunContext
 
@@ -23,10 +23,13 @@ MOVED = {
     "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
 }
 UNTIL = "0.3"
+ADDED = {"matmul_precision": "highest"}  # as conf/config.yaml has them
 
 
 def follow(cfg: DictConfig, run: RunContext) -> None:
-    """Put today's names into a composed config, in place, and log a line of advice where there was an older one."""
+    """Put today's names and keys into a composed config, in place, and log a line of advice on each name."""
+    with open_dict(cfg):
+        cfg.update({key: value for key, value in ADDED.items() if key not in cfg})
     found = dict(_older(cfg))
     for path, name in found.items():
         with read_write(cfg):

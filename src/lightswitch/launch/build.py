@@ -69,7 +69,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
-    engine += [MatmulPrecision(cfg.get("matmul_precision", "highest")), FusedStep()]
+    engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]
     if compilation:
         engine.append(compilation)
     if cfg.init_from:

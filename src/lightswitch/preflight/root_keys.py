@@ -75,7 +75,7 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={cfg[key]}: found {type(cfg[key]).__name__}, expected {targets.names(kinds)}"
     if cfg["mode"] not in MODES:
         yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
-    if (precision := cfg.get("matmul_precision", "highest")) not in MATMUL_PRECISIONS:
+    if (precision := cfg["matmul_precision"]) not in MATMUL_PRECISIONS:
         yield f"matmul_precision={precision}: use one of {', '.join(MATMUL_PRECISIONS)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
