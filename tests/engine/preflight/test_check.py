@@ -95,7 +95,6 @@ def test_all_problems_are_told_at_once(train: Train) -> None:
     ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_a_gpu_that_is_not_there_is_refused(train: Train) -> None:
     refused = train(*PLAIN, "trainer.accelerator=gpu", check=False)
     assert refused.err == "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"

@@ -58,7 +58,6 @@ def test_single_follows_the_accelerator() -> None:
     assert _trainer(Single(), devices=1).strategy.root_device == torch.device("cuda:0")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs here")
+@pytest.mark.gpu(2)
 def test_single_takes_the_gpu_that_is_named() -> None:
     assert _trainer(Single(), devices=[1]).strategy.root_device == torch.device("cuda:1")
