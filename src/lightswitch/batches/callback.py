@@ -54,6 +54,7 @@ class GlobalBatch(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
+        _check_replicas(trainer, self.plan)
         process = strategy.process_dataloader
         patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
         patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
@@ -242,6 +243,20 @@ def _data_rank(trainer: Trainer) -> int:
     the same units.
     """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
+
+
+def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
+    """Check that as many processes read different samples as the global batch was cut for.
+
+    Raises:
+        Refused: they are fewer or more, so that a step would take another number of samples.
+    """
+    found = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+    if found != plan.replicas:
+        raise Refused(
+            f"the global batch is cut for {plan.replicas} devices, and {type(trainer.strategy).__name__} has {found} "
+            "that read different samples; give trainer.devices and trainer.num_nodes as numbers"
+        )
 
 
 def _is_logged(trainer: Trainer) -> bool:

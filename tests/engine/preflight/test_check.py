@@ -105,9 +105,7 @@ def test_a_gpu_that_is_not_there_is_refused(train: Train) -> None:
 def test_more_gpus_than_there_are_are_refused(train: Train) -> None:
     there, asked = torch.cuda.device_count(), torch.cuda.device_count() + 1
     refused = train(*PLAIN, f"trainer.devices={asked}", f"global_batch_size={asked}", check=False)
-    assert (
-        refused.err == f"error: trainer.devices={asked}: this machine has {there} of gpu; use trainer.devices={there}\n"
-    )
+    assert refused.err.startswith(f"error: trainer.devices={asked}: this machine has {there} GPU")
     assert refused.returncode == 2
 
 
