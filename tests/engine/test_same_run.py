@@ -109,3 +109,12 @@ def _samples_of_steps(run_dir: Path) -> dict[tuple[int, int], tuple[int, ...]]:
         for line in map(json.loads, path.read_text().splitlines()):
             steps.setdefault((line["epoch"], line["step"]), []).extend(line["ids"])
     return {key: tuple(sorted(ids)) for key, ids in steps.items()}
+
+
+@pytest.mark.gpu
+def test_a_deterministic_run_resumes_to_the_bit_on_a_gpu(train: Train) -> None:
+    run = (*MODELS["language"], "strategy=single", "trainer.accelerator=gpu", "trainer.deterministic=true")
+    whole = train(*run, "run_id=whole")
+    begun = train(*run, "run_id=begun", "trainer.max_steps=30", "callbacks.last_checkpoint.every_n_steps=30")
+    resumed = train(*run, "run_id=begun", folder=begun.folder)
+    assert resumed.column("train/loss") == whole.column("train/loss")

@@ -57,13 +57,13 @@ class GlobalBatch(Callback):
         _check_replicas(trainer, self.plan)
         process = strategy.process_dataloader
         patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
-        patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         patches.replace(strategy.precision_plugin, "tensor_init_context", nullcontext)
         if type(strategy).tensor_init_context is Strategy.tensor_init_context:
             patches.replace(strategy, "tensor_init_context", nullcontext)
-        if trainer.world_size > 1:
+        if trainer.world_size > 1:  # where it is 1, there is nothing to reduce; and Apple's GPUs have no 64-bit floats
+            patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
             patches.replace(pl_module, "log", synced_in_evaluation(trainer, pl_module.log))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
