@@ -32,7 +32,7 @@ class Request:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run is on GPUs that NCCL (of AMD's: RCCL) connects."""
+        """Return whether the run is on GPUs that NCCL connects, or AMD's RCCL."""
         return self.accelerator == "cuda"
 
     @property
