@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-from torch.distributed.distributed_c10d import _world
-
 
 def entered() -> dict[str, int]:
     """Return how many collectives this process has entered in each of its process groups, by the group's name.
@@ -13,6 +11,8 @@ def entered() -> dict[str, int]:
     NCCL is asynchronous: a rank enters a collective and goes on, until something needs its result. So a rank that the
     others wait for has entered fewer than they, wherever they stand. Reading the numbers waits for no device.
     """
+    from torch.distributed.distributed_c10d import _world  # here: a start that is refused imports no torch
+
     found: dict[str, int] = {}
     for group in list(_world.pg_map):
         backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
