@@ -15,8 +15,8 @@ def entered() -> dict[str, int]:
 
     found: dict[str, int] = {}
     for group in list(_world.pg_map):
-        backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
         with contextlib.suppress(RuntimeError):  # a back-end that does not count
+            backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
             counts = [one._get_sequence_number_for_group() for one in backends.values()]  # type: ignore[attr-defined]  # torch's stub lacks it
             found[group.group_name] = sum(counts)
     return found

@@ -26,27 +26,28 @@ def waits_for_device(frame: FrameType) -> bool:
         return True
     if re.search("JUMP.*_IF_", instruction):  # as in `if loss > 3`; Python looks for signals where it jumps back
         return "BACKWARD" not in instruction
-    return not _WAIT.isdisjoint(_called(_source(frame)))
+    return not _WAIT.isdisjoint(_called(frame))
 
 
-def _called(source: str) -> set[str]:
+def _called(frame: FrameType) -> set[str]:
+    """Return the name of the function that a frame is calling; before Python 3.11, all that its line calls."""
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    if sys.version_info < (3, 11):
+        return set(re.findall(r"(\w+)\(", "".join(lines[frame.f_lineno - 1 : frame.f_lineno])))
     try:
-        call = ast.parse(f"({source})", mode="eval").body
-    except SyntaxError:  # a line of a statement, before Python 3.11
-        return set(re.findall(r"(\w+)\(", source))
+        call = ast.parse(f"({_source(frame, lines)})", mode="eval").body
+    except (SyntaxError, ValueError):  # the file has changed since
+        return set()
     function = call.func if isinstance(call, ast.Call) else None
     return {getattr(function, "attr", getattr(function, "id", ""))}
 
 
-def _source(frame: FrameType) -> str:
-    """Return the expression that a frame is evaluating; before Python 3.11, its line."""
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    if sys.version_info < (3, 11):
-        return lines[frame.f_lineno - 1].strip() if frame.f_lineno <= len(lines) else ""
+def _source(frame: FrameType, lines: list[str]) -> str:
+    """Return the expression that a frame is evaluating."""
     first, last, start, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    if first is None or last is None or last > len(lines):
+    if first is None or last is None or not 0 < first <= last <= len(lines):
         return ""
     within = [line.encode() for line in lines[first - 1 : last]]  # columns count bytes
     within[-1] = within[-1][:end]
     within[0] = within[0][start:]
-    return b"".join(within).decode()
+    return b"".join(within).decode(errors="replace")
