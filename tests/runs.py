@@ -28,6 +28,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
 os.environ["OMP_NUM_THREADS"] = "1"  # a few processes share two cores; and sums in another order differ in a bit
 torch.set_num_threads(1)
 
+GPUS = torch.cuda.device_count()
+_VISIBLE = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preload"])
 
@@ -59,10 +62,19 @@ class Finished:
 Train = Callable[..., Finished]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_gpus() -> None:
+    """A test that names no device means the CPU: no GPU is seen but by those marked gpu, and what they start."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
+def environment(request: pytest.FixtureRequest) -> Iterator[None]:
     """As it was, after each test: Lightning leaves where ranks meet in it, and two jobs that inherit that would mix."""
     before = dict(os.environ)
+    if request.node.get_closest_marker("gpu"):
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ.update(_VISIBLE)
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -97,9 +109,10 @@ def runs_in(tmp_path: Path) -> Train:
         written = [tmp_path / f"{count}.{rank}" for rank in range(max(1, ranks))]
         for path, stream in itertools.product(written, ("out", "err")):
             Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
+        visible = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
         environments: list[dict[str, str]] = as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
         processes = [
-            context.Process(target=_train, args=(arguments, folder, path, {**environment, **own}))
+            context.Process(target=_train, args=(arguments, folder, path, {**visible, **environment, **own}))
             for path, own in zip(written, environments, strict=True)
         ]
         codes = _run(processes, timeout_seconds, meanwhile)
@@ -151,6 +164,7 @@ def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment:
         path = f"{written}.{'out' if number == 1 else 'err'}"
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(folder)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # that of the test which started the fork server
     os.environ.update(environment)
     sys.path[:0] = [str(CHECKOUT), str(folder)]
     sys.argv = [str(CHECKOUT / "train.py"), *arguments]

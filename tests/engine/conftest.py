@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.engine.processes import port, start
-from tests.runs import CHECKOUT, Finished, Train, as_torchrun, context, environment, runs_in, train
+from tests.runs import CHECKOUT, GPUS, Finished, Train, as_torchrun, context, environment, no_gpus, runs_in, train
 
 __all__ = ["CHECKOUT", "PLAIN", "PLAIN_DATA", "PLAIN_MODEL", "Finished", "Train", "as_torchrun", "context"]
-__all__ += ["environment", "port", "runs_in", "start", "train"]  # fixtures, for all folders
+__all__ += ["environment", "no_gpus", "port", "runs_in", "start", "train"]  # fixtures, for all folders
 
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
@@ -31,7 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.startswith(tuple(f"tests/engine/{name}" for name in SLOW)):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: "tests/engine/slurm/" not in item.nodeid)  # they wait a lot, while others may compute
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
+    for item in items:
+        if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))

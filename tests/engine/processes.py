@@ -26,7 +26,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(*command: str, **environment: str) -> subprocess.Popen[str]:
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "CUDA_VISIBLE_DEVICES") if name in os.environ}
         paths = f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"  # also where another checkout's engine is installed
         environ = inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
         process = subprocess.Popen(

@@ -99,6 +99,15 @@ def test_a_loader_that_cannot_be_remade_runs_as_it_is_and_the_run_says_so(train:
     assert _samples_of_steps(run.run_dir)[0, 0] == tuple(sorted([*range(10), *range(10)]))
 
 
+@pytest.mark.gpu
+def test_a_deterministic_run_resumes_to_the_bit_on_a_gpu(train: Train) -> None:
+    run = (*MODELS["language"], "scheduler=constant", "trainer.accelerator=gpu", "trainer.deterministic=true")
+    whole = train(*run, "run_id=whole")
+    begun = train(*run, "run_id=begun", "trainer.max_steps=30", "callbacks.last_checkpoint.every_n_steps=30")
+    resumed = train(*run, "run_id=begun", folder=begun.folder)
+    assert resumed.column("train/loss") == whole.column("train/loss")
+
+
 def _samples_of_steps(run_dir: Path) -> dict[tuple[int, int], tuple[int, ...]]:
     """Sorted sample ids by (epoch, step), over all ranks and micro batches.
 

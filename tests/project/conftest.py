@@ -1,5 +1,5 @@
 """Runs of train.py for the tests beside this file."""
 
-from tests.runs import environment, train
+from tests.runs import environment, no_gpus, train
 
-__all__ = ["environment", "train"]
+__all__ = ["environment", "no_gpus", "train"]

@@ -54,15 +54,16 @@ class GlobalBatch(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
+        _check_replicas(trainer, self.plan)
         process = strategy.process_dataloader
         patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
-        patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         patches.replace(strategy.precision_plugin, "tensor_init_context", nullcontext)
         if type(strategy).tensor_init_context is Strategy.tensor_init_context:
             patches.replace(strategy, "tensor_init_context", nullcontext)
-        if trainer.world_size > 1:
+        if trainer.world_size > 1:  # where it is 1, there is nothing to reduce; and Apple's GPUs have no 64-bit floats
+            patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
             patches.replace(pl_module, "log", synced_in_evaluation(trainer, pl_module.log))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -246,6 +247,20 @@ def _data_rank(trainer: Trainer) -> int:
     the same units.
     """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
+
+
+def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
+    """Check that as many processes read different samples as the global batch was cut for.
+
+    Raises:
+        Refused: they are fewer or more, so that a step would take another number of samples.
+    """
+    found = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+    if found != plan.replicas:
+        raise Refused(
+            f"the global batch is cut for {plan.replicas} devices, and {type(trainer.strategy).__name__} has {found} "
+            "that read different samples; give trainer.devices and trainer.num_nodes as numbers"
+        )
 
 
 def _is_logged(trainer: Trainer) -> bool:

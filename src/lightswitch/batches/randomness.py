@@ -28,12 +28,16 @@ def mix(*numbers: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy and torch's CPU, and that of one CUDA device if it is given."""
+    """Seed the generators of Python, NumPy and torch's CPU.
+
+    Args:
+        device: the one in use, whose generator is seeded as well: of CUDA, of Apple's MPS, or of another back-end.
+    """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is: 20 times slower
-    if device is not None and device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 class SeededSamples(Dataset[Any]):

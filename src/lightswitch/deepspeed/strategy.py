@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -33,6 +34,7 @@ from lightswitch.strategies.compilation import is_compiled
 from lightswitch.strategies.fused import fuse
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
+from lightswitch.strategies.timeouts import set_timeouts
 from lightswitch.strategies.unused import Unused
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
@@ -112,6 +114,10 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     # Model
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        set_timeouts(self._timeout)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -25,7 +25,7 @@ from lightswitch.cluster import consistency, environments, handshake, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
-from lightswitch.doctor import machine, network
+from lightswitch.doctor import accelerators, machine, network
 from lightswitch.doctor.report import Report
 from lightswitch.errors import Refused
 
@@ -72,7 +72,17 @@ def _examine(report: Report, timeout_seconds: float) -> None:
     agreed = PrefixStore("agreement", store)
     verdict = handshake.agree(agreed, point, Evidence(versions, code), Values({}), shared, tell=False)
     report.problems += [verdict] if verdict and rank == 0 else []
-    _measure(store, point, local_rank, report)
+    _measure(_backends(everyone, report), store, point, local_rank, report)
+
+
+def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
+    """Return the back-ends that all processes can use, the same in each of them."""
+    if without := accelerators.without_nccl(everyone):
+        if len(without) < len(everyone) and report.is_first:
+            fix = "start as many processes on a node as it has GPUs, each of which sees all of them"
+            report.problems.append(f"NCCL was not tried, as {without[0]}; {fix}")
+        return ["gloo"]
+    return ["gloo", "nccl"]
 
 
 def _gathered(store: Store, point: MeetingPoint, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
@@ -103,8 +113,8 @@ def _unreached(
     return pairs
 
 
-def _measure(store: Store, point: MeetingPoint, local_rank: int, report: Report) -> None:
-    for backend in ("gloo", *(["nccl"] if torch.cuda.device_count() > local_rank else [])):
+def _measure(backends: list[str], store: Store, point: MeetingPoint, local_rank: int, report: Report) -> None:
+    for backend in backends:
         limit = threading.Timer(point.timeout_seconds, _give_up, (report, backend, point.timeout_seconds))
         limit.daemon = True
         limit.start()

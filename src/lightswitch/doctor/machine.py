@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -16,11 +15,11 @@ import torch.distributed as dist
 
 from lightswitch.cluster import variables
 from lightswitch.deepspeed import ops
+from lightswitch.doctor import accelerators
 
 _OPS = ("cpu_adam", "fused_adam", "async_io")
 _LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB where nobody asked for more
 _LEAST_DISK_BYTES = 2**30
-_LEAST_FREE_SHARE = 0.5  # of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class Machine:
 
     Attributes:
         node: its hostname.
+        local_rank: of the process among those of its node.
+        gpus_for_nccl: how many it sees: NVIDIA's, or AMD's in a torch for ROCm.
         holdings: what it has, a line each: cores, memory, disk, GPUs, network interfaces.
         backends: of torch.distributed.
         ops: operators of DeepSpeed, and whether they are built.
@@ -37,6 +38,8 @@ class Machine:
     """
 
     node: str
+    local_rank: int
+    gpus_for_nccl: int
     holdings: list[str]  # a line each
     backends: list[str]
     ops: list[str]
@@ -52,10 +55,17 @@ def look(local_rank: int, folder: Path) -> Machine:
     """
     node = socket.gethostname()
     first = local_rank == 0  # what all processes of a node share is reported by one
-    problems = [*_memory_problems(folder), *_gpu_problems()] if first else []
+    holdings: list[str] = []
+    problems: list[str] = []
+    if first:
+        found = accelerators.look()
+        holdings = [*_holdings(folder), *accelerators.described(found), *_interfaces()]
+        problems = [*_memory_problems(folder), *accelerators.problems(found)]
     return Machine(
         node,
-        [*_holdings(folder), *_gpus(), *_interfaces()] if first else [],
+        local_rank,
+        torch.cuda.device_count(),
+        holdings,
         [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
         list(_ops()) if first else [],
         variables.shown(),
@@ -65,11 +75,8 @@ def look(local_rank: int, folder: Path) -> Machine:
 
 def _holdings(folder: Path) -> Iterator[str]:
     memory = psutil.virtual_memory()
-    yield (
-        f"{len(psutil.Process().cpu_affinity())} of {psutil.cpu_count()} CPU cores"
-        if hasattr(psutil.Process, "cpu_affinity")
-        else f"{psutil.cpu_count()} CPU cores"
-    )
+    usable = f"{len(psutil.Process().cpu_affinity())} of " if hasattr(psutil.Process, "cpu_affinity") else ""
+    yield f"{usable}{psutil.cpu_count()} CPU cores, {torch.backends.cpu.get_cpu_capability()}"
     yield f"{_gib(memory.available)} of {_gib(memory.total)} memory free"
     if (shared := _shared_bytes()) is not None:
         yield f"{_gib(shared)} shared memory free"
@@ -90,37 +97,6 @@ def _memory_problems(folder: Path) -> Iterator[str]:
         yield f"{_gib(shared)} of shared memory, which loader workers and NCCL need; in docker: --ipc=host"
     if _disk_bytes(folder) < _LEAST_DISK_BYTES:
         yield f"{_gib(_disk_bytes(folder))} disk free for {folder}/; checkpoints need more: make room"
-
-
-def _gpus() -> Iterator[str]:
-    if (driver := _driver()) is not None:
-        yield f"NVIDIA driver {driver}"
-    if not torch.cuda.is_available():
-        yield "no GPU that torch can use"
-        return
-    yield f"CUDA {torch.version.cuda}"
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        yield f"GPU {index}: {torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
-
-
-def _gpu_problems() -> Iterator[str]:
-    if not torch.cuda.is_available():
-        if _driver() is not None and torch.version.cuda is None:
-            yield "there is an NVIDIA driver, and torch was built for CPUs alone; install a torch for CUDA"
-        elif _driver() is not None:
-            yield f"the NVIDIA driver {_driver()} is there, and torch finds no GPU; look at nvidia-smi"
-        return
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        if free < _LEAST_FREE_SHARE * total:
-            yield f"GPU {index} has {_gib(free)} of {_gib(total)} free; see who uses it: nvidia-smi"
-
-
-def _driver() -> str | None:
-    path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", path.read_text()) if path.exists() else None
-    return found[1] if found else None
 
 
 def _interfaces() -> Iterator[str]:

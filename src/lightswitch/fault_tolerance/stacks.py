@@ -7,8 +7,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+
+from lightswitch.fault_tolerance import collectives
+from lightswitch.fault_tolerance.device_waits import waits_for_device
 
 _ENGINE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")})
@@ -21,27 +26,32 @@ class ThreadPosition:
 
     Args:
         location: file, line and function, of the user's own code if the stack holds any.
-        waits: whether it is in a collective, or in a call that ends with one.
+        waits: whether it is in a collective, or in a call that ends with one, or waits for its device to do so.
         oom_kills: how many processes the node's kernel has killed for lack of memory since it booted.
+        collectives: how many the rank has entered, by process group.
     """
 
     location: str
     waits: bool
     oom_kills: int
+    collectives: Mapping[str, int] = field(default_factory=dict)
 
 
 def thread_position() -> ThreadPosition:
     """Return the main thread's position, from any thread."""
-    stack = _main_stack()
-    waits = any(part in stack[-1].filename for part in _WAITING)
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    stack, waits = traceback.extract_stack(frame), is_waiting(frame)
     others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
     own = [] if waits else [frame for frame in stack if not frame.filename.startswith(others)]
     at = (own or stack)[-1]
-    return ThreadPosition(f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills())
+    return ThreadPosition(
+        f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills(), collectives.entered()
+    )
 
 
-def _main_stack() -> traceback.StackSummary:
-    return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+def is_waiting(frame: FrameType) -> bool:
+    """Return whether the innermost frame of a stack stands where it waits for other ranks."""
+    return any(part in frame.f_code.co_filename for part in _WAITING) or waits_for_device(frame)
 
 
 def all_stacks() -> str:

@@ -58,7 +58,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _loggers(plain),
         _run_directory(run.run_dir),
         _files(plain),
-        devices.absent(plain["trainer"]),
+        devices.absent(plain["trainer"], run.placement),
         precision.problems(plain, devices.accelerator(plain["trainer"])),
         compilation.problems(plain, devices.accelerator(plain["trainer"])),
     )
@@ -97,7 +97,7 @@ def _batch(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _plan(cfg: dict[str, Any]) -> BatchPlan:
-    world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]["devices"])
+    world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     strategy = cfg["trainer"].get("strategy")
     together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # on the same samples
     replicas = max(1, world // max(1, together))
@@ -109,11 +109,11 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     strategy = trainer.get("strategy")
     if not isinstance(strategy, dict):
         strategy = {"_target_": str(strategy)}
-    per_node = devices.count(trainer["devices"])
+    per_node = devices.count(trainer)
     batch = (cfg["global_batch_size"], cfg["micro_batch_size"])
-    on_gpu = devices.accelerator(trainer) != "cpu"
+    kind = devices.accelerator(trainer)
     yield from strategies.problems(
-        strategies.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], per_node, on_gpu, batch)
+        strategies.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], per_node, kind, batch)
     )
 
 

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from lightswitch.cluster.placement import Placement
 from lightswitch.errors import nearest
 
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
+_NAMES = ("auto", "gpu", "cuda", "mps", "cpu", "tpu")
+_FEWER = {  # by launcher: how fewer processes are started on a node, and how each sees more GPUs
+    "slurm": "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
+    "torchrun": "use --nproc-per-node={}, or let CUDA_VISIBLE_DEVICES name {}",
+    "env": "export LOCAL_WORLD_SIZE={} and so many ranks, or let CUDA_VISIBLE_DEVICES name {}",
+}
+
+
+@dataclass(frozen=True)
+class Present:
+    """Accelerators that this process sees.
+
+    Attributes:
+        cuda: GPUs of NVIDIA or, in a torch for ROCm, of AMD.
+        mps: GPUs of Apple.
+    """
+
+    cuda: int = 0
+    mps: int = 0
+
+
+def present() -> Present:
+    """Count the accelerators that this process sees, without initialising them."""
+    from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+    return Present(CUDAAccelerator.auto_device_count(), int(MPSAccelerator.is_available()))
 
 
 def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
@@ -16,56 +44,80 @@ def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
     if type(nodes) is not int or nodes < 1:
         yield f"trainer.num_nodes={nodes}: use a number from 1"
     try:
-        wrong = devices not in _AS_MANY_AS_THERE_ARE and count(devices) < 1
-    except ValueError:
-        wrong = True
+        named = indices(devices)
+        wrong = devices not in _AS_MANY_AS_THERE_ARE and (int(devices) if named is None else len(named)) < 1
+        wrong = wrong or any(index < 0 for index in named or ())
+    except (TypeError, ValueError):
+        wrong, named = True, None
     if wrong:
         yield f"trainer.devices={devices}: use a number from 1, a list of GPUs such as [0,1], -1 or auto"
+    elif named and len(set(named)) < len(named):
+        yield f"trainer.devices={devices}: a GPU is named twice, and each process needs its own; name each once"
 
 
-def count(devices: int | str | list[int]) -> int:
-    """Return the number of devices a node that `Trainer(devices=)` means."""
-    if isinstance(devices, list):
-        return len(devices)
-    if devices in _AS_MANY_AS_THERE_ARE:
-        from lightning.pytorch.accelerators import CUDAAccelerator
-
-        return max(1, CUDAAccelerator.auto_device_count())
+def indices(devices: int | str | list[int]) -> list[int] | None:
+    """Return the GPUs that `Trainer(devices=)` names by their numbers; None where it says how many."""
     if isinstance(devices, str) and "," in devices:  # "2," is the one GPU with the index 2
-        return len([index for index in devices.split(",") if index.strip()])
-    return int(devices)
+        return [int(index) for index in devices.split(",") if index.strip()]
+    return [int(index) for index in devices] if isinstance(devices, list) else None
 
 
-def absent(trainer: dict[str, Any]) -> Iterator[str]:
-    """Yield what is asked of accelerators that this machine does not have."""
-    from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+def count(trainer: dict[str, Any], there: Present | None = None) -> int:
+    """Return the number of devices a node that a trainer's arguments mean.
 
-    name, devices = trainer.get("accelerator", "auto"), trainer["devices"]
-    kinds = {"gpu": CUDAAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator, "cpu": CPUAccelerator}
-    if name not in (*kinds, "auto", "tpu"):
-        yield f"trainer.accelerator={name} is unknown.{nearest(name, kinds)} Choices: auto, {', '.join(kinds)}, tpu"
-    name = accelerator(trainer)
-    if name == "cpu":
-        yield from _on_cpu(devices)
-    if name not in ("gpu", "cuda", "mps"):
-        return
-    present = kinds[name].auto_device_count() if kinds[name].is_available() else 0
-    if not present:
-        yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
-    elif count(devices) > present:
-        yield f"trainer.devices={devices}: this machine has {present} of {name}; use trainer.devices={present}"
+    Args:
+        trainer: its arguments, of which those about devices are right by themselves.
+        there: what the machine has; None to look, where the number follows from it.
+    """
+    devices = trainer["devices"]
+    if devices in _AS_MANY_AS_THERE_ARE:
+        there = there or present()
+        return max(1, getattr(there, accelerator(trainer, there), 1))  # of CPUs, Lightning's auto is one process
+    named = indices(devices)
+    return int(devices) if named is None else len(named)
 
 
-def _on_cpu(devices: int | str | list[int]) -> Iterator[str]:
-    if devices in (-1, "-1") or isinstance(devices, list) or "," in str(devices):
-        yield f"trainer.devices={devices} names GPUs, and the run is on the CPU; use a number of processes or auto"
+def accelerator(trainer: dict[str, Any], there: Present | None = None) -> str:
+    """Return the accelerator in use: cpu, cuda, mps or tpu, where `auto` and `gpu` stand for what there is.
 
-
-def accelerator(trainer: dict[str, Any]) -> str:
-    """Return the accelerator in use: what `auto` stands for on this machine."""
-    from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
-
+    Args:
+        there: what the machine has; None to look, where the answer follows from it.
+    """
     name = str(trainer.get("accelerator", "auto"))
-    if name != "auto":
+    if name not in ("auto", "gpu"):
         return name
-    return "gpu" if CUDAAccelerator.is_available() else "mps" if MPSAccelerator.is_available() else "cpu"
+    there = there or present()
+    return "cuda" if there.cuda else "mps" if there.mps else "cpu" if name == "auto" else "cuda"
+
+
+def absent(trainer: dict[str, Any], place: Placement, there: Present | None = None) -> Iterator[str]:
+    """Yield what is asked of accelerators that this machine does not have.
+
+    Args:
+        place: who started this process.
+        there: what the machine has; None to look.
+    """
+    there = there or present()
+    name, devices = str(trainer.get("accelerator", "auto")), trainer["devices"]
+    kind, wanted, named = accelerator(trainer, there), count(trainer, there), indices(devices)
+    if name not in _NAMES:
+        yield f"trainer.accelerator={name} is unknown.{nearest(name, _NAMES)} Choices: {', '.join(_NAMES)}"
+    if kind == "cpu" and (devices in (-1, "-1") or named is not None):
+        yield f"trainer.devices={devices} names GPUs, and the run is on the CPU; use a number of processes or auto"
+    if kind not in ("cuda", "mps"):
+        return
+    seen = getattr(there, kind)
+    if not seen:
+        yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
+    elif place.is_external and wanted > seen:
+        started = f"{place.launcher} started {wanted} processes on each node, and this one sees {_gpus(seen)}"
+        yield f"{started}: each needs its own; {_FEWER[place.launcher].format(seen, wanted)}"
+    elif wanted > seen:
+        on_cpu = "" if named else f", or trainer.accelerator=cpu for {wanted} processes on the CPU"
+        yield f"trainer.devices={devices}: this machine has {_gpus(seen)}; use trainer.devices={seen}{on_cpu}"
+    elif named and max(named) >= seen:
+        yield f"trainer.devices={devices}: this machine has {_gpus(seen)}, with numbers from 0; use one below {seen}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"

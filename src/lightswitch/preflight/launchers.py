@@ -18,7 +18,7 @@ _EVENED = {
 
 def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
     """Yield how the processes that were started differ from the trainer's nodes and devices."""
-    nodes, per_node = trainer["num_nodes"], devices.count(trainer["devices"])
+    nodes, per_node = trainer["num_nodes"], devices.count(trainer)
     if not place.is_external:
         yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
     if place.uneven:
@@ -55,6 +55,6 @@ def absent(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
     wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
     found = place.launcher
-    if wanted and wanted != found and cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]["devices"]) > 1:
+    if wanted and wanted != found and cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]) > 1:
         starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
         yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"

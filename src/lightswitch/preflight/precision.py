@@ -15,11 +15,13 @@ def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
 
     Args:
         cfg: the whole config, resolved.
-        accelerator: the one in use.
+        accelerator: the one in use: cpu, cuda, mps or tpu.
     """
     precision = cfg["trainer"].get("precision")
     if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
         yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
+    if accelerator == "mps" and precision in (64, "64", "64-true"):
+        yield f"precision={precision}: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
     keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
     if precision == "16-true" and not keeps_float32 and cfg["mode"] == "fit":
         yield from _vanishing_eps(cfg)

@@ -32,6 +32,7 @@ from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
+from lightswitch.strategies.timeouts import set_timeouts
 from lightswitch.strategies.units import find_units
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         if self.model is not self._sharded:
             self.model = self._sharded = self._shard()
+        set_timeouts(self._timeout)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -34,6 +34,7 @@ from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
+from lightswitch.strategies.timeouts import set_timeouts
 from lightswitch.strategies.units import find_units
 from lightswitch.strategies.unused import Unused
 
@@ -108,6 +109,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         if self._root is None:  # there already in a test after fit
             self._root = self._sharded()
         self.model = self._root
+        set_timeouts(self._timeout)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             with _in_full_shape(self._shapes):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -57,3 +58,30 @@ def test_seeding_covers_torch_numpy_and_python() -> None:
     first = draw()
     seed_generators(mix(1))
     assert draw() == first
+
+
+STAND_IN = """
+import sys, types
+import torch
+from lightswitch.batches.randomness import seed_generators
+
+torch.utils.rename_privateuse1_backend("standin")
+seeded = []
+torch._register_device_module("standin", types.SimpleNamespace(manual_seed=seeded.append))
+seed_generators(7, torch.device("standin", 0))
+print(seeded)
+"""
+
+
+def test_seeding_covers_whatever_device_is_in_use() -> None:
+    """A device of another kind than CUDA, which torch lets anybody register, stands in for Apple's."""
+    assert subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True).stdout == "[7]\n"
+
+
+@pytest.mark.gpu
+def test_seeding_covers_the_gpu() -> None:
+    def draw() -> float:
+        seed_generators(mix(1), torch.device("cuda:0"))
+        return torch.rand(1, device="cuda:0").item()
+
+    assert draw() == draw()

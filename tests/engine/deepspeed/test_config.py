@@ -160,9 +160,9 @@ def test_the_names_of_keys_are_those_that_deepspeed_reads() -> None:
 
 
 def request(strategy: dict[str, Any], **trainer: Any) -> Request:
-    trainer = {"precision": "32-true", "gradient_clip_val": 1.0, **trainer}
+    trainer = {"precision": "32-true", "gradient_clip_val": 1.0, "devices": 2, **trainer}
     target = "lightswitch.deepspeed.strategy.DeepSpeed"
-    return Request({"_target_": target, **strategy}, {}, trainer, 1, 2, on_gpu=False, batch=(8, None))
+    return Request({"_target_": target, **strategy}, {}, trainer, 1, 2, accelerator="cpu", batch=(8, None))
 
 
 @pytest.mark.parametrize(

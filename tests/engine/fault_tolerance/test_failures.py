@@ -93,6 +93,15 @@ def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(stage: str, train
     assert failed.returncode == 1
 
 
+def test_a_rank_that_others_wait_for_is_found_wherever_they_stand(train: Train) -> None:
+    """As under NCCL, where ranks enter a collective and go on."""
+    model = "model._target_=tests.engine.fault_tolerance.asynchronous.AsynchronousModel"
+    failed = train(model, *RUN[1:], "watch.hung_after_seconds=5", ranks=2, check=False)
+    line = failed.err.splitlines()[0]
+    assert line.startswith("rank 1 of 2 on ")
+    assert "in training_step: time.sleep(1000)" in line
+
+
 def test_the_crash_report_holds_what_each_rank_knows(raised: Finished) -> None:
     (report,) = (raised.run_dir / "crash").iterdir()
     assert (report / "failure.txt").read_text().splitlines()[-1] == "RuntimeError: this is the bug"

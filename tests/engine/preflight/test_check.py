@@ -95,7 +95,6 @@ def test_all_problems_are_told_at_once(train: Train) -> None:
     ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
 def test_a_gpu_that_is_not_there_is_refused(train: Train) -> None:
     refused = train(*PLAIN, "trainer.accelerator=gpu", check=False)
     assert refused.err == "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
@@ -106,9 +105,7 @@ def test_a_gpu_that_is_not_there_is_refused(train: Train) -> None:
 def test_more_gpus_than_there_are_are_refused(train: Train) -> None:
     there, asked = torch.cuda.device_count(), torch.cuda.device_count() + 1
     refused = train(*PLAIN, f"trainer.devices={asked}", f"global_batch_size={asked}", check=False)
-    assert (
-        refused.err == f"error: trainer.devices={asked}: this machine has {there} of gpu; use trainer.devices={there}\n"
-    )
+    assert refused.err.startswith(f"error: trainer.devices={asked}: this machine has {there} GPU")
     assert refused.returncode == 2
 
 

@@ -107,7 +107,7 @@ def test_it_validates_and_predicts_from_its_checkpoint(way: str, train: Train) -
 
 def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> Request:
     trainer = {"precision": precision}
-    return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=ranks // 2, on_gpu=True)
+    return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=ranks // 2, accelerator="cuda")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from project.models.transformer import rotary, rotate
 
@@ -130,6 +131,25 @@ def test_a_diverged_model_still_gives_tokens(gpt):
     with torch.no_grad():
         model.tokens.weight.fill_(float("nan"))
     assert model.generate(ids, 3).max() < 11
+
+
+class Named(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_prediction_has_a_deterministic_kernel_on_gpus(gpt):
+    with torch.no_grad(), Named() as ran:
+        gpt().eval().predict_step(windows(), 0)
+    assert "nll_loss_forward" in ran.names
+    assert "nll_loss2d_forward" not in ran.names  # torch.use_deterministic_algorithms refuses it on CUDA
 
 
 def test_prediction_is_the_log_likelihood_of_each_sequence(gpt):

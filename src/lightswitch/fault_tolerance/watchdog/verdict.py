@@ -104,13 +104,34 @@ def _lost(silent: Sequence[RankState], seconds: float) -> Failure:
 
 
 def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
-    """Blame the slowest ranks that do not wait in a collective; if Python runs ahead of the device, all the slowest."""
+    """Blame, of the slowest ranks, those that have not entered a collective which others have, and do not wait.
+
+    What none of them tells narrows nothing: all have entered the same, or all wait.
+    """
     fewest = min(rank.progress for rank in present)
-    last = [rank for rank in present if rank.progress == fewest]
-    blamed = [rank for rank in last if rank.position is None or not rank.position.waits] or last
+    blamed = [rank for rank in present if rank.progress == fewest]
+    blamed = _late(blamed, present) or blamed
+    blamed = [rank for rank in blamed if rank.position is None or not rank.position.waits] or blamed
     told = [f"{rank.rank} hangs{_location(rank)}" for rank in blamed]
     line = f"{told[0]}; no rank began a batch for {seconds:g} s"
     return Failure(line, "\n".join(f"{rank.rank}{_location(rank)}" for rank in present) if len(present) > 1 else "")
+
+
+def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
+    """Return those of some ranks that have entered fewer collectives of a process group than another of its ranks.
+
+    One that does not say has entered none that it is known of.
+    """
+    most: dict[str, int] = {}
+    for rank in present:
+        for group, count in (rank.position.collectives if rank.position else {}).items():
+            most[group] = max(count, most.get(group, 0))
+
+    def is_late(rank: RankState) -> bool:
+        position = rank.position
+        return position is None or any(count < most[group] for group, count in position.collectives.items())
+
+    return [rank for rank in some if is_late(rank)]
 
 
 def _location(rank: RankState) -> str:

@@ -13,7 +13,12 @@ __all__ = ["Request", "problems"]
 def problems(request: Request) -> Iterator[str]:
     """Yield why a strategy of the engine's refuses the run; nothing for one of the user's own."""
     name = str(request.strategy.get("_target_")).rpartition(".")[2]
-    if name in _CHECKS:
+    if name in _CHECKS and name != "Single" and request.accelerator == "mps":
+        yield (
+            f"strategy {name} runs on CUDA devices and on the CPU, and the run is on one of Apple's GPUs; "
+            "use strategy=single, or trainer.accelerator=cpu"
+        )
+    elif name in _CHECKS:
         yield from _CHECKS[name](request)
 
 

@@ -11,6 +11,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed import ops
 from lightswitch.errors import BatchError
+from lightswitch.preflight import devices
 from lightswitch.preflight.strategies.request import Request
 
 
@@ -19,6 +20,13 @@ def problems(request: Request) -> Iterator[str]:
     if importlib.util.find_spec("deepspeed") is None:
         yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
         return
+    named = devices.indices(request.trainer["devices"])
+    if named is not None and named != list(range(len(named))):  # it takes LOCAL_RANK for the GPU's number (0.19)
+        visible = ",".join(map(str, named))
+        yield (
+            f"trainer.devices={request.trainer['devices']}: DeepSpeed takes the first GPUs that it sees; "
+            f"export CUDA_VISIBLE_DEVICES={visible}, and use trainer.devices={len(named)}"
+        )
     if isinstance(plugin := request.trainer.get("precision"), dict):
         name = str(plugin.get("_target_")).rpartition(".")[2]
         yield f"precision {name} is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from lightswitch.preflight.strategies import process_group
@@ -32,8 +31,6 @@ def problems(request: Request) -> Iterator[str]:
         )
     if request.precision == "16-mixed" and request.on_gpu:
         yield "strategy=fsdp does not scale the loss as 16-mixed needs it; use precision=bf16-mixed, or strategy=ddp"
-    if request.on_gpu and sys.platform == "darwin":
-        yield "strategy=fsdp runs on CUDA devices and on the CPU; use trainer.accelerator=cpu"
     yield from process_group.problems(request)
 
 

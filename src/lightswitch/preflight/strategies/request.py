@@ -13,6 +13,7 @@ class Request:
     Attributes:
         strategy, model, trainer: nodes of the config, resolved.
         devices: of a node.
+        accelerator: the one in use: cpu, cuda, mps or tpu.
         batch: global_batch_size and micro_batch_size, in samples.
     """
 
@@ -21,13 +22,18 @@ class Request:
     trainer: dict[str, Any]  # the config node trainer
     nodes: int
     devices: int  # a node
-    on_gpu: bool
+    accelerator: str
     batch: tuple[int, int | None] = (1, None)  # global_batch_size and micro_batch_size
 
     @property
     def world_size(self) -> int:
         """Devices of the run, over all nodes."""
         return self.nodes * self.devices
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the run is on GPUs that NCCL connects, or AMD's RCCL."""
+        return self.accelerator == "cuda"
 
     @property
     def precision(self) -> str:

@@ -72,6 +72,45 @@ def test_of_a_hang_the_rank_is_blamed_that_waits_for_nobody() -> None:
     assert told.line == f"rank 2 of 4 on node2 hangs at {WORKS.location}; no rank began a batch for 1000 s"
 
 
+ENTERED, LATE = {"0": 7, "3": 2}, {"0": 6, "3": 2}
+
+
+@pytest.mark.parametrize(
+    ("positions", "named"),
+    [
+        # NCCL goes on: nobody stands in a collective, and the others are not to be blamed for where they stand
+        ([replace(WORKS, collectives=ENTERED), replace(WORKS, collectives=LATE)], 1),
+        ([replace(WAITS, collectives=ENTERED), replace(WAITS, collectives=LATE)], 1),
+        # of two that have not entered one, the first waits in another for the second
+        ([replace(WAITS, collectives=LATE), replace(WORKS, collectives=LATE), replace(WAITS, collectives=ENTERED)], 1),
+        # a group of others says nothing of a rank
+        ([replace(WORKS, collectives={"1": 3}), replace(WAITS, collectives={"2": 9})], 0),
+        # a rank whose interpreter is held by a call does not answer
+        ([replace(WORKS, collectives=ENTERED), None], 1),
+        # all have entered the same: where they stand decides
+        ([replace(WAITS, collectives=ENTERED), replace(WORKS, collectives=ENTERED)], 1),
+    ],
+)
+def test_of_a_hang_the_rank_is_blamed_that_has_not_entered_a_collective(
+    positions: list[ThreadPosition | None], named: int
+) -> None:
+    ranks = [_state(number, 1001, moved=0, progress=5, position=at) for number, at in enumerate(positions)]
+    told = verdict(ranks, 1001, 1007, TIMEOUTS)
+    assert told is not None
+    assert told.line.startswith(f"rank {named} of 4 on ")
+
+
+def test_a_rank_that_runs_ahead_of_its_device_is_not_blamed() -> None:
+    ahead, behind = replace(WORKS, collectives=LATE), replace(WAITS, collectives=ENTERED)
+    ranks = [
+        _state(0, 1001, moved=0, progress=9, position=ahead),
+        _state(1, 1001, moved=0, progress=5, position=behind),
+    ]
+    told = verdict(ranks, 1, 1003, TIMEOUTS)
+    assert told is not None
+    assert told.line.startswith("rank 1 of 4 on ")
+
+
 def test_a_rank_left_alone_may_take_its_time() -> None:
     ranks = [_state(0, 5000, moved=0), *(_state(number, 9, left=True) for number in (1, 2, 3))]
     assert verdict(ranks, 5000, 5010, TIMEOUTS) is None

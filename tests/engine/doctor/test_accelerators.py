@@ -1,0 +1,79 @@
+"""What the doctor says of GPUs that are not at hand: what it found is a value like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightswitch.doctor.accelerators import GPU, Accelerators, described, look, problems, without_nccl
+
+GIB = 2**30
+FREE = GPU("NVIDIA H100", 70 * GIB, 80 * GIB)
+FOUND = {
+    "NVIDIA": (
+        Accelerators("CUDA 13.0", "580.65", [FREE]),
+        ["NVIDIA driver 580.65", "CUDA 13.0", "GPU 0: NVIDIA H100, 70.0 GiB of 80.0 GiB free"],
+        [],
+    ),
+    "AMD": (
+        Accelerators("ROCm 7.0", None, [GPU("AMD Instinct MI300X", 10 * GIB, 192 * GIB)]),
+        ["ROCm 7.0", "GPU 0: AMD Instinct MI300X, 10.0 GiB of 192.0 GiB free"],
+        ["GPU 0 has 10.0 GiB of 192.0 GiB free; see who uses it: rocm-smi"],
+    ),
+    "Apple": (Accelerators("MPS", None, [GPU("Apple's GPU")]), ["MPS", "GPU 0: Apple's GPU"], []),
+    "a CPU": (Accelerators(), ["no GPU that torch can use"], []),
+    "a GPU beside a torch for CPUs": (
+        Accelerators("", "580.65"),
+        ["NVIDIA driver 580.65", "no GPU that torch can use"],
+        ["there is an NVIDIA driver, and torch was built for CPUs alone; install a torch for CUDA"],
+    ),
+    "a driver without a GPU": (
+        Accelerators("CUDA 13.0", "580.65"),
+        ["NVIDIA driver 580.65", "CUDA 13.0", "no GPU that torch can use"],
+        ["the NVIDIA driver 580.65 is there, and torch finds no GPU; look at nvidia-smi"],
+    ),
+    "a GPU that is busy": (
+        Accelerators("CUDA 13.0", None, [FREE, GPU(fault="CUDA error: out of memory")]),
+        ["CUDA 13.0", "GPU 0: NVIDIA H100, 70.0 GiB of 80.0 GiB free", "GPU 1: CUDA error: out of memory"],
+        ["GPU 1 can't be used: CUDA error: out of memory; see its state, and who uses it: nvidia-smi"],
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", FOUND)
+def test_accelerators_are_named_with_what_is_wrong(machine: str) -> None:
+    found, holdings, wrong = FOUND[machine]
+    assert (list(described(found)), list(problems(found))) == (holdings, wrong)
+
+
+def _process(rank: int, local_rank: int, gpus: int, backends: tuple[str, ...] = ("gloo", "nccl")) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "node": "node1",
+        "local_rank": local_rank,
+        "gpus_for_nccl": gpus,
+        "backends": backends,
+    }
+
+
+@pytest.mark.parametrize(
+    ("everyone", "told"),
+    [
+        ([_process(0, 0, 2), _process(1, 1, 2)], []),
+        # by itself, rank 0 would use NCCL, and wait for rank 1
+        ([_process(0, 0, 1), _process(1, 1, 1)], ["rank 1 on node1 sees 1 GPU, of which it would take number 1"]),
+        ([_process(0, 0, 1), _process(1, 0, 0)], ["rank 1 on node1 sees 0 GPUs, of which it would take number 0"]),
+        ([_process(0, 0, 1), _process(1, 0, 1, ("gloo",))], ["rank 1 on node1 has a torch without NCCL"]),
+    ],
+)
+def test_nccl_is_tried_by_all_processes_or_none(everyone: list[dict[str, Any]], told: list[str]) -> None:
+    assert without_nccl(everyone) == told
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_found_with_its_memory() -> None:
+    found = look()
+    assert len(found.gpus) == torch.cuda.device_count()
+    assert all(gpu.fault or 0 < gpu.free_bytes <= gpu.total_bytes for gpu in found.gpus)
