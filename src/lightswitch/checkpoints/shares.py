@@ -17,7 +17,7 @@ Tensors = Mapping[str, Stored]
 
 @dataclass(frozen=True)
 class _Copies:
-    """Who else holds the same values of a tensor: how many ranks, and which of them this one is."""
+    """Ranks that hold the same values of a tensor: how many there are, and which of them this one is."""
 
     count: int
     own: int
