@@ -30,6 +30,7 @@ from tests.engine.test_every_switch import composed  # noqa: F401  # a fixture
 MACHINE = {"devices": ["a card"], "gib": [80], "torch": "2.13.0"}
 
 
+@pytest.mark.timeout(1200)  # thirty runs, each of which imports torch
 def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "tests.engine.gpu", "--tiny", "--out", str(out)]

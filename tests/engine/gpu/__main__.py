@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     make_paths_absolute()
     scale = Scale("cpu", 2, True) if given.tiny else Scale("gpu", torch.cuda.device_count(), False)
     try:
-        record = Record(given.out, machine.described(), machine.commit())
+        record = Record(given.out, machine.described(scale.gpus), machine.commit())
     except OtherMachine as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKEN

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 
 from tests.engine.conftest import CHECKOUT
@@ -46,8 +47,14 @@ class Size:
     steps: int
 
 
-GPT2 = Size("gpt2", micro_batch=16, accumulation=4, warm_up_steps=10, steps=20)
 GPT_TINY = Size("gpt", micro_batch=2, accumulation=2, warm_up_steps=2, steps=3)
+SEQUENCES = 32  # a step and device
+
+
+def gpt2(memory_bytes: int) -> Size:
+    """Return GPT-2 with the micro batch that a card of so much memory takes: 1.3 GB a sequence at most."""
+    micro_batch = 16 if memory_bytes > 60e9 else 8 if memory_bytes > 30e9 else 4
+    return Size("gpt2", micro_batch, SEQUENCES // micro_batch, warm_up_steps=10, steps=20)
 
 
 def eager(scale: Scale) -> Piece:
@@ -64,7 +71,7 @@ def _cells(scale: Scale, is_compiled: bool) -> list[Cell]:
     lacks = "" if not is_compiled or (CHECKOUT / "conf" / "compile").exists() else f"there is no switch {COMPILED}"
     counts = sorted({1, scale.devices})[:1] if scale.is_tiny else sorted({1, scale.devices})
     return [
-        Cell(f"{strategy} × {devices}", partial(_against_plain, scale, strategy, devices, is_compiled), lacks)
+        Cell(f"{strategy} × {devices}", partial(_against_plain, scale, strategy, devices, is_compiled), lacks, 480)
         for devices in counts
         for strategy in (TINY if scale.is_tiny else (*(ON_ONE if devices == 1 else ()), *STRATEGIES))
     ]
@@ -80,7 +87,7 @@ def _against_plain(
     so_far: Mapping[str, Result],
 ) -> Result:
     """Run the plain loop, train.py, and the plain loop again: what drifts in between is in the plain loop's mean."""
-    end, size = time.monotonic() + seconds, GPT_TINY if scale.is_tiny else GPT2
+    end, size = time.monotonic() + seconds, GPT_TINY if scale.is_tiny else gpt2(machine.memory_bytes(0))
     shape = shape_of(size.model)
     write_tokens(folder, shape["vocab_size"])
     plain = partial(_plain, scale, size, shape, devices, is_compiled, folder)
@@ -89,24 +96,23 @@ def _against_plain(
     second = plain(end - time.monotonic())
     plain_step_seconds = (first["step_seconds"] + second["step_seconds"]) / 2
     tokens = size.micro_batch * size.accumulation * devices * shape["context"]
+    figures = partial(_figures, tokens=tokens, flops=tokens * flops_per_token(shape), gpus=devices if scale.gpus else 0)
     found = {
-        **_figures(ours, tokens, shape, devices),
+        **figures(ours),
         "save_seconds": [round(one, 3) for one in ours["save_seconds"]],
         "ratio": round(ours["step_seconds"] / plain_step_seconds, 3),
-        "plain": _figures(min(first, second, key=lambda one: one["first_step_seconds"]), tokens, shape, devices),
+        "plain": figures(first),
         "plain_step_seconds": [round(one["step_seconds"], 4) for one in (first, second)],
     }
     return Result(found, "" if math.isfinite(ours["loss"]) else "its loss is not finite")
 
 
-def _figures(measured: Mapping[str, Any], tokens: int, shape: Mapping[str, int], devices: int) -> Found:
-    """Return what is shown of a run, given the tokens of its step."""
-    tokens_per_second = tokens / measured["step_seconds"]
-    device = machine.described()["devices"]
-    peak = machine.peak_flops(device[0]) if device else None
-    share = None if peak is None else tokens_per_second * flops_per_token(shape) / (peak * devices)
+def _figures(measured: Mapping[str, Any], tokens: int, flops: float, gpus: int) -> Found:
+    """Return what is shown of a run, given the tokens and the operations of its step."""
+    peak = machine.peak_flops(torch.cuda.get_device_name(0)) if gpus else None
+    share = None if peak is None else flops / measured["step_seconds"] / (peak * gpus)
     return {
-        "tokens_per_second": round(tokens_per_second),
+        "tokens_per_second": round(tokens / measured["step_seconds"]),
         "share_of_peak": None if share is None else round(share, 3),
         "peak_gib": round(measured["peak_bytes"] / 2**30, 2),
         "first_step_seconds": round(measured["first_step_seconds"], 1),
@@ -145,12 +151,13 @@ def data_of(folder: Path) -> tuple[str, ...]:
 
 
 def run(command: Sequence[str], folder: Path, seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a command with the engine at hand, on as many threads as it likes.
+    """Run a command on as many threads as it likes, with no code that another one has compiled.
 
     Raises:
         subprocess.TimeoutExpired: it takes longer.
     """
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {f"{name}_CACHE_DIR": str(folder / name) for name in ("TORCHINDUCTOR", "TRITON")}
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=err, start_new_session=True)
         try:

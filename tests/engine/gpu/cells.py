@@ -16,7 +16,7 @@ class Scale:
 
     Attributes:
         accelerator: gpu or cpu.
-        devices: how many there are.
+        devices: how many there are, of a kind.
         is_tiny: a few cells of each piece, with models that train in seconds.
     """
 
@@ -28,6 +28,11 @@ class Scale:
     def torch_device(self) -> str:
         """Kind of device as torch names it."""
         return "cuda" if self.accelerator == "gpu" else "cpu"
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that are used."""
+        return self.devices if self.accelerator == "gpu" else 0
 
     @property
     def device_counts(self) -> tuple[int, ...]:

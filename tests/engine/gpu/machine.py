@@ -31,11 +31,11 @@ PEAK_TFLOPS = {
 PACKAGES = ("torch", "lightning", "pytorch-lightning", "deepspeed", "hydra-core", "torchmetrics", "numpy")
 
 
-def described() -> dict[str, Any]:
-    """Return the devices and the versions: two machines of the same description give the same numbers."""
+def described(devices: int) -> dict[str, Any]:
+    """Return so many GPUs and the versions: two machines of the same description give the same numbers."""
     return {
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "gib": [round(_memory_bytes(index) / 2**30) for index in range(torch.cuda.device_count())],
+        "devices": [torch.cuda.get_device_name(index) for index in range(devices)],
+        "gib": [round(memory_bytes(index) / 2**30) for index in range(devices)],
         "driver": _driver(),
         "cuda": torch.version.cuda or torch.version.hip,
         "nccl": _nccl(),
@@ -57,7 +57,8 @@ def peak_flops(card: str) -> float | None:
     return PEAK_TFLOPS[max(named, key=len)] * 1e12 if named else None
 
 
-def _memory_bytes(index: int) -> int:
+def memory_bytes(index: int) -> int:
+    """Return all the memory of a GPU."""
     return int(torch.cuda.get_device_properties(index).total_memory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,15 @@ def piece(scale: Scale) -> Piece:
 
 
 def _row(scale: Scale, before: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
-    there = ways.there(scale)
+    there, end = ways.there(scale), time.monotonic() + seconds
 
     def go_on(way: Way, stop: int, saved: Path | None = None) -> Finished:
         train = runs_in(folder)
         run = (*RUN, *way.switches, f"trainer.accelerator={scale.accelerator}", f"trainer.max_steps={stop}")
-        return train(*run, ranks=way.ranks, folder=saved, timeout_seconds=int(seconds))
+        return train(*run, ranks=way.ranks, folder=saved, timeout_seconds=int(end - time.monotonic()))
 
-    train_folder = folder / "begun"
-    train_folder.mkdir()
     uninterrupted = go_on(there[ways.ALONE], END)
-    begun = go_on(there[before], SAVED, train_folder)
+    begun = go_on(there[before], SAVED, folder / "begun")
     found = {}
     for number, (name, way) in enumerate(there.items()):
         again = folder / f"again_{number}"

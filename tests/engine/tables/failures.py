@@ -127,7 +127,11 @@ def local(case: Case, command: tuple[str, ...], folder: Path, seconds: float = 3
             for _ in range(1 + case.fault.endswith("twice")):
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 time.sleep(2)
-        code = process.wait(timeout=seconds)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return _seen(folder, str(code), time.time())
 
 
