@@ -64,8 +64,10 @@ format: $(INSTALLED) ## format the code, and mend what ruff can mend
 bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machine (docs/speed.md)
 	$(PYTHON) -m benchmarks.startup
 	$(PYTHON) -m benchmarks.step
+	$(PYTHON) -m benchmarks.ddp
 	$(PYTHON) -m benchmarks.data
 	$(PYTHON) -m benchmarks.save
+	$(PYTHON) -m benchmarks.missed
 
 # a PYTHON that is given has what it needs: a machine with a GPU may have no network
 gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(INSTALLED)) ## test and measure on GPUs: make gpu PIECE=matrix, for nine minutes (docs/gpu.md)
