@@ -31,7 +31,7 @@ OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "was killed", "can't alloc
 
 
 def piece(scale: Scale) -> Piece:
-    """Return a cell for each strategy and size, smaller ones first: what follows one that does not train is not tried."""
+    """Return a cell for each strategy and size, smaller ones first: none is tried after one that does not train."""
     sizes = TINY_SIZES if scale.is_tiny else SIZES
     strategies = ON_ONE[:1] if scale.is_tiny else ON_ONE if scale.devices == 1 else ON_SEVERAL
     devices = 1 if scale.is_tiny else scale.devices
