@@ -14,13 +14,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from benchmarks.gpt import flops_per_token, shape_of
 from lightswitch.preflight import strategies
 from lightswitch.preflight.strategies import Request
 from tests.engine.conftest import CHECKOUT
 from tests.engine.gpu import machine
 from tests.engine.gpu.__main__ import FAILED, MISTAKEN, PASSED, PIECES, UNFINISHED, main, run
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
-from tests.engine.gpu.gpt import flops_per_token, shape_of
 from tests.engine.gpu.matrix import TRAINS, expected
 from tests.engine.gpu.record import OtherMachine, Record
 from tests.engine.tables.gpu import NOTHING, document

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpt import tokens_for
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.command import run, train_py
-from tests.engine.gpu.gpt import tokens_for
 
 # By parameters in 10^9: layers, width and heads of GPT-2, and from 2.7 on of GPT-3 (Brown et al. 2020, table 2.1)
 SIZES = {

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from tests.engine.conftest import CHECKOUT
-
 TOKENS = 2**22
-CHOICES = CHECKOUT / "conf" / "model"
+CHOICES = Path(__file__).parents[1] / "conf" / "model"
 
 
 def shape_of(model: str) -> dict[str, Any]:
