@@ -49,11 +49,13 @@ def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
     assert page.partition("## Not as expected\n\n")[2].startswith("Nothing.")
 
 
-def test_without_a_gpu_it_says_what_it_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["matrix", "largest", "--out", str(tmp_path / "gpu.json")]) == PASSED
-    assert capsys.readouterr().out.startswith("no GPU here; not run: matrix, largest.")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_make_says_what_it_does_not_run(tmp_path: Path) -> None:
+    """With any Python that is given, and nothing of the packages in a place of their own."""
+    command = ["make", "gpu", f"PYTHON={sys.executable}", "PIECE=matrix largest", f"OUT={tmp_path}/gpu.json"]
+    finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert finished.returncode == PASSED, finished.stderr
+    assert finished.stdout.splitlines()[-1].startswith("no GPU here; not run: matrix, largest.")
     assert not list(tmp_path.iterdir())
 
 
