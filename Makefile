@@ -28,7 +28,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-quick test-lowest lint types format bench constraints tables clean
+.PHONY: help train fork test test-quick test-lowest lint types format bench gpu constraints tables clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -64,8 +64,14 @@ format: $(INSTALLED) ## format the code, and mend what ruff can mend
 bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machine (docs/speed.md)
 	$(PYTHON) -m benchmarks.startup
 	$(PYTHON) -m benchmarks.step
+	$(PYTHON) -m benchmarks.ddp
 	$(PYTHON) -m benchmarks.data
 	$(PYTHON) -m benchmarks.save
+	$(PYTHON) -m benchmarks.missed
+
+# a PYTHON that is given has what it needs: a machine with a GPU may have no network
+gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(INSTALLED)) ## test and measure on GPUs: make gpu PIECE=matrix, for nine minutes (docs/gpu.md)
+	PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}src:." $(PYTHON) -m tests.engine.gpu $(PIECE) $(if $(OUT),--out "$(OUT)")
 
 constraints: $(INSTALLED) ## pin the newest and the lowest versions that pyproject.toml allows, with their hashes
 	$(PYTHON) -m pip install -qq --disable-pip-version-check uv

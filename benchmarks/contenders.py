@@ -95,31 +95,40 @@ def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictCon
 class Turns(Callback):
     """Takes turns between a Trainer's steps and those of a plain loop: whatever slows the machine slows both.
 
-    Afterwards, `seconds` and `raw_seconds` hold the CPU time of a step, a turn each.
+    Afterwards, `seconds` and `raw_seconds` hold the time of a step, a turn each: CPU time, unless another clock is
+    given.
     """
 
-    def __init__(self, raw: Iterator[None], count: int, steps_each: int) -> None:
+    def __init__(
+        self, raw: Iterator[None], count: int, steps_each: int, clock: Callable[[], float] = time.process_time
+    ) -> None:
         self.raw = raw
         self.steps_each = steps_each
-        self.steps = WARMUP_STEPS + count * steps_each + 1  # the last one ends the last turn
+        self.clock = clock
+        self.steps = self.steps_of(count, steps_each)
         self.seconds: list[float] = []
         self.raw_seconds: list[float] = []
         self._began = 0.0
+
+    @staticmethod
+    def steps_of(count: int, steps_each: int) -> int:
+        """Steps of the Trainer in so many turns."""
+        return WARMUP_STEPS + count * steps_each + 1  # the last one ends the last turn
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         turn, step = divmod(trainer.global_step - WARMUP_STEPS, self.steps_each)
         if turn < 0 or step:
             return
-        now = time.process_time()
+        now = self.clock()
         if turn:
             self.seconds.append((now - self._began) / self.steps_each)
         else:
             self._run_raw()  # to warm up, too
-            now = time.process_time()
+            now = self.clock()
         if len(self.raw_seconds) * self.steps_each < self.steps - WARMUP_STEPS - 1:
             self._run_raw()
-            self.raw_seconds.append((time.process_time() - now) / self.steps_each)
-        self._began = time.process_time()
+            self.raw_seconds.append((self.clock() - now) / self.steps_each)
+        self._began = self.clock()
 
     def _run_raw(self) -> None:
         for _ in range(self.steps_each):

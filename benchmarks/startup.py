@@ -1,10 +1,12 @@
-"""CPU time of a typo's answer and of --help, against the same train.py with its heavy imports at the top.
+"""CPU time of a typo's answer and of --help, against the same train.py with its heavy imports at the top; and of a run
+until its first step, against plain torch.
 
 python -m benchmarks.startup
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -16,12 +18,18 @@ from benchmarks.results import Row, interleaved, options, publish, row
 
 CHECKOUT = Path(__file__).parents[1]
 QUESTIONS = {"strategy=fdsp": "≤ 0.10", "trainer.max_stps=1": "≤ 0.10", "--help": "≤ 0.15"}
+FIRST_STEP, BARE, PLAIN = (
+    "train.py to its first step",
+    "a plain Trainer to its first step",
+    "plain torch to its first step",
+)
 
 # What train.py and the code that it imports later need, imported first.
 EAGER = """
 import runpy, sys
 import torch, torchmetrics, lightning.pytorch
-from lightswitch.launch import build, report, resume, run_directory, stages
+from lightswitch.launch import build, report, stages
+from lightswitch.runs import resume
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -29,11 +37,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def main() -> None:
     given = options("startup", __doc__.splitlines()[0])
-    publish(
-        [answer(question, 1 if given.quick else 9) for question in list(QUESTIONS)[: 1 if given.quick else None]],
-        given,
-        per="a start",
-    )
+    rounds, questions = (1, list(QUESTIONS)[:1]) if given.quick else (9, list(QUESTIONS))
+    answers = [answer(question, rounds) for question in questions]
+    publish([*answers, *first_step(rounds)], given, per="a start")
 
 
 def answer(question: str, rounds: int) -> Row:
@@ -45,10 +51,29 @@ def answer(question: str, rounds: int) -> Row:
         return row(question, "eager imports", interleaved(contenders, rounds), QUESTIONS[question])
 
 
+def first_step(rounds: int) -> list[Row]:
+    """From the start of the process to the end of the first step of an MLP."""
+    of = "benchmarks.first_step_lightning"
+    run = [f"model._target_={of}.Model", f"data._target_={of}.Data", f"callbacks.ends._target_={of}.EndsAtFirstStep"]
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = {
+            FIRST_STEP: _start([str(CHECKOUT / "train.py"), *run, "trainer.accelerator=cpu"], folder),
+            BARE: _start(["-m", of], folder),
+            PLAIN: _start(["-m", "benchmarks.first_step"], folder),
+        }
+        seconds = interleaved(contenders, rounds)
+    return [row(FIRST_STEP, PLAIN, seconds, "≤ 1.35"), row(BARE, PLAIN, seconds)]
+
+
 def _start(arguments: list[str], folder: str) -> Callable[[], float]:
+    environ = os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}", "OMP_NUM_THREADS": "1"}
+
     def cpu_seconds() -> float:
         before = _children_seconds()
-        subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, check=False)
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, 2), done.stderr  # 2: a mistake is told, as it is meant
         return _children_seconds() - before
 
     return cpu_seconds

@@ -11,7 +11,15 @@ __all__ = ["CHECKOUT", "PLAIN", "PLAIN_DATA", "PLAIN_MODEL", "Finished", "Train"
 __all__ += ["environment", "no_gpus", "port", "runs_in", "start", "train"]  # fixtures, for all folders
 
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
-    *("slurm/", "benchmarks/", "test_checkout.py", "test_every_switch.py", "test_matrix.py", "test_survives.py"),
+    *(
+        "slurm/",
+        "benchmarks/",
+        "test_checkout.py",
+        "test_every_switch.py",
+        "test_gpu.py",
+        "test_matrix.py",
+        "test_survives.py",
+    ),
     *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
     *(

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightswitch.checkpoints import disk, index, manifest, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.pool import with_own_storage
 from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
 from lightswitch.trees import make_tree, remove_tree
@@ -161,7 +162,9 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_object(index)
+        if isinstance(found, Piece):
+            return with_own_storage(found.__get_tensor_shard__(index))
+        return super().lookup_object(index)
 
 
 def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
@@ -24,7 +25,14 @@ warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"t
 
 
 class Writer(FileSystemWriter):
-    """Writer of torch's checkpoint files, whose errors keep their cause on the way to the other ranks."""
+    """Writer of torch's checkpoint files, whose errors keep their cause on the way to the other ranks.
+
+    It copies nothing ahead: what it is given is on the CPU, and torch would open a stream on the first GPU, also for a
+    run on CPUs, and wait for it every 10 MB.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with true_cause():

@@ -59,6 +59,9 @@ class Piece:
         return self.values.narrow(0, begin, sizes.numel()).view(sizes)
 
 
+Stored = Tensor | Piece
+
+
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
     if prod(shape) == 0:  # an empty tensor has one empty box, or the index would lack it

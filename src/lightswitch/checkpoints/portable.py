@@ -19,11 +19,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import best, directory, find, names
-from lightswitch.checkpoints.piece import Piece
-from lightswitch.checkpoints.ranks import Ranks
+from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
+from lightswitch.checkpoints.shares import fingerprint, share
 from lightswitch.errors import LostRank, UnfitCheckpoint
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class PortableCheckpoints(Strategy):
         tensors, plain = _split(checkpoint)
         state, left_out = safe(plain)
         self._tell_once(left_out)
-        path = self._await_ranks(Path(filepath))
-        staged, ranks = self.stage(tensors), self._ranks
+        path, own = self._await_ranks(Path(filepath), tensors)
+        staged, ranks = self.stage(own), self._ranks
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
 
     def _tell_once(self, left_out: dict[str, str]) -> None:
@@ -97,8 +98,9 @@ class PortableCheckpoints(Strategy):
                 log.warning("checkpoints leave out %s: a %s can't be read back safely", place, kind)
         self._told = self._told | left_out.keys()
 
-    def _await_ranks(self, path: Path) -> Path:
-        """Return rank 0's path, once every rank is here and has written what it saved before."""
+    def _await_ranks(self, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
+        """Return rank 0's path and what this rank writes, once every rank is here and has written what it saved
+        before."""
         ranks = self._ranks
         try:
             self._wait_for_write()
@@ -108,12 +110,11 @@ class PortableCheckpoints(Strategy):
             raise
         self._log_failure()
         if ranks is None:
-            return path
-        ranks.staging.take(f"reach the save of {path.name}", lambda: str(path))
-        (path_of_rank_0,) = ranks.staging.results([0])
+            return path, tensors
+        path_of_rank_0, own = _agree(ranks.staging, path, tensors)
         if self._saver.has_lost_a_rank:
             self._checkpoint_ranks = None  # the old group can't be used any more
-        return Path(path_of_rank_0)
+        return path_of_rank_0, own
 
     def _wait_for_write(self) -> None:
         """Wait until the checkpoint before is written; without a limit in a run of one process.
@@ -125,8 +126,8 @@ class PortableCheckpoints(Strategy):
         if not self._saver.wait(patience_seconds):
             raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
 
-    def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
-        """Return copies of tensors that training does not change."""
+    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return copies of what this rank writes, which training does not change."""
         return self._saver.stage(tensors)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -229,7 +230,7 @@ class PortableCheckpoints(Strategy):
         self, prefix: str, values: dict[str, Any], parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values.items() if plain}
-        targets: dict[str, Tensor | Piece] = {}
+        targets: dict[str, Stored] = {}
         for full_name in self._reader.names(prefix):
             name, _, key = full_name.rpartition(".")
             room = self.room_for(parameters[name], self._reader.like[prefix + full_name])
@@ -238,7 +239,7 @@ class PortableCheckpoints(Strategy):
         self._reader.fill(targets)
         return state
 
-    def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Tensor | Piece:
+    def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Stored:
         """Return a tensor to read a parameter's optimizer state into, spread as the parameter where shapes agree.
 
         Args:
@@ -296,7 +297,17 @@ class PortableCheckpoints(Strategy):
         return (timeout or default_pg_timeout).total_seconds()
 
 
-def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[str, Any]]:
+def _agree(ranks: Steps, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
+    """Return rank 0's path, and of the tensors those that this rank writes: all it has, where ranks hold others."""
+    told = fingerprint(tensors, ranks.rank, ranks.world_size)
+    ranks.take(f"reach the save of {path.name}", lambda: told)
+    all_told = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
+    ranks.take("share out the save", lambda: [str(path), len(set(all_told)) == 1] if ranks.rank == 0 else None)
+    ((path_of_rank_0, are_alike),) = ranks.results([0])
+    return Path(path_of_rank_0), share(tensors, ranks.rank, ranks.world_size) if are_alike else tensors
+
+
+def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Return the tensors of model and optimizers by name, and all else of a checkpoint in plain types."""
     weights = checkpoint.pop("state_dict")
     tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}

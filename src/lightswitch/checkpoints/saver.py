@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.pool import Pool
+from lightswitch.checkpoints.shares import local_bytes
 from lightswitch.errors import LostRank
 
 Action = Callable[[], None]
@@ -30,16 +32,24 @@ class Saver:
         self._good = True
         self.has_lost_a_rank = False  # in the last write: the process group can't be used any more
         self._failure: Exception | None = None
-        self._staged: dict[str, Tensor] = {}
+        self._pools = {is_pinned: Pool(is_pinned) for is_pinned in (False, True)}
 
-    def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that is kept for what is staged."""
+        return sum(pool.bytes for pool in self._pools.values())
+
+    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return copies on the CPU, of a DTensor its local part, in memory that is kept for the next checkpoint.
 
         This is what training waits for, beside the end of the write before, which must be over.
         """
-        staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # until then, the copies are under way
+        for pool in self._pools.values():
+            pool.reuse()
+        largest_first = sorted(tensors.items(), key=lambda item: -local_bytes(item[1]))
+        staged = {name: self._copy(tensor) for name, tensor in largest_first}
+        for device in {tensor.device for tensor in map(_values, tensors.values()) if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # until then, the copies are under way
         return staged
 
     def write(self, write: Action) -> None:
@@ -89,20 +99,22 @@ class Saver:
         self._last = Thread(target=run, name="checkpoint", daemon=True)
         self._last.start()
 
-    def _copy(self, name: str, tensor: Tensor | Piece) -> Tensor | Piece:
+    def _copy(self, tensor: Stored) -> Stored:
         if isinstance(tensor, Piece):
-            return tensor.with_values(self._copied(name, tensor.values))
+            return tensor.with_values(self._copied(tensor.values))
         if not is_traceable_wrapper_subclass(tensor):
-            return self._copied(name, tensor)
+            return self._copied(tensor)
 
-        def copied(part: str, inner: Any) -> Any:
-            return self._copied(f"{name}/{part}", inner) if isinstance(inner, Tensor) else inner  # a mesh, for one
+        def copied(_: str, inner: Any) -> Any:
+            return self._copied(inner) if isinstance(inner, Tensor) else inner  # a mesh, for one
 
         whole: Tensor = transform_subclass(tensor, copied)
         return whole
 
-    def _copied(self, key: str, part: Tensor) -> Tensor:
-        kept = self._staged.get(key)
-        if kept is None or (kept.shape, kept.dtype) != (part.shape, part.dtype):
-            kept = self._staged[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-        return kept.copy_(part.detach(), non_blocking=True)
+    def _copied(self, part: Tensor) -> Tensor:
+        kept = self._pools[part.is_cuda].empty(part.shape, part.dtype)
+        return kept.copy_(part.detach(), non_blocking=part.is_cuda)
+
+
+def _values(tensor: Stored) -> Tensor:
+    return tensor.values if isinstance(tensor, Piece) else tensor

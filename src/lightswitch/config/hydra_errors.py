@@ -22,6 +22,8 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "ddp_notebook": "use strategy=ddp_fork",
     "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
     "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
+    "deepspeed_stage_3_offload_nvme": "it was taken out, as checkpoints can't hold its state; use "
+    "strategy=deepspeed_stage_3_offload",
     "fsdp2": "use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
     "fsdp_cpu_offload": "use strategy=fsdp_offload",
     "fsdp_native": "use strategy=fsdp, or strategy=fsdp1 for the older one",

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
+from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.deepspeed import loss_scale
 from lightswitch.deepspeed.quiet_import import deepspeed
-from lightswitch.deepspeed.state import Stored, pieces, scatter_states, scatter_weights
+from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights
 
 
 class PortableDeepSpeed(PortableCheckpoints):

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Piece
-
-Stored = Tensor | Piece
+from lightswitch.checkpoints.piece import Piece, Stored
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,17 @@ class PortableFSDP1(PortableCheckpoints):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter names, with numbers as tensors.
 
-        Rank 0, which writes what is not a tensor, may keep nothing of a number's parameter.
+        Rank 0, which writes what is not a tensor, may keep nothing of a number's parameter. A rank that keeps nothing
+        of a parameter does not step it, so that its number of steps stands still: it leaves that to the others.
         """
         found = super().optimizer_state(optimizer)
         assert self._root is not None
         pieces, parameters = _pieces(self._root), names.parameters(self._root.module)
         for name, values in found["state"].items():
             if (piece := pieces.get(parameters[name])) is not None:
-                found["state"][name] = {key: _kept(value, piece) for key, value in values.items()}
+                kept = {key: _kept(value, piece) for key, value in values.items()}
+                is_elsewhere = not piece.values.numel() and piece.shape.numel()
+                found["state"][name] = {k: v for k, v in kept.items() if isinstance(v, Piece) or not is_elsewhere}
         return found
 
     def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Tensor | Piece:

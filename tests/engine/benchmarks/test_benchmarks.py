@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import missed
 from benchmarks.results import Row, interleaved, row
 from tests.engine.conftest import CHECKOUT
 
 ROWS = {
-    "startup": ["strategy=fdsp"],
-    "step": ["MLP", "MLP", "the peer's way", "GPT"],
+    "startup": ["strategy=fdsp", "train.py to its first step", "a plain Trainer to its first step"],
+    "step": ["MLP", "MLP", "the peer's way", "GPT", "GPT"],
+    "ddp": ["MLP, two processes"],
     "save": ["a save", "a save"],
     "data": ["images, 128 of 28 × 28", "tokens, 64 × 256"],
 }
@@ -36,6 +38,16 @@ def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(name: str, tmp_p
         assert measured["milliseconds"] > 0
         assert measured["ratio"] > 0
         assert f"{measured['ratio']:.3f}" in finished.stdout
+
+
+def test_what_is_missed_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"name": "a", "against": "b", "ratio": 1.9, "target": "≤ 1.8", "reached": False}]
+    rows.append({**rows[0], "name": "c", "ratio": 1.7, "reached": True})
+    (tmp_path / "step.json").write_text(json.dumps({"rows": rows}))
+    assert missed.main(tmp_path) == 1
+    assert capsys.readouterr().out == "missed: step: a against b: 1.900, to reach ≤ 1.8\n"
+    (tmp_path / "step.json").unlink()
+    assert missed.main(tmp_path) == 0
 
 
 def test_a_ratio_is_the_median_of_those_of_each_round() -> None:

@@ -22,6 +22,8 @@ READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_b
 READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes")
 MISTAKES = {
     "strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
+    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was taken out, as "
+    "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
     "strategy=dp": "strategy=dp: DataParallel is gone from Lightning; use strategy=ddp, which starts a process for "
     "each device",
     "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",

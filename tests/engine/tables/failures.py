@@ -100,7 +100,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, as its children do
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         cells = {
-            (name, launcher): pool.submit(_local, case, LAUNCHERS[launcher], Path(folder, f"{launcher}{number}"))
+            (name, launcher): pool.submit(local, case, LAUNCHERS[launcher], Path(folder, f"{launcher}{number}"))
             for number, (name, case) in enumerate(CASES.items())
             for launcher in LAUNCHERS
             if launcher in case.launchers
@@ -114,10 +114,11 @@ def main() -> None:
     documents.put("failures.md", "failures", list(_document(done)))
 
 
-def _local(case: Case, command: tuple[str, ...], folder: Path) -> Cell:
+def local(case: Case, command: tuple[str, ...], folder: Path, seconds: float = 300) -> Cell:
     folder.mkdir()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        environ = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "CELL": folder.name}
+        paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CELL": folder.name}
         process = subprocess.Popen(
             [*command, *RUN, *case.arguments], cwd=folder, env=environ, stdout=out, stderr=err, start_new_session=True
         )
@@ -126,7 +127,11 @@ def _local(case: Case, command: tuple[str, ...], folder: Path) -> Cell:
             for _ in range(1 + case.fault.endswith("twice")):
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 time.sleep(2)
-        code = process.wait(timeout=300)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return _seen(folder, str(code), time.time())
 
 

@@ -1,0 +1,142 @@
+"""What a save copies into memory, and that it opens no GPU which the run does not use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from lightswitch.checkpoints.pool import CHUNK_BYTES, Pool, with_own_storage
+from lightswitch.checkpoints.saver import Saver
+from lightswitch.checkpoints.shares import share
+from tests.engine.conftest import CHECKOUT, PLAIN, Train
+from tests.engine.tiny import LANGUAGE
+
+MEBI = 2**20
+GPT2 = [(50_257, 768), (1024, 768), *[(768, 2304), (768, 768), (768, 3072), (3072, 768), (768,)] * 12]
+SAVED = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "micro_batch_size=null")
+
+
+OF = "trainer.strategy._target_=tests.engine.checkpoints.staged."
+SPREAD = {
+    "ddp × 2": (2, "strategy=ddp", f"{OF}TellingDDP"),
+    "fsdp_hybrid 2 × 2": (4, "strategy=fsdp_hybrid", f"{OF}TellingFSDP", "trainer.strategy.shard_size=2"),
+}
+
+
+@pytest.mark.parametrize("way", SPREAD)
+def test_ranks_stage_the_state_once_and_equally(way: str, train: Train) -> None:
+    ranks, *switches = SPREAD[way]
+    run = train(*LANGUAGE, *SAVED, *switches, ranks=ranks)
+    staged_bytes = [int((run.folder / f"staged_{rank}").read_text()) for rank in range(ranks)]
+    (checkpoint,) = run.run_dir.glob("checkpoints/step_2.ckpt")
+    tensors = torch.distributed.checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.values()
+    state_bytes = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+    assert sum(staged_bytes) == state_bytes
+    assert max(staged_bytes) <= 1.2 * state_bytes / ranks
+
+
+def test_each_tensor_is_written_by_one_rank_of_those_that_hold_it() -> None:
+    held = {f"w{number}": torch.empty(shape, device="meta") for number, shape in enumerate(GPT2)}
+    shares = [share(held, rank, 8) for rank in range(8)]
+    assert sorted(name for own in shares for name in own) == sorted(held)
+    largest = max(tensor.nbytes for tensor in held.values())
+    assert max(sum(tensor.nbytes for tensor in own.values()) for own in shares) <= largest
+
+
+def test_memory_is_not_rounded_up_tensor_by_tensor_and_serves_again() -> None:
+    saver = Saver()
+    state = {str(number): torch.empty(shape) for number, shape in enumerate(GPT2)}
+    state_bytes = sum(tensor.nbytes for tensor in state.values())
+    saver.stage(state)
+    kept_bytes = saver.staging_bytes
+    assert kept_bytes <= state_bytes + CHUNK_BYTES
+    for grown in (1, 2, 3):  # a buffer that is larger at each save
+        saver.stage({**state, "buffer": torch.empty(grown * MEBI)})
+    assert saver.staging_bytes <= kept_bytes + CHUNK_BYTES
+
+
+def test_what_is_staged_is_a_copy_of_every_kind_of_tensor() -> None:
+    state = {
+        "matrix": torch.arange(6.0).view(2, 3).t(),
+        "number": torch.tensor(7, dtype=torch.int64),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "complex": torch.ones(2, dtype=torch.complex128),
+        "flags": torch.tensor([True, False]),
+    }
+    staged = Saver().stage(state)
+    for name, tensor in state.items():
+        assert torch.equal(staged[name], tensor)
+        assert staged[name].untyped_storage().nbytes() == tensor.nbytes, "torch's writer would copy it once more"
+    state["flags"].logical_not_()
+    assert staged["flags"].tolist() == [True, False]
+
+
+def test_a_part_of_a_tensor_is_written_from_where_it_is() -> None:
+    whole = Pool(is_pinned=False).empty((4, 6), torch.float32).zero_()
+    part = with_own_storage(whole[1:3])
+    part.fill_(1)
+    assert whole.sum() == part.numel() == 12
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+OPENS = """
+import sys, torch
+from pathlib import Path
+from types import ModuleType
+from lightswitch.checkpoints import directory
+
+class Device(ModuleType):
+    is_available = staticmethod(lambda: True)
+    def current_stream(self): raise AssertionError("a stream of the device was opened")
+
+torch.utils.rename_privateuse1_backend("other")
+torch._register_device_module("other", Device("torch.other"))
+directory.write(Path(sys.argv[1]), {"model.w": torch.ones(3)}, {}, ranks=None)
+"""
+
+
+def test_a_write_opens_no_stream_of_a_device(tmp_path: Path) -> None:
+    """The device is one that torch lets be registered: it is there, and can't be used."""
+    command = [sys.executable, "-c", OPENS, str(tmp_path / "a.ckpt")]
+    written = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert written.returncode == 0, written.stderr
+    assert (tmp_path / "a.ckpt" / "trainer.pt").exists()
+
+
+def test_a_save_on_a_cpu_asks_nothing_of_cuda() -> None:
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("torch.cuda"):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        Saver().stage({"w": torch.ones(3)})
+    finally:
+        sys.setprofile(None)
+    assert called == []
+
+
+@pytest.mark.gpu
+def test_a_run_on_cpus_leaves_the_gpus_alone(train: Train) -> None:
+    ends = "model._target_=tests.engine.checkpoints.staged.LeavesGPUsAlone"
+    train(*PLAIN, ends, "trainer.accelerator=cpu", "strategy=single", "trainer.max_steps=4")
+
+
+@pytest.mark.gpu
+def test_a_gpus_state_is_staged_in_pinned_memory_of_its_size() -> None:
+    before_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    saver, state = Saver(), {str(number): torch.empty(shape, device="cuda") for number, shape in enumerate(GPT2)}
+    staged = saver.stage(state)
+    assert all(tensor.is_pinned() for tensor in staged.values())
+    pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before_bytes
+    assert pinned_bytes <= sum(tensor.nbytes for tensor in state.values()) + CHUNK_BYTES
+    assert all(torch.equal(staged[name], tensor.cpu()) for name, tensor in state.items())

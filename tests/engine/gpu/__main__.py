@@ -1,0 +1,118 @@
+"""Tests and measurements on GPUs, in pieces: what docs/gpu.md rests on.
+
+python -m tests.engine.gpu                      # all pieces, or nothing where there is no GPU
+python -m tests.engine.gpu matrix               # one of them, for nine minutes: what is left is run the next time
+python -m tests.engine.gpu --tiny --out X.json  # the same path on two processes of a CPU, in a few minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tests.engine.conftest import CHECKOUT
+from tests.engine.gpu import benchmark, failures, largest, machine, matrix, parity, resume, suite
+from tests.engine.gpu.cells import Cell, Piece, Result, Scale
+from tests.engine.gpu.record import OtherMachine, Record
+from tests.engine.tables.documents import DOCS
+
+PIECES: dict[str, Callable[[Scale], Piece]] = {
+    "tests": suite.piece,
+    "matrix": matrix.piece,
+    "parity": parity.piece,
+    "resume": resume.piece,
+    "failures": failures.piece,
+    "benchmark": benchmark.eager,
+    "compiled": benchmark.compiled,
+    "largest": largest.piece,
+}
+PASSED, FAILED, MISTAKEN, UNFINISHED = 0, 1, 2, 3  # exit codes
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.gpu", description="Tests and measurements on GPUs.")
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all of them if none")
+    parser.add_argument("--minutes", type=float, help="for all that is asked for; 9 for a piece, else no limit")
+    parser.add_argument("--out", type=Path, default=DOCS / "gpu.json", help="the results, which are added to")
+    parser.add_argument("--tiny", action="store_true", help="try the path on a CPU, with models of no size")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.pieces if name not in PIECES]:
+        parser.error(f"no piece {unknown[0]}; use {', '.join(PIECES)}")
+    names = given.pieces or list(PIECES)
+    if not (given.tiny or torch.cuda.is_available()):
+        print(f"no GPU here; not run: {', '.join(names)}. On a machine with one, type make gpu")
+        return PASSED
+    make_paths_absolute()
+    scale = Scale("cpu", 2, True) if given.tiny else Scale("gpu", torch.cuda.device_count(), False)
+    try:
+        record = Record(given.out, machine.described(scale.gpus), machine.commit())
+    except OtherMachine as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKEN
+    minutes = given.minutes or (9.0 if given.pieces else float("inf"))
+    end = time.monotonic() + 60 * minutes
+    codes = {run(PIECES[name](scale), record, end) for name in names}
+    return next(code for code in (FAILED, UNFINISHED, PASSED) if code in codes)
+
+
+def make_paths_absolute() -> None:
+    """Make those of PYTHONPATH so: runs are started in folders of their own."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(CHECKOUT), str(CHECKOUT / "src"), *(str(Path(path).absolute()) for path in given if path)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+def run(piece: Piece, record: Record, end: float) -> int:
+    """Run the cells of a piece that have no result yet, until a moment of the monotonic clock; return an exit code."""
+    done = record.results(piece.name)
+    for cell in piece.cells:
+        if cell.lacks:
+            record.put_not_run(piece.name, cell.name, cell.lacks)
+            print(f"{piece.name}: {cell.name}: not run: {cell.lacks}", flush=True)
+    left = [cell for cell in piece.cells if cell.name not in done and not cell.lacks]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(piece.at_once) as pool:
+        for future in [
+            pool.submit(_run_cell, piece.name, cell, record, Path(folder, str(number)), end)
+            for number, cell in enumerate(left)
+        ]:
+            future.result()
+    results = record.results(piece.name)
+    missing = [cell.name for cell in left if cell.name not in results]
+    problems = [name for name, result in results.items() if result.problem]
+    print(f"{piece.name}: {len(results)} run, {len(problems)} not as expected, {len(missing)} left", flush=True)
+    if missing:
+        print(f"  type the same again to go on with {missing[0]}")
+    return FAILED if problems else UNFINISHED if missing else PASSED
+
+
+def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float) -> None:
+    """Run a cell, unless there is no time left; one that the end cut off is not kept."""
+    began = time.monotonic()
+    limit_seconds = min(cell.limit_seconds, end - began)
+    if limit_seconds <= 0:
+        return
+    folder.mkdir()
+    try:
+        result = cell.run(folder, limit_seconds, record.results(piece))
+    except Exception as error:  # a bug of the cell's own is a result as well, and the others go on
+        result = Result({}, f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - began
+    if seconds >= limit_seconds < cell.limit_seconds:
+        return
+    if seconds >= cell.limit_seconds:
+        result = Result(result.found, f"took more than {cell.limit_seconds:.0f} s")
+    record.put(piece, cell.name, result, seconds)
+    told = result.problem or ", ".join(f"{key} {value}" for key, value in result.found.items())
+    print(f"{piece}: {cell.name}: {seconds:.0f} s: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

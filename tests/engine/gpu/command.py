@@ -1,0 +1,37 @@
+"""A process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.engine.conftest import CHECKOUT
+
+
+def train_py(*overrides: str) -> list[str]:
+    """Return the command of a run."""
+    return [sys.executable, str(CHECKOUT / "train.py"), *overrides]
+
+
+def run(command: Sequence[str], folder: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, on as many threads as it likes, with no code that another one has compiled.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer; it is ended then, with all that it has started.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {f"{name}_CACHE_DIR": str(folder / name) for name in ("TORCHINDUCTOR", "TRITON")}
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=err, start_new_session=True)
+        try:
+            code = process.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+    texts = ((folder / name).read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess(command, code, *texts)

@@ -1,0 +1,166 @@
+"""What `make gpu` does, tried where there is no GPU, so that its first time on one is not lost to a mistake in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from benchmarks.gpt import flops_per_token, shape_of
+from lightswitch.preflight import strategies
+from lightswitch.preflight.strategies import Request
+from tests.engine.conftest import CHECKOUT
+from tests.engine.gpu import machine
+from tests.engine.gpu.__main__ import FAILED, MISTAKEN, PASSED, PIECES, UNFINISHED, main, run
+from tests.engine.gpu.cells import Cell, Piece, Result, Scale
+from tests.engine.gpu.matrix import TRAINS, expected
+from tests.engine.gpu.record import OtherMachine, Record
+from tests.engine.tables.gpu import NOTHING, document
+from tests.engine.tables.matrix import EXTRA, PRECISIONS, STRATEGIES
+from tests.engine.test_every_switch import composed  # noqa: F401  # a fixture
+
+MACHINE = {"devices": ["a card"], "gib": [80], "torch": "2.13.0"}
+
+
+@pytest.mark.timeout(1200)  # thirty runs, each of which imports torch
+def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "tests.engine.gpu", "--tiny", "--out", str(out)]
+    finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    content = json.loads(out.read_text())
+    assert list(content["pieces"]) == list(PIECES)
+    page = "\n".join(document(content))
+    for told in (
+        "| `single` | 1 | trains |",
+        "| ddp × 2 | ",
+        "a plain loop beside fsdp × 1",
+        "| single × 1 | 0.0002 |",
+    ):
+        assert told in page
+    assert page.partition("## Not as expected\n\n")[2].startswith("Nothing.")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_make_says_what_it_does_not_run(tmp_path: Path) -> None:
+    """With any Python that is given, and nothing of the packages in a place of their own."""
+    command = ["make", "gpu", f"PYTHON={sys.executable}", "PIECE=matrix largest", f"OUT={tmp_path}/gpu.json"]
+    finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert finished.returncode == PASSED, finished.stderr
+    assert finished.stdout.splitlines()[-1].startswith("no GPU here; not run: matrix, largest.")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_of_no_results_says_that_nothing_was_measured() -> None:
+    assert document({}) == [NOTHING]
+    assert (NOTHING in (CHECKOUT / "docs" / "gpu.md").read_text()) != (CHECKOUT / "docs" / "gpu.json").exists()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_expected_of_a_gpu_is_what_the_engine_refuses(strategy: str, devices: int, composed: Any) -> None:  # noqa: F811
+    cfg = composed(f"strategy={strategy}", f"trainer.devices={devices}", *EXTRA.get(strategy, ()))
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    trainer, model = plain["trainer"], plain["model"]
+    for precision in PRECISIONS:
+        at = {**trainer, "precision": precision}
+        request = Request(trainer["strategy"], model, at, 1, devices, on_gpu=True, batch=(24, None))
+        wanted = expected(strategy, precision, devices)
+        assert list(strategies.problems(request))[:1] == ([] if wanted == TRAINS else [wanted])
+
+
+# What is kept, and what is run again
+
+
+def _record(folder: Path, **other: Any) -> Record:
+    return Record(folder / "gpu.json", {**MACHINE, **other}, "abc123")
+
+
+def _run(piece: Piece, record: Record, seconds: float = 60) -> int:
+    return run(piece, record, time.monotonic() + seconds)
+
+
+def test_a_piece_goes_on_where_its_time_was_up(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def cell(name: str, seconds: float) -> Cell:
+        def act(folder: Path, left_seconds: float, so_far: Mapping[str, Result]) -> Result:
+            ran.append(name)
+            time.sleep(seconds)
+            return Result({"had": len(so_far)})
+
+        return Cell(name, act)
+
+    piece = Piece("one", [cell("a", 0), cell("b", 1), cell("c", 0)])
+    assert _run(piece, _record(tmp_path), seconds=0.5) == UNFINISHED  # the end cuts b off
+    assert _run(piece, _record(tmp_path)) == PASSED
+    assert ran == ["a", "b", "b", "c"]
+    assert _record(tmp_path).results("one") == {name: Result({"had": n}) for n, name in enumerate("abc")}
+
+
+def test_what_is_not_as_expected_fails_and_is_named_on_the_page(tmp_path: Path) -> None:
+    def raises(*_: Any) -> Result:
+        raise KeyError("no such thing")
+
+    cells = [
+        Cell("wrong", lambda *_: Result({"largest_difference": 0.5}, "differs by 0.5")),
+        Cell("broken", raises),
+        Cell("slow", lambda *_: time.sleep(0.2) or Result({"largest_difference": 0.0}), limit_seconds=0.1),
+        Cell("absent", raises, lacks="needs 2 GPUs"),
+    ]
+    assert _run(Piece("parity", cells), _record(tmp_path)) == FAILED
+    page = document(_record(tmp_path).content)
+    assert "- parity, wrong: `differs by 0.5`" in page
+    assert "- parity, broken: `KeyError: 'no such thing'`" in page
+    assert "- parity, slow: `took more than 0 s`" in page
+    assert "- parity, absent: needs 2 GPUs" in page
+
+
+def test_results_of_two_machines_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(Piece("parity", [Cell("a", lambda *_: Result({"largest_difference": 0.0}))]), _record(tmp_path))
+    with pytest.raises(OtherMachine, match=r"of another machine \(torch differ\); give another one by OUT="):
+        _record(tmp_path, torch="2.14.0")
+    assert main(["parity", "--tiny", "--out", str(tmp_path / "gpu.json")]) == MISTAKEN
+    assert "holds results of another machine" in capsys.readouterr().err
+
+
+def test_pieces_for_a_gpu_have_all_their_cells() -> None:
+    one, two = (
+        {name: piece(Scale("gpu", devices, False)).cells for name, piece in PIECES.items()} for devices in (1, 2)
+    )
+    assert [len(cells["matrix"]) for cells in (one, two)] == [n * len(STRATEGIES) * len(PRECISIONS) for n in (1, 2)]
+    assert {cell.lacks for cell in one["failures"]} == {"needs 2 GPUs"}
+    assert {cell.lacks for cell in two["failures"]} == {""}
+    assert any(cell.name == "ddp × 2" and not cell.lacks for cell in two["benchmark"])
+    for cells in (*one.values(), *two.values()):
+        assert len({cell.name for cell in cells}) == len(cells) > 0
+
+
+@pytest.mark.parametrize(
+    ("card", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_a_card_is_known_by_its_name(card: str, tflops: float) -> None:
+    assert machine.peak_flops(card) == tflops * 1e12
+    assert machine.peak_flops("another card") is None
+
+
+def test_the_operations_of_gpt2_are_those_that_nanogpt_counts() -> None:
+    """6 × 123.6 M parameters (without positions, and the norms' and biases' 0.1 M) and 12 × 12 × 768 × 1024."""
+    assert flops_per_token(shape_of("gpt2")) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+    assert flops_per_token(shape_of("gpt2")) == pytest.approx(0.8547e9, rel=1e-3)
