@@ -27,7 +27,7 @@ def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, Fil
     for folder in ("files", "bare") if bare else ("files",):
         inside = [path for path in checkout.tracked(root) if path.startswith(f"template/{folder}/")]
         files |= {path.removeprefix(f"template/{folder}/"): file for path, file in _read(root, inside).items()}
-    defaults = dict(re.findall(r"^  - (\w+): (\w+)$", (root / "conf/config.yaml").read_text(), re.MULTILINE))
+    defaults = dict(re.findall(r"^  - (\w+): (\w+)$", Path(root, "conf", "config.yaml").read_text(), re.MULTILINE))
     removed, listed = examples if bare else [], _listed(template / "examples.txt")
     fork = text.Fork(name, pin, removed, sorted(files), defaults, listed)
     files = {text.renamed_path(path, name): _edited(path, file, fork) for path, file in sorted(files.items())}
