@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from lightswitch.checkpoints.reader import Reader
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.strategies.witness import WITNESS, held, tensors
@@ -80,3 +81,18 @@ def test_clipping_by_value_and_bf16_are_those_of_one_process(train: Train) -> No
     switches += ("precision=bf16-mixed",)
     alone, run = train(*switches, *NO_CHECKPOINTS, "strategy=single"), train(*switches, *FSDP1, ranks=2)
     assert largest_difference(run, alone) < 2e-3
+
+
+def test_a_checkpoint_after_a_resume_holds_the_steps_of_those_that_keep_the_parameters(train: Train) -> None:
+    """A rank that keeps nothing of a parameter does not step it."""
+    run = (*LANGUAGE, "strategy=fsdp1", "trainer.accelerator=cpu", "run_id=mine", "trainer.limit_val_batches=0")
+    begun = train(*run, "trainer.max_steps=2", ranks=2)
+    train(*run, "trainer.max_steps=4", ranks=2, folder=begun.folder)
+    reader = Reader(begun.run_dir / "checkpoints" / "step_4.ckpt", None)
+    steps = {
+        name: reader.read(f"optimizer.0.{name}").item()
+        for name in reader.names("optimizer.0.")
+        if name.endswith(".step")
+    }
+    assert len(steps) > 10
+    assert set(steps.values()) == {4.0}
