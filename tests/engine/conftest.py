@@ -24,7 +24,10 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
     *(
         f"strategies/test_{name}.py"
-        for name in ("communication", "compilation", "foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused")
+        for name in (
+            *("communication", "compilation", "foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused"),
+            "timeouts",
+        )
     ),
     *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
