@@ -72,7 +72,7 @@ def test_what_is_expected_of_a_gpu_is_what_the_engine_refuses(strategy: str, dev
     trainer, model = plain["trainer"], plain["model"]
     for precision in PRECISIONS:
         at = {**trainer, "precision": precision}
-        request = Request(trainer["strategy"], model, at, 1, devices, on_gpu=True, batch=(24, None))
+        request = Request(trainer["strategy"], model, at, 1, devices, accelerator="cuda", batch=(24, None))
         wanted = expected(strategy, precision, devices)
         assert list(strategies.problems(request))[:1] == ([] if wanted == TRAINS else [wanted])
 

@@ -98,7 +98,7 @@ def test_units_gathered_ahead_are_the_same_run(alone: Finished, train: Train) ->
 
 def _request(**strategy: object) -> Request:
     trainer = {"precision": "32-true"}
-    return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=2, on_gpu=True)
+    return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=2, accelerator="cuda")
 
 
 def test_what_means_nothing_is_refused() -> None:
