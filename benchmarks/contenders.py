@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer import call
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -32,6 +33,7 @@ WARMUP_STEPS = 20
 CHECKPOINT_STEPS = 250
 LOG_STEPS = 50  # Lightning's own default
 CLIP_NORM = 1.0
+_HOOKS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
 
 
 def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[[Any], Tensor]) -> Iterator[None]:
@@ -51,7 +53,7 @@ def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[
 
 def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
     """`python train.py`, with all that is on by default."""
-    with composed(overrides, folder, turns.steps) as cfg:
+    with composed(overrides, folder, turns.steps) as cfg, _hooks_restored():
         process = Process()
         run = RunContext.of(cfg, HydraConfig.get(), placement.detect(), process, Signals(process))
         model, data, trainer = build.build(cfg, run, check(cfg, run))
@@ -90,6 +92,17 @@ def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictCon
         whole.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(whole)
         yield OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"])
+
+
+@contextlib.contextmanager
+def _hooks_restored() -> Iterator[None]:
+    """Leave Lightning's own calls of hooks, which the engine replaces in its process, to the contenders after it."""
+    before = {name: getattr(call, name) for name in _HOOKS}
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(call, name, own)
 
 
 class Turns(Callback):

@@ -10,6 +10,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 from lightswitch import versions
@@ -33,11 +34,11 @@ class Patch:
     """An attribute of someone else's.
 
     Attributes:
-        owner: dotted path of the class.
+        owner: dotted path of the class, or of the module.
         expected: what it was in the versions that were tried: the parameters of a function, as "(self, name)", or the
             types of a value, as "int | None".
         why: what it is replaced by, and why there is no other way.
-        for_process: it is set on the class itself, and not on one object of it.
+        for_process: it is set on the owner itself, for the whole process, and not on one object of a class.
     """
 
     owner: str
@@ -57,6 +58,7 @@ _LOG = (
 )
 _COUNTERS = "Lightning's counters are set to the run's position, which counts samples: it sets them only when it loads"
 _LOADER = "a copy of the loader reads this rank's samples: subclasses can't be made anew from their arguments"
+_HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
 _STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
@@ -170,6 +172,27 @@ PATCHES = (
         "what is logged in evaluation is averaged over ranks, which each see their share",
     ),
     Patch(
+        "lightning.pytorch.trainer.call",
+        "_call_callback_hooks",
+        "(trainer, hook_name, *args, monitoring_callbacks, **kwargs)",
+        _HOOKS,
+        for_process=True,
+    ),
+    Patch(
+        "lightning.pytorch.trainer.call",
+        "_call_lightning_module_hook",
+        "(trainer, hook_name, *args, pl_module, **kwargs)",
+        _HOOKS,
+        for_process=True,
+    ),
+    Patch(
+        "lightning.pytorch.trainer.call",
+        "_call_strategy_hook",
+        "(trainer, hook_name, *args, **kwargs)",
+        _HOOKS,
+        for_process=True,
+    ),
+    Patch(
         "lightning.pytorch.LightningModule",
         "configure_model",
         "(self)",
@@ -266,7 +289,7 @@ def replace(target: Any, name: str, value: object) -> None:
     found = _found(patch, target)
     if not _is_ours(found) and not _fits(found, patch.expected):
         raise ChangedDependency(_complaint(patch, f"is {_described(found)}"))
-    if isinstance(target, type):
+    if isinstance(target, type | ModuleType):
         setattr(target, name, value)
     else:
         object.__setattr__(target, name, value)  # past a __setattr__ that refuses, as DataLoader's does
@@ -337,7 +360,7 @@ def table() -> str:
     """Return PATCHES as a table in Markdown, and OVERRIDES below it as a list."""
     lines = ["| package | attribute | on | expected | why |", "| --- | --- | --- | --- | --- |"]
     for patch in PATCHES:
-        on = "class" if patch.for_process else "object"
+        on = "process" if patch.for_process else "object"
         expected = patch.expected.replace("|", "or")
         lines.append(f"| {patch.package} | `{patch.owner}.{patch.name}` | {on} | `{expected}` | {patch.why} |")
     lines += ["", "Private methods of a base that a class of the engine overrides:", ""]

@@ -25,6 +25,7 @@ from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import handshake
+from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
@@ -55,6 +56,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     gc.freeze()  # what was imported stays, so the collector, off since launch/entry, need not search it again
     gc.enable()
     leave_group_at_exit()
+    skip_empty_hooks()
     record = RunRecord(cfg, run)  # before the learning rate is scaled: it records the request
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals: list[Refused] = []

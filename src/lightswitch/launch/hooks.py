@@ -1,0 +1,99 @@
+"""Calls of hooks as Lightning makes them, but for those that nobody has overridden.
+
+Lightning calls each hook of each callback, also where it is the empty one of the base class, and before it formats a
+name and opens a context for its profiler. In a training step that is more than a hundred calls for a few that do
+something.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+
+from lightswitch import patches
+
+_call_callbacks, _call_module, _call_strategy = (
+    call._call_callback_hooks,
+    call._call_lightning_module_hook,
+    call._call_strategy_hook,
+)
+_NOWHERE = object()
+_EMPTY = {  # hooks of a step that do nothing in Lightning's own classes
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
+}
+_EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
+_EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
+
+
+def skip_empty_hooks() -> None:
+    """Let Lightning skip hooks that do nothing, in this process; order and arguments of the others stay."""
+    patches.replace(call, "_call_callback_hooks", _call_callback_hooks)
+    patches.replace(call, "_call_lightning_module_hook", _call_lightning_module_hook)
+    patches.replace(call, "_call_strategy_hook", _call_strategy_hook)
+
+
+def _is_observed(trainer: Trainer) -> bool:
+    """Return whether someone profiles calls of hooks, or logs them."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
+    return not isinstance(profiler, PassThroughProfiler) or call.log.isEnabledFor(logging.DEBUG)
+
+
+def _call_callback_hooks(
+    trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+) -> None:
+    module: LightningModule | None = trainer.lightning_module  # None before it is attached
+    if module is None or monitoring_callbacks is not None or _is_observed(trainer):
+        _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        return
+    empty = getattr(Callback, hook_name, _NOWHERE)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        hook = getattr(callback, hook_name)
+        if getattr(hook, "__func__", None) is not empty and callable(hook):
+            with _Current(module, hook_name):
+                hook(trainer, module, *args, **kwargs)
+
+
+def _call_lightning_module_hook(
+    trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
+) -> Any:
+    module: LightningModule | None = pl_module or trainer.lightning_module
+    if module is None or _is_observed(trainer):
+        return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
+    hook = getattr(module, hook_name)
+    if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE or not callable(hook):
+        return None
+    with _Current(module, hook_name):
+        return hook(*args, **kwargs)
+
+
+def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    if _is_observed(trainer):
+        return _call_strategy(trainer, hook_name, *args, **kwargs)
+    hook = getattr(trainer.strategy, hook_name)
+    if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY or not callable(hook):
+        return None
+    with _Current(trainer.lightning_module, hook_name):
+        return hook(*args, **kwargs)
+
+
+class _Current:
+    """Context in which the module knows the hook that is called: `self.log` asks for it."""
+
+    __slots__ = ("_before", "_module", "_name")
+
+    def __init__(self, module: LightningModule, name: str) -> None:
+        self._module, self._name = vars(module), name  # past nn.Module's __setattr__, which looks for parameters
+
+    def __enter__(self) -> None:
+        self._before = self._module["_current_fx_name"]
+        self._module["_current_fx_name"] = self._name
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # as Lightning's own: after an error, it says in which hook
+            self._module["_current_fx_name"] = self._before
