@@ -22,7 +22,7 @@ from tests.engine.gpu.command import run, train_py
 
 ON_ONE = ("single",)
 STRATEGIES = ("ddp", "fsdp", "fsdp_grad_op", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
-TINY = ("single", "fsdp")
+TINY = ("fsdp",)
 COMPILED = "compile=true"
 SEQUENCES = 32  # a step and device
 
