@@ -68,11 +68,13 @@ def commit_at(address: str, ref: str) -> str:
     """
     if re.fullmatch(r"[0-9a-f]{40}", ref):
         return ref
-    lines = git(Path(), "ls-remote", address, ref or "HEAD", f"{ref}^{{}}").splitlines()
-    if not lines:
-        raise Refused(f"found no {ref} in {address}; name a tag, a branch or a commit of 40 digits")
-    tagged = [line for line in lines if line.endswith("^{}")]  # the commit that an annotated tag is of
-    return (tagged or lines)[0].split("\t")[0]
+    lines = git(Path(), "ls-remote", address).splitlines()  # asked for main, git also gives feature/main
+    commits = {name: commit for commit, name in (line.split("\t") for line in lines)}
+    tag = f"refs/tags/{ref}"
+    for name in (f"{tag}^{{}}", tag, f"refs/heads/{ref}", ref or "HEAD"):  # ^{}: what an annotated tag is of
+        if name in commits:
+            return commits[name]
+    raise Refused(f"found no {ref or 'commit'} in {address}; name a tag, a branch or a commit of 40 digits")
 
 
 def version(root: Path) -> str:

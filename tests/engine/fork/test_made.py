@@ -119,6 +119,7 @@ def test_a_package_is_pinned_to_the_commit_that_a_tag_is_of(own_clone: Path, tmp
     commit = git(own_clone, "rev-parse", "HEAD").strip()
     git(own_clone, "tag", "--annotate", "--message=One", "v1")
     git(own_clone, "commit", "--quiet", "--allow-empty", "--message=Later")
+    git(own_clone, "branch", "another/v1")
     folder = made(own_clone, tmp_path / "birdsong", "--engine=package", f"--engine-from=git+file://{own_clone}@v1")
     assert f'"lightswitch @ git+file://{own_clone}@{commit}",' in (folder / "pyproject.toml").read_text()
 
