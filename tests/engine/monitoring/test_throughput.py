@@ -1,6 +1,4 @@
-import time
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from lightswitch.monitoring.memory import peak_bytes
 from lightswitch.monitoring.meter import Meter
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.throughput import Throughput
+from tests.engine.monitoring.clock import Clock
 from tests.engine.monitoring.test_metrics import column, columns
 from tests.engine.monitoring.test_progress import Slow
 from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
@@ -26,26 +25,31 @@ def speeds(directory: Path, *callbacks: Callback, tokens: int | None = None, **o
 class SlowSave(Callback):
     """A checkpoint after each step, which takes five times as long as the step."""
 
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
-        time.sleep(0.1)
+        self._clock.sleep(0.1)
 
 
-def test_a_step_takes_the_wall_time_that_it_takes(tmp_path: Path) -> None:
-    assert 0.02 < median(speeds(tmp_path, Slow(0.02))) < 0.05  # a loaded machine sleeps longer
+def test_a_step_takes_the_time_that_it_takes(tmp_path: Path, clock: Clock) -> None:
+    assert speeds(tmp_path, Slow(0.02, clock=clock)) == pytest.approx([0.02] * 4)
 
 
-def test_validation_is_left_out(tmp_path: Path) -> None:
-    slow = Slow(0.02, validation_seconds=0.2)
-    assert 0.02 < median(speeds(tmp_path, slow, val_check_interval=5)) < 0.05
+def test_validation_is_left_out(tmp_path: Path, clock: Clock) -> None:
+    slow = Slow(0.02, validation_seconds=0.2, clock=clock)
+    assert speeds(tmp_path, slow, val_check_interval=5) == pytest.approx([0.02] * 4)
 
 
-def test_checkpoints_are_left_out(tmp_path: Path) -> None:
-    assert 0.02 < median(speeds(tmp_path, Slow(0.02), SlowSave())) < 0.05
+def test_checkpoints_are_left_out(tmp_path: Path, clock: Clock) -> None:
+    assert speeds(tmp_path, Slow(0.02, clock=clock), SlowSave(clock)) == pytest.approx([0.02] * 4)
 
 
-def test_a_step_of_two_micro_batches_takes_both(tmp_path: Path) -> None:
-    assert 0.04 < median(speeds(tmp_path, Slow(0.02), accumulate_grad_batches=2)) < 0.1
+def test_a_step_of_two_micro_batches_takes_both(tmp_path: Path, clock: Clock) -> None:
+    steps = speeds(tmp_path, Slow(0.02, clock=clock), accumulate_grad_batches=2)
+    assert steps == pytest.approx([0.04] * len(steps))
+    assert steps
 
 
 def test_samples_and_tokens_follow_from_the_step(tmp_path: Path) -> None:
@@ -68,23 +72,23 @@ def test_peak_memory_grows_by_what_is_allocated() -> None:
     del held
 
 
-def test_the_first_steps_do_not_count() -> None:
+def test_the_first_steps_do_not_count(clock: Clock) -> None:
     meter = Meter()
     meter.start(100)
     for step in range(101, 101 + Meter.WARMUP_STEPS):
-        time.sleep(0.02)
+        clock.sleep(0.5)
         meter.update(step)
     assert meter.read(step) is None
-    time.sleep(0.01)
-    assert 50 < meter.read(step + 1) < 100
+    clock.sleep(0.01)
+    assert meter.read(step + 1) == pytest.approx(100)
 
 
-def test_time_left_includes_validations_to_come() -> None:
+def test_time_left_includes_validations_to_come(clock: Clock) -> None:
     meter = Meter()
     meter.update(Meter.WARMUP_STEPS)
-    time.sleep(0.05)
+    clock.sleep(0.05)
     meter.pause()
-    time.sleep(0.05)
+    clock.sleep(0.05)
     meter.resume()
-    assert 50 < meter.read(Meter.WARMUP_STEPS + 5) < 100
-    assert 0.1 < meter.seconds_for(5) < 0.2
+    assert meter.read(Meter.WARMUP_STEPS + 5) == pytest.approx(100)
+    assert meter.seconds_for(5) == pytest.approx(0.1)
