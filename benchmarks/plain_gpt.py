@@ -38,6 +38,7 @@ class Plan:
         began: when the process was started, in seconds since 1970.
         micro_batch: sequences that a device takes at once.
         accumulation: micro batches of a step.
+        compiled_by: a backend of torch.compile; None for eager.
     """
 
     model: dict[str, Any]
@@ -48,7 +49,7 @@ class Plan:
     accumulation: int
     warm_up_steps: int
     steps: int
-    compiled: bool = False
+    compiled_by: str | None = None
 
 
 class Loss(nn.Module):
@@ -100,8 +101,8 @@ def trained(plan: Plan, device: torch.device, rank: int, world_size: int) -> Ite
     model.configure_model()
     loss: nn.Module = Loss(model).to(device)
     optimizer = torch.optim.AdamW(_groups(model), lr=6e-4, betas=(0.9, 0.95), fused=device.type == "cuda")
-    if plan.compiled:
-        loss = torch.compile(loss)
+    if plan.compiled_by:
+        loss = torch.compile(loss, backend=plan.compiled_by)
     if world_size > 1:
         loss = DistributedDataParallel(loss, device_ids=[device.index] if device.type == "cuda" else None)
     batches = _batches(plan, device, rank)

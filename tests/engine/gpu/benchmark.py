@@ -87,6 +87,11 @@ class Contest:
         """Size of the model and its batch."""
         return GPT_TINY if self.scale.is_tiny else gpt2(machine.memory_bytes(0))
 
+    @property
+    def backend(self) -> str:
+        """Backend of torch.compile: inductor, which takes a CPU a minute, is tried there by tests of its own."""
+        return "eager" if self.scale.is_tiny else "inductor"
+
     def _plain(self, folder: Path, end: float) -> Measured:
         size = self.size
         plan = Plan(
@@ -98,7 +103,7 @@ class Contest:
             accumulation=size.accumulation,
             warm_up_steps=size.warm_up_steps,
             steps=size.steps,
-            compiled=self.is_compiled,
+            compiled_by=self.backend if self.is_compiled else None,
         )
         ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.devices}")
         started = (sys.executable, *(ranks if self.devices > 1 else ()), "-m", "benchmarks.plain_gpt")
@@ -121,7 +126,7 @@ class Contest:
             f"callbacks.measuring.warm_up_steps={size.warm_up_steps}",
             f"callbacks.measuring.steps={size.steps}",
             f"callbacks.measuring.began={time.time()}",
-            *([COMPILED] if self.is_compiled else []),
+            *([COMPILED, f"compile.backend={self.backend}"] if self.is_compiled else []),
         )
         found = _measured(command, folder, end)
         results = json.loads((folder / "runs" / "gpt" / "measured" / "results.json").read_text())

@@ -24,6 +24,7 @@ def run(command: Sequence[str], folder: Path, seconds: float) -> subprocess.Comp
         subprocess.TimeoutExpired: it takes longer; it is ended then, with all that it has started.
     """
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as train.py sets it for itself: threads that spin slow what runs beside
     environ |= {f"{name}_CACHE_DIR": str(folder / name) for name in ("TORCHINDUCTOR", "TRITON")}
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=err, start_new_session=True)
