@@ -3,22 +3,27 @@
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from project.schedule import WarmupDecay
 
 OptimizerFactory = Callable[..., Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
 def configured(
-    model: nn.Module, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
+    model: LightningModule, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
 ) -> OptimizerLRScheduler:
     """One optimizer over the decay groups, and a schedule that advances with each optimizer step."""
     built = optimizer(decay_groups(model))
     if scheduler is None:
         return built
+    if isinstance(scheduler, WarmupDecay):
+        scheduler = scheduler.over(model.trainer.estimated_stepping_batches)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler(built), "interval": "step"}}
 
 

@@ -10,37 +10,52 @@ from torch.optim.lr_scheduler import LambdaLR
 class WarmupDecay:
     """A straight rise to the optimizer's rate over the first part of the run, then a fall to a fraction of it.
 
-    Called with an optimizer, it gives the scheduler. Raises ValueError for a run without a known last step.
+    Called with an optimizer, it gives the scheduler.
+
+    Args:
+        total_steps: of rise and fall; None for all of the run's (`over`).
     """
 
     def __init__(
         self,
-        total_steps: int,
+        total_steps: int | None = None,
         decay: Literal["cosine", "linear"] = "cosine",
         warmup_fraction: float = 0.05,
         final_fraction: float = 0.1,
     ) -> None:
-        if total_steps < 1:
-            raise ValueError(
-                f"scheduler.total_steps is {total_steps}, but the rate falls towards a known last step; "
-                "set trainer.max_steps=1000 (or any positive number), or scheduler=constant"
-            )
+        if total_steps is not None and total_steps < 1:
+            raise ValueError(f"scheduler.total_steps is {total_steps}; expected at least 1, or null for the run's")
         if not 0 <= warmup_fraction < 1:
             raise ValueError(f"scheduler.warmup_fraction is {warmup_fraction}; expected at least 0, less than 1")
         if decay not in ("cosine", "linear"):
             raise ValueError(f"scheduler.decay is {decay!r}; use cosine or linear")
         self.total_steps = total_steps
         self.decay = decay
-        self.warmup_steps = round(total_steps * warmup_fraction)
+        self.warmup_fraction = warmup_fraction
         self.final_fraction = final_fraction
+
+    def over(self, run_steps: float) -> "WarmupDecay":
+        """The schedule over a run of so many steps, unless it has a number of its own.
+
+        Raises ValueError for a run whose last step is not known.
+        """
+        if self.total_steps is None and not 0 < run_steps < math.inf:
+            raise ValueError(
+                "the rate falls towards the run's last step, which is not known; set trainer.max_steps=1000 (or "
+                "another number), scheduler.total_steps=1000, or scheduler=constant"
+            )
+        return WarmupDecay(self.total_steps or int(run_steps), self.decay, self.warmup_fraction, self.final_fraction)
 
     def __call__(self, optimizer: Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
         """What the optimizer's rate is multiplied by; the cosine is Loshchilov and Hutter's (2016)."""
-        if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        if self.total_steps is None:
+            raise ValueError("the schedule has no steps; call over() with those of the run")
+        warmup_steps = round(self.total_steps * self.warmup_fraction)
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        done = min(1.0, (step - warmup_steps) / max(1, self.total_steps - warmup_steps))
         left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.final_fraction + (1 - self.final_fraction) * left

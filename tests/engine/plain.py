@@ -109,6 +109,16 @@ class SGDModel(PlainModel):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
+class CycleModel(PlainModel):
+    """Asks for the length of the run, for which Lightning makes the training loader before a checkpoint is read."""
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Record(pl.Callback):
     """Writes the samples of each training step, and the weights at the end, a file for each rank and start."""
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.fault_tolerance.pace import FAILS_ONCE
 
 RUN = (
     *PLAIN,
@@ -52,6 +53,21 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     for name in KEPT[:-1]:
         assert resumed.column(name) == reference.column(name), name
     assert resumed.column("test/loss")[STEPS] == reference.column("test/loss")[STEPS]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_stage_2"])
+def test_a_module_that_asks_how_long_the_run_is_goes_on_in_the_same_order(strategy: str, train: Train) -> None:
+    """For which Lightning makes the training loader before the checkpoint is read, under a strategy that shards."""
+    epochs = (*RUN, "model._target_=tests.engine.plain.CycleModel", f"strategy={strategy}", "trainer.max_epochs=4")
+    record = ("callbacks.record._target_=tests.engine.plain.Record", "callbacks.record.folder=.")
+    fails = (FAILS_ONCE, "callbacks.fails.step=14")
+    alone = train(*epochs, *record)
+    begun = train(*epochs, *record, *fails, check=False)
+    resumed = train(*epochs, *record, *fails, folder=begun.folder)
+    assert "resumes    runs/cyclemodel/mine/checkpoints/step_12.ckpt" in resumed.out
+    trained = [(run.folder / "samples_0.jsonl").read_text().splitlines() for run in (alone, resumed)]
+    assert set(trained[1]) == set(trained[0])
+    assert resumed.column("train/loss") == alone.column("train/loss")
 
 
 def test_a_run_goes_on_at_another_world_size_and_accumulation(train: Train) -> None:

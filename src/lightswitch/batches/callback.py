@@ -191,6 +191,8 @@ class GlobalBatch(Callback):
         else:
             assert position is not None, "a run goes on from no other checkpoint"
             self._resumed = position
+            for slices in self._loaders.slices:  # a module that asks how long the run is has had them made
+                slices.start_at(position.epoch, position.step)
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 
     def describe_position(self, trainer: Trainer) -> str:

@@ -78,8 +78,7 @@ class TrainingSlices(Sampler[Any]):
         self.plan = plan
         self.rank = rank
         self.seed = seed
-        self.epoch = epoch
-        self._resumed = (epoch, step)
+        self.start_at(epoch, step)
         self.own_steps = samples // plan.global_batch if drop_last else -(-samples // plan.global_batch)
         self.batch_size = plan.micro_batch  # DeepSpeed reads it
         self.combined = combined or Combined()
@@ -96,6 +95,10 @@ class TrainingSlices(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Take the epoch whose order the next iterator yields; Lightning calls it."""
         self.epoch = epoch
+
+    def start_at(self, epoch: int, step: int) -> None:
+        """Start elsewhere than was known when this was made, before the first batch."""
+        self.epoch, self._resumed = epoch, (epoch, step)
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
         # A generator, so that epoch and step are read when the first batch is asked for: with workers,

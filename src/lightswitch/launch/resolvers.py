@@ -19,6 +19,7 @@ def register(placement: Placement) -> None:
         "run_name": _run_name,
         "launched_devices": lambda: placement.devices_per_node or 1,
         "launched_nodes": lambda: placement.nodes,
+        "unless": _unless,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -37,6 +38,11 @@ class _RunId:
         if self._found is None:
             self._found = new_run_id()
         return self._found
+
+
+def _unless(value: object, otherwise: object, *siblings: str, _parent_: DictConfig) -> object:
+    """Return a value, or another one where a key beside it is set: `${unless:500,-1,max_epochs}`."""
+    return value if all(_parent_.get(name) is None for name in siblings) else otherwise
 
 
 def _run_name(*, _root_: DictConfig) -> str:
