@@ -109,6 +109,26 @@ class SGDModel(PlainModel):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
+class NamedModel(PlainModel):
+    """Logs loss and accuracy of validation under names of its own, or one of them, or neither; not finite if asked."""
+
+    def __init__(self, loss: str | None = None, accuracy: str | None = None, nan_from_step: int | None = None) -> None:
+        super().__init__()
+        self.loss, self.right, self.nan_from_step = loss, accuracy, nan_from_step
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        if stage == "test":
+            return
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        if self.nan_from_step is not None and self.global_step >= self.nan_from_step:
+            loss = loss * torch.nan
+        if self.loss:
+            self.log(self.loss, loss)
+        if self.right:
+            self.log(self.right, (logits.argmax(-1) == batch[1]).float().mean())
+
+
 class CycleModel(PlainModel):
     """Asks for the length of the run, for which Lightning makes the training loader before a checkpoint is read."""
 

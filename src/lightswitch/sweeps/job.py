@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
+from lightswitch.monitoring.objective import find
 from lightswitch.process.signals import REQUEUED
 from lightswitch.runs import results
 from lightswitch.sweeps import record
@@ -79,7 +80,8 @@ def _run(
     failure.unlink(missing_ok=True)
     ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, placement.is_external))
     if ended.exit_code == 0:
-        job = replace(job, state=FINISHED, objective=results.read(folder).get(objective))
+        found = results.read(folder)
+        job = replace(job, state=FINISHED, objective=found.get(find(found, objective) or objective))
     elif ended.signals:
         job = replace(job, state=STOPPED)
     else:

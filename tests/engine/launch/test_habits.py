@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.engine.conftest import PLAIN, Train
 
@@ -39,3 +40,62 @@ def test_a_run_ends_and_validates_by_what_was_typed_and_not_by_a_default(
 def test_a_run_ends_by_time_and_not_by_a_default(train: Train) -> None:
     run = train(*RUN, "trainer.max_time=00:00:00:05", "callbacks.last_checkpoint.every_n_steps=1000")
     assert max(run.column("train/loss")) > 500
+
+
+# What the best checkpoint and early stopping go by
+
+NAMED = ("model._target_=tests.engine.plain.NamedModel", *RUN[1:], "trainer.max_epochs=4")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("model.loss=val_loss",), "best       is the lowest val_loss\n"),
+        (("model.loss=validation_loss", "model.accuracy=val_acc"), "best       is the lowest validation_loss\n"),
+        (("model.accuracy=val_acc",), "best       is the highest val_acc\n"),
+        (("model.accuracy=val_acc", "model.loss=val_loss", "callbacks.best_checkpoint.monitor=val_acc"), ""),
+    ],
+)
+def test_the_best_goes_by_what_the_module_logs(names: tuple[str, ...], told: str, train: Train) -> None:
+    run = train(*NAMED, *names)
+    assert told in run.out
+    assert run.out.count("best       ") == bool(told)
+    name = names[0].partition("=")[2]
+    values = run.column(name)
+    best = max(values, key=values.__getitem__) if name == "val_acc" else min(values, key=values.__getitem__)
+    state = torch.load(run.run_dir / "checkpoints/best.ckpt/trainer.pt", weights_only=True)
+    assert state["global_step"] == best + 1
+
+
+@pytest.mark.parametrize("names", [(), ("model.accuracy=val_acc", "model.loss=val_nll")])
+def test_a_run_without_a_metric_to_go_by_keeps_no_best_and_says_so_once(names: tuple[str, ...], train: Train) -> None:
+    run = train(*NAMED, *names)
+    logged = "val_acc, val_nll" if names else "no metric"
+    line = f"best       is not kept: validation has logged {logged}; type callbacks.best_checkpoint.monitor=NAME\n"
+    assert run.out.count(line) == 1
+    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["last.ckpt", "step_20.ckpt"]
+
+
+def test_a_monitor_that_is_asked_for_and_not_logged_is_refused_with_the_names_there_are(train: Train) -> None:
+    typed = (*NAMED, "model.loss=val_loss", "callbacks.best_checkpoint.monitor=val_los")
+    run = train(*typed, check=False)
+    assert run.returncode == 2
+    (line,) = run.err.splitlines()
+    assert line == ("error: monitor=val_los: the run has logged train/loss, val_loss. Did you mean val_loss?")
+
+
+def test_a_metric_that_is_not_finite_never_is_the_best(train: Train) -> None:
+    run = train(*NAMED, "model.loss=val_loss", "model.nan_from_step=10", "trainer.max_epochs=4")
+    assert "best       not step 10, where val_loss is nan\n" in run.out
+    state = torch.load(run.run_dir / "checkpoints/best.ckpt/trainer.pt", weights_only=True)
+    assert state["global_step"] == 5
+    never = train(*NAMED, "model.loss=val_loss", "model.nan_from_step=0", "trainer.max_epochs=2")
+    assert not (never.run_dir / "checkpoints/best.ckpt").exists()
+
+
+def test_early_stopping_goes_by_what_the_module_logs_also_when_it_is_resumed(train: Train) -> None:
+    stops = ("callbacks=[checkpoint,early_stopping]", "callbacks.early_stopping.min_delta=10", "run_id=mine")
+    run = (*(word for word in NAMED if not word.startswith("~")), "model.accuracy=val_acc", *stops, "callbacks.early_stopping.patience=3")
+    begun = train(*run, "trainer.max_epochs=2")
+    resumed = train(*run, "trainer.max_epochs=20", folder=begun.folder)
+    assert len(resumed.column("val_acc")) == 4  # the first is the best, and three are no better by ten

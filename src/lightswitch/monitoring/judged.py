@@ -1,0 +1,135 @@
+"""Lightning's callbacks that go by a metric, for modules that log it under any name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightswitch.errors import Refused
+from lightswitch.monitoring import objective
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["min", "max"]
+
+
+class Judged(Callback):
+    """Base of callbacks that go by a metric, which is found once a validation has logged it.
+
+    Args:
+        monitor: the metric; None for the validation loss by the name that the module logs it, or for the only metric
+            of validation there is.
+        mode: whether its lowest or its highest value is the best; None to go by its name.
+        options: of Lightning's callback.
+    """
+
+    monitor: Any  # a name; Lightning's declarations differ
+    mode: str
+
+    def __init__(self, monitor: str | None = None, mode: Mode | None = None, **options: Any) -> None:
+        name = monitor or objective.LOSS
+        options |= {"monitor": name, "mode": mode or objective.mode(name)}
+        super().__init__(**options)
+        self._given, self._given_mode = monitor, mode
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__name__}{{'monitor': {self._given!r}}}"  # the same before and after the metric is found
+
+    def find(self, trainer: Trainer) -> str | None:
+        """Take the metric to go by, of those logged so far; None where there is none by that name.
+
+        Raises:
+            Refused: a metric was asked for, and is not logged.
+        """
+        found = objective.find(trainer.callback_metrics, self._given)
+        if found is None and self._given is not None:
+            raise Refused(objective.absent(self._given, trainer.callback_metrics))
+        if found is not None:
+            self.monitor = found
+            if self._given_mode is None and objective.mode(found) != self.mode:
+                self.turn(objective.mode(found))
+        return found
+
+    def turn(self, mode: Mode) -> None:
+        """Take the other end of the metric as the best."""
+        self.mode = mode
+
+
+class BestCheckpoint(Judged, ModelCheckpoint):
+    """Lightning's ModelCheckpoint of the best validation.
+
+    A metric that is not finite never is the best. Where there is none to go by, no checkpoint is kept, and the run
+    says so.
+    """
+
+    _has_told = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
+            super().on_validation_end(trainer, pl_module)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        if current is not None and not torch.isfinite(current):
+            log.warning("best       not step %d, where %s is %s", trainer.global_step, self.monitor, current.item())
+            return False
+        return super().check_monitor_top_k(trainer, current)
+
+    def turn(self, mode: Mode) -> None:
+        super().turn(mode)
+        if torch.isinf(self.kth_value):  # none was read from a checkpoint
+            self.kth_value = _worst(mode)
+
+    def _tell(self, trainer: Trainer, found: str | None) -> bool:
+        """Say once by what the best checkpoint is chosen, where that is not plain; return whether there is anything."""
+        if not self._has_told and trainer.is_global_zero:
+            self._has_told = True
+            if found is None:
+                logged = sorted(name for name in trainer.callback_metrics if not name.startswith("train"))
+                told = f"validation has logged {', '.join(logged) or 'no metric'}"
+                log.warning("best       is not kept: %s; type callbacks.best_checkpoint.monitor=NAME", told)
+            elif found != (self._given or objective.LOSS):
+                log.info("best       is the %sest %s", {"min": "low", "max": "high"}[self.mode], found)
+        return found is not None
+
+
+class EarlyStop(Judged, EarlyStopping):
+    """Lightning's EarlyStopping."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check(trainer)
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check(trainer)
+        super().on_validation_end(trainer, pl_module)
+
+    def turn(self, mode: Mode) -> None:
+        super().turn(mode)
+        self.min_delta *= -1  # as Lightning keeps its sign
+        if torch.isinf(self.best_score):  # none was read from a checkpoint
+            self.best_score = _worst(mode)
+
+    def _check(self, trainer: Trainer) -> None:
+        if _has_validated(trainer) and self.find(trainer) is None:
+            raise Refused(objective.absent(objective.LOSS, trainer.callback_metrics))
+
+
+def _has_validated(trainer: Trainer) -> bool:
+    """Return whether a validation of the fit has run, so that its metrics are there."""
+    is_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+    return is_fit and trainer.fit_loop.epoch_loop.val_loop._has_run
+
+
+def _worst(mode: Mode) -> Tensor:
+    return torch.tensor(torch.inf if mode == "min" else -torch.inf)
