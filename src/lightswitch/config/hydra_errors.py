@@ -7,15 +7,16 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError
 
+from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS
-from lightswitch.errors import RefusedRequest, nearest
+from lightswitch.errors import RefusedRequest, listed, nearest
 
 _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "dp": "DataParallel is gone from Lightning; use strategy=ddp, which starts a process for each device",
@@ -45,7 +46,9 @@ def check_flags(arguments: list[str]) -> None:
 
 class _Flags(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise RefusedRequest([f"{message}; a setting is KEY=VALUE, and --help lists what there is"])
+        flag = re.match(r"unrecognized arguments: --?([\w.]+=\S+)", message)
+        typed = f"type {flag[1]}" if flag else "a setting is KEY=VALUE"
+        raise RefusedRequest([f"{message}; {typed}, and --help lists what there is"])
 
 
 def problems_of_composition(error: BaseException) -> list[str]:
@@ -62,8 +65,7 @@ def problems_of_composition(error: BaseException) -> list[str]:
         return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        at_top = cause.full_key == str(cause.key)
-        return [f"{cause.full_key}: there is no such key.{nearest(str(cause.key), _keys(cause.parent_node, at_top))}"]
+        return [f"{cause.full_key}: there is no such key.{_meant(str(cause.full_key), cause.parent_node)}"]
     if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]
@@ -73,6 +75,25 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
     if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
         return f"{override}: it has no value; type {override}=VALUE"
     return f"{override}: {str(error).splitlines()[0]}"
+
+
+def _meant(key: str, node: DictConfig) -> str:
+    """Return ' Did you mean X?' for a key that a node lacks, or nothing.
+
+    X is what another framework's word means here, else a key of that name elsewhere in the config, else the nearest.
+    """
+    *above, name = key.split(".")
+    if other := aliases.setting(key):
+        return f" Did you mean {other}?"
+    root = node._get_root()
+    if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
+        return f" Did you mean {listed(elsewhere, separator=' or ')}?"
+    return nearest(name, _keys(node, at_top=not above))
+
+
+def _raw_keys(node: Any) -> list[Any]:
+    """Return the keys of a node, without resolving an interpolation that stands in its place."""
+    return list(node) if isinstance(node, DictConfig) and not (node._is_none() or node._is_interpolation()) else []
 
 
 def _keys(node: DictConfig, at_top: bool) -> set[str]:
@@ -93,7 +114,9 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     choices = sorted(error.options or _files_of(group, str(error)))
     found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
-    return f"{found}: there is no such {group}.{nearest(choice, choices)} Choices: {', '.join(choices)}"
+    other = aliases.choice(group, choice)
+    hint = f" Did you mean {other}?" if other in choices else nearest(choice, choices)
+    return f"{found}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
 
 
 def _files_of(group: str, message: str) -> set[str]:

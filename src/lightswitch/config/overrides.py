@@ -81,8 +81,13 @@ def _named(override: str, is_sweep: bool) -> str:
 
 
 def _choosing(override: str) -> str:
-    """Quote `precision=16`, a name that reads as a number, and make `debug=null` `~debug`; Hydra crashes on both."""
+    """Quote `precision=16`, a name that reads as a number, and make `debug=null` `~debug`; Hydra crashes on both.
+
+    `trainer.strategy=ddp`, as Lightning has it, is the choice of that name.
+    """
     group, _, choice = override.partition("=")
+    if re.fullmatch(r"\+*trainer\.strategy=[\w-]+", override):
+        group, override = "strategy", f"strategy={choice}"
     if group not in GROUPS:
         return override
     if choice == "null":

@@ -47,13 +47,12 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         targets.problems(plain, typed_nodes),
     )
     _raise(devices.wrong_counts(plain["trainer"]))
-    _raise(launchers.other_counts(plain["trainer"], run.placement))
+    _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes),
         _batch(plain),
         root_keys.unscaled_rate(cfg, plain),
         _strategy(plain),
-        launchers.absent(plain, run.placement),
         _checkpoints(plain),
         _loggers(plain),
         _run_directory(run.run_dir),

@@ -55,6 +55,6 @@ def absent(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
     wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
     found = place.launcher
-    if wanted and wanted != found and cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"]) > 1:
+    if wanted and wanted != found:
         starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
         yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import scaled_learning_rate
+from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS, key_and_value
 from lightswitch.errors import nearest
 from lightswitch.preflight import targets
@@ -63,7 +64,8 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
     for override in overrides:
         key, _ = key_and_value(override)
         if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
-            hint = nearest(key, [known for known in cfg if known != key])
+            other = aliases.setting(key)
+            hint = f" Did you mean {other}?" if other else nearest(key, [known for known in cfg if known != key])
             if hint := hint or ("" if key in GROUPS else nearest(key, GROUPS, alike=0.85)):
                 yield f"{key}: there is no such key.{hint}"
 
@@ -82,6 +84,9 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _unknown(cfg, "lr_scaling", _SCALING)
     yield from _unknown(cfg, "watch", _WATCH_KEYS)
     yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
+    lr = (cfg.get("optimizer") or {}).get("lr", 0.0)
+    if type(lr) not in (int, float) or not lr >= 0:
+        yield f"optimizer.lr={lr}: a learning rate is a number, at least 0"
     for key in _WATCH_KEYS:
         seconds = cfg["watch"][key]
         if type(seconds) not in (int, float) or seconds <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
+from lightswitch.config import aliases
 from lightswitch.errors import nearest
 from lightswitch.preflight.signatures import Parameter, Signature, signature
 
@@ -74,7 +75,9 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> 
 
     What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused.
     """
-    hint = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
+    other = aliases.argument(path, key, accepted.parameters)
+    near = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
+    hint = f" Did you mean {other}?" if other else near
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
 

@@ -34,7 +34,7 @@ def say(run_dir: Path, **said: Any) -> None:
     for path in (run_dir / "checkpoints").glob("*.ckpt"):
         if not path.is_symlink():
             state = torch.load(path / "trainer.pt")
-            (key,) = (key for key in state["callbacks"] if key.startswith("ModelCheckpoint"))
+            (key,) = (key for key in state["callbacks"] if key.startswith("BestCheckpoint"))
             own = {name: str(run_dir / "checkpoints" / "best.ckpt") for name in ("best_model_path", "last_model_path")}
             best = {"dirpath": str(run_dir / "checkpoints"), "kth_best_model_path": own["best_model_path"]}
             state["callbacks"][key] |= {

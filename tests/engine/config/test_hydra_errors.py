@@ -27,13 +27,40 @@ MISTAKES = {
     "strategy=dp": "strategy=dp: DataParallel is gone from Lightning; use strategy=ddp, which starts a process for "
     "each device",
     "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
-    "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-true? Choices: {PRECISIONS}",
-    "precision=16": f"precision=16: there is no such precision. Choices: {PRECISIONS}",
+    "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
+    "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
     "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "
     "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, grad_norm, "
     "lr_monitor, model_summary, progress, throughput",
     "debug=one_bach": "debug=one_bach: there is no such debug. Did you mean one_batch? "
     "Choices: anomaly, limit, one_batch, overfit, profiler",
+    "trainer.strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
+    "strategy=zero3": "strategy=zero3: there is no such strategy. Did you mean deepspeed_stage_3? "
+    f"Choices: {STRATEGIES}",
+    **{
+        f"{word}=3": f"{word}: there is no such key. Did you mean {key}?"
+        for word, key in {
+            "lr": "optimizer.lr",
+            "learning_rate": "optimizer.lr",
+            "batch_size": "global_batch_size",
+            "epochs": "trainer.max_epochs",
+            "max_steps": "trainer.max_steps",
+            "gpus": "trainer.devices",
+            "gradient_accumulation_steps": "micro_batch_size",
+            "max_grad_norm": "trainer.gradient_clip_val",
+            "width": "model.width",
+            "stratgy": "strategy",
+            "debg": "debug",
+        }.items()
+    },
+    "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus. Did you mean devices?",
+    "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs. Did you mean max_epochs?",
+    "optimizer.learning_rate=3": "optimizer.learning_rate: AdamW takes no learning_rate. Did you mean lr?",
+    "optimizer.lr=-1e-3": "optimizer.lr=-0.001: a learning rate is a number, at least 0",
+    "optimizer.lr=abc": "optimizer.lr=abc: a learning rate is a number, at least 0",
+    "cluster=slurm": "cluster=slurm, and slurm did not start this process; start it by srun python train.py, or leave "
+    "cluster out",
+    "--strategy=ddp": "unrecognized arguments: --strategy=ddp; type strategy=ddp, and --help lists what there is",
     "seeed=3": "seeed: there is no such key. Did you mean seed?",
     "+seeed=3": "seeed: there is no such key. Did you mean seed?",
     "trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",

@@ -95,7 +95,12 @@ def test_a_metric_that_is_not_finite_never_is_the_best(train: Train) -> None:
 
 def test_early_stopping_goes_by_what_the_module_logs_also_when_it_is_resumed(train: Train) -> None:
     stops = ("callbacks=[checkpoint,early_stopping]", "callbacks.early_stopping.min_delta=10", "run_id=mine")
-    run = (*(word for word in NAMED if not word.startswith("~")), "model.accuracy=val_acc", *stops, "callbacks.early_stopping.patience=3")
+    run = (
+        *(word for word in NAMED if not word.startswith("~")),
+        "model.accuracy=val_acc",
+        *stops,
+        "callbacks.early_stopping.patience=3",
+    )
     begun = train(*run, "trainer.max_epochs=2")
     resumed = train(*run, "trainer.max_epochs=20", folder=begun.folder)
     assert len(resumed.column("val_acc")) == 4  # the first is the best, and three are no better by ten
