@@ -59,6 +59,7 @@ _LOG = (
 _COUNTERS = "Lightning's counters are set to the run's position, which counts samples: it sets them only when it loads"
 _LOADER = "a copy of the loader reads this rank's samples: subclasses can't be made anew from their arguments"
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
+_PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
 _HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
 _STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
@@ -96,6 +97,8 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "enable_autolog_hparams", "bool", f"{_HELD}, to log hyperparameters"),
     Patch("lightning.pytorch.Trainer", "validating", "bool", _STAGE),
+    Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "None", _PLATEAU),
+    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "training", "bool", _STAGE),
     Patch(
         "lightning.pytorch.trainer.states.TrainerState",

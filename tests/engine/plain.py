@@ -178,3 +178,32 @@ class OwnBatchesData(PlainData):
     def train_dataloader(self) -> DataLoader:
         points = Points(self.samples)
         return DataLoader(points, batch_sampler=OwnBatches(SequentialSampler(points), 10, drop_last=False))
+
+
+class ManualModel(PlainModel):
+    """Two optimizers by hand, as a GAN has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(layer.parameters(), lr=self.hparams.lr) for layer in (self.net[0], self.net[3])]
+
+
+class PlateauModel(PlainModel):
+    """Halves its rate when a validation has improved nothing: a schedule by epochs."""
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
+from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.fault_tolerance import classify
@@ -27,6 +28,7 @@ from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import handshake
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.monitoring.model_size import ModelSize
+from lightswitch.monitoring.plateau import PlateauValidation
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
@@ -74,6 +76,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]
     if compilation:
         engine.append(compilation)
+    if not _is_typed(run, "trainer.val_check_interval", "trainer.check_val_every_n_epoch"):
+        engine.append(PlateauValidation())
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
     trainer = _instantiated(
@@ -84,6 +88,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         logger=_switched_on(loggers),
         **_plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
+        **_clipping(model, run, refusals),
         accumulate_grad_batches=plan.accumulation,
     )
     _raise(refusals)
@@ -120,6 +125,21 @@ def _is_of_user(error: BaseException) -> bool:
     """Return whether the constructor that Hydra called, which raised the error or called what did, is the user's."""
     called = error.__traceback__ and error.__traceback__.tb_next
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
+
+
+def _clipping(model: LightningModule, run: RunContext, refusals: list[Refused]) -> dict[str, Any]:
+    """Return the Trainer's clipping for a module that optimizes by hand: none, as Lightning can't do it there."""
+    if model.automatic_optimization:
+        return {}
+    if _is_typed(run, key := "trainer.gradient_clip_val"):
+        told = f"{type(model).__name__} optimizes by hand, which Lightning does not clip"
+        refusals.append(Refused(f"{key}: {told}; call self.clip_gradients in its training_step, and leave {key} out"))
+    return {"gradient_clip_val": None}
+
+
+def _is_typed(run: RunContext, *keys: str) -> bool:
+    """Return whether the command line has one of the keys: what nobody typed gives way to what a module needs."""
+    return any(key_and_value(override)[0] in keys for override in typed_overrides(run.hydra))
 
 
 def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from lightswitch.batches.position import Position
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import quoted, shortened
 
-_START = ("run_id", "resume", "init_from", "hydra.mode")  # where a run starts, which these commands set themselves
+# where a run starts, which these commands set themselves; ckpt_path is that of fit alone
+_START = ("run_id", "resume", "init_from", "hydra.mode")
 _READ_ONLY_BY_FIT = (
     *("mode", "ckpt_path", "run_id", "resume", "init_from", "debug"),
     *("optimizer", "scheduler", "lr_scaling", "callbacks", "logger", "hydra"),
@@ -30,7 +31,7 @@ def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | No
     raised = {f"trainer.{name}": 2 * reached[name] for name, limit in limits.items() if _holds(limit, reached[name])}
     if not raised:
         return None
-    typed = _overrides(without=(*_START, *raised))
+    typed = _overrides(without=(*_START, "ckpt_path", *raised))
     return shlex.join(
         [*_program(placement), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)]
     )
@@ -38,7 +39,8 @@ def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | No
 
 def repeat(cfg: DictConfig, placement: Placement) -> str:
     """Return the command that starts the same run again, in the same directory."""
-    return shlex.join([*_program(placement), *_overrides(without=_START), f"run_id={cfg.run_id}"])
+    start = (*_START, "ckpt_path") if cfg.mode == "fit" else _START
+    return shlex.join([*_program(placement), *_overrides(without=start), f"run_id={cfg.run_id}"])
 
 
 def evaluate(checkpoint: str, placement: Placement) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.config import moved, names
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
-from lightswitch.errors import BatchError, RefusedRequest
+from lightswitch.errors import BatchError, RefusedRequest, listed
 from lightswitch.preflight import compilation, devices, launchers, precision, root_keys, strategies, targets
+from lightswitch.runs import saved
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 _DERIVED = {  # the Trainer's arguments that the engine sets, and what sets them
@@ -36,7 +38,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     """
     _raise(root_keys.missing(cfg))
     moved.follow(cfg, run)
-    plain: Any = _resolved(cfg)
+    plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
     typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
     given = {key: plain.get(key) for key in ("name", "run_id")}
@@ -56,7 +58,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _checkpoints(plain),
         _loggers(plain),
         _run_directory(run.run_dir),
-        _files(plain),
+        _files(plain, run.run_dir),
         devices.absent(plain["trainer"], run.placement),
         precision.problems(plain, devices.accelerator(plain["trainer"])),
         compilation.problems(plain, devices.accelerator(plain["trainer"])),
@@ -70,18 +72,33 @@ def _raise(*checks: Iterator[str]) -> None:
         raise RefusedRequest(problems)
 
 
-def _resolved(cfg: DictConfig) -> Any:
+def _resolved(cfg: DictConfig, run: RunContext) -> Any:
     try:
         return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise RefusedRequest([f"{error.full_key}: there is no default; type {error.full_key}=VALUE"]) from error
     except InterpolationKeyError as error:
-        found = str(error).splitlines()[0]
-        raise RefusedRequest(
-            [f"{error.full_key}: {found}; type {error.full_key}=VALUE, or make another choice"]
-        ) from error
+        raise RefusedRequest([_unresolved(error, run)]) from error
     except OmegaConfBaseException as error:
         raise RefusedRequest([f"{error.full_key}: {str(error).splitlines()[0]}"]) from error
+
+
+def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
+    """Word a key that refers to one that is not there: `model=vit` reads data.image_size, which images alone have."""
+    found = str(error).splitlines()[0]
+    wanted = re.search(r"'(\w+)\.(\w+)' not found", found)
+    choices = sorted(_choices_with(wanted[1], wanted[2], run)) if wanted else []
+    other = f"use {listed(choices, separator=' or ')}" if choices else "make another choice"
+    return f"{error.full_key}: {found}; {other}, or type {error.full_key}=VALUE"
+
+
+def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
+    """Yield the choices of a group whose file has a key."""
+    for source in run.hydra.runtime.config_sources:
+        if source.schema == "file":
+            for file in Path(source.path, group).glob("*.yaml"):
+                if re.search(rf"^{key}:", file.read_text(), re.MULTILINE):
+                    yield f"{group}={file.stem}"
 
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:
@@ -147,15 +164,19 @@ def _run_directory(run_dir: Path) -> Iterator[str]:
         yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
 
 
-def _files(cfg: dict[str, Any]) -> Iterator[str]:
+def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
+    if cfg["mode"] == "fit" and cfg["ckpt_path"] and cfg["resume"] != "auto":
+        yield f"ckpt_path={cfg['ckpt_path']} and resume={cfg['resume']} both name where the run starts; leave one out"
+    may_be_new = cfg["mode"] == "fit" and cfg["ckpt_path"] == "last"  # Lightning, too, starts anew where there is none
     named = {
         "init_from": cfg["init_from"],
-        "ckpt_path": cfg["ckpt_path"],
+        "ckpt_path": None if may_be_new else cfg["ckpt_path"],
         "resume": cfg["resume"] if cfg["resume"] not in ("auto", "never") else None,
     }
-    for key, path in named.items():
-        if path and not Path(path).exists():
-            yield f"{key}={path}: there is no such file{_checkpoints_beside(Path(path))}"
+    for key, name in named.items():
+        if name and not (path := saved.checkpoint(name, run_dir)).exists():
+            told = "there is no such file" if path == Path(name) else f"there is no {path}"
+            yield f"{key}={name}: {told}{_checkpoints_beside(path)}"
 
 
 def _checkpoints_beside(path: Path) -> str:

@@ -12,6 +12,7 @@ from lightswitch.checkpoints.find import newest, position_of
 from lightswitch.checkpoints.reader import shown as shown  # all of launch shows paths so
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
+from lightswitch.runs import saved
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ def find(cfg: DictConfig, run: RunContext) -> Start:
         Refused: the checkpoint can't be read, or the run that saved it had another seed or global batch size.
     """
     if cfg.mode != "fit":
-        return _read(Path(cfg.ckpt_path))
+        return _read(saved.checkpoint(cfg.ckpt_path, run.run_dir))
     if cfg.init_from:
         _read(Path(cfg.init_from))
-    start = _to_resume(cfg.resume, run.run_dir)
+    start = _to_resume(cfg.ckpt_path or cfg.resume, run.run_dir)
     if start.path is None:
         return start
     position, path = start.position, shown(start.path)
@@ -50,9 +51,9 @@ def find(cfg: DictConfig, run: RunContext) -> Start:
 
 
 def _to_resume(resume: str, run_dir: Path) -> Start:
-    if resume == "auto":
+    if resume in ("auto", "last"):
         return Start(*newest(run_dir) or ())
-    return Start() if resume == "never" else _read(Path(resume))
+    return Start() if resume == "never" else _read(saved.checkpoint(resume, run_dir))
 
 
 def _read(path: Path) -> Start:

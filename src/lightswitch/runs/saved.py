@@ -19,6 +19,11 @@ def read_yaml(path: Path) -> Any:
         return None
 
 
+def checkpoint(name: str, run_dir: Path) -> Path:
+    """Return the path of a checkpoint: `last` and `best` are those of the run itself, as in Lightning."""
+    return run_dir / "checkpoints" / f"{name}.ckpt" if name in ("last", "best") else Path(name)
+
+
 def set_aside(path: Path) -> None:
     """Rename a path to the first free name of `checkpoints_1`, `checkpoints_2`, …"""
     others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))

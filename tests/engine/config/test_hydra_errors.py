@@ -48,7 +48,7 @@ MISTAKES = {
             "gpus": "trainer.devices",
             "gradient_accumulation_steps": "micro_batch_size",
             "max_grad_norm": "trainer.gradient_clip_val",
-            "width": "model.width",
+            "lost_after_seconds": "watch.lost_after_seconds",
             "stratgy": "strategy",
             "debg": "debug",
         }.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -104,3 +106,44 @@ def test_early_stopping_goes_by_what_the_module_logs_also_when_it_is_resumed(tra
     begun = train(*run, "trainer.max_epochs=2")
     resumed = train(*run, "trainer.max_epochs=20", folder=begun.folder)
     assert len(resumed.column("val_acc")) == 4  # the first is the best, and three are no better by ten
+
+
+# Modules that a default would stop
+
+
+def test_a_default_clips_no_module_that_optimizes_by_hand_and_a_typed_one_is_refused(train: Train) -> None:
+    by_hand = ("model._target_=tests.engine.plain.ManualModel", *RUN[1:], "trainer.max_epochs=2")
+    run = train(*by_hand)
+    assert run.column("val/loss")[9] < run.column("val/loss")[4]
+    refused = train(*by_hand, "trainer.gradient_clip_val=0.5", check=False)
+    assert (refused.returncode, refused.err) == (
+        2,
+        "error: trainer.gradient_clip_val: ManualModel optimizes by hand, which Lightning does not clip; call "
+        "self.clip_gradients in its training_step, and leave trainer.gradient_clip_val out\n",
+    )
+
+
+@pytest.mark.parametrize("switches", [(), ("micro_batch_size=20",), ("strategy=ddp_fork", "trainer.devices=2")])
+def test_a_schedule_by_epochs_that_goes_by_validation_finds_its_metric(switches: tuple[str, ...], train: Train) -> None:
+    plateau = ("model._target_=tests.engine.plain.PlateauModel", *PLAIN[1:], "global_batch_size=40", "logger=csv")
+    run = train(*plateau, "trainer.max_steps=20", "trainer.log_every_n_steps=1", *switches)
+    assert "validates  once an epoch, as ReduceLROnPlateau goes by it" in run.out
+    assert list(run.column("val/loss")) == [4, 9, 14, 19]
+    rates = run.column("lr-SGD")
+    assert [rates[step] for step in (0, 5, 10, 15)] == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+
+
+# Checkpoints
+
+
+def test_ckpt_path_goes_on_from_a_checkpoint_as_it_does_in_lightning(train: Train) -> None:
+    run = (*RUN, "run_id=mine", "callbacks.last_checkpoint.every_n_steps=2")
+    begun = train(*run, "trainer.max_steps=4", "trainer.val_check_interval=2")
+    last = train(*run, "trainer.max_steps=6", "ckpt_path=last", folder=begun.folder)
+    assert re.search(r"resumes    runs/plainmodel/mine/checkpoints/\w+.ckpt, at step 4", last.out)
+    assert "ckpt_path" not in re.findall("go on.*", last.out)[0], "pasted, it goes on from the newest"
+    by_path = "ckpt_path=runs/plainmodel/mine/checkpoints/step_4.ckpt"
+    other = train(*run, "trainer.max_steps=6", by_path, "run_id=other", folder=begun.folder)
+    assert "resumes    runs/plainmodel/mine/checkpoints/step_4.ckpt, at step 4" in other.out
+    tested = train(*run, "mode=test", "ckpt_path=best", folder=begun.folder)
+    assert "reads      runs/plainmodel/mine/checkpoints/best.ckpt" in tested.out
