@@ -4,6 +4,7 @@
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
     │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
+    │   ├── NotFinite              the loss or a parameter is not finite
     │   ├── ToldElsewhere          another process of the run prints it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
@@ -82,6 +83,10 @@ class ChangedDependency(RefusedRequest):
 
     def __init__(self, problem: str) -> None:
         super().__init__([problem])
+
+
+class NotFinite(Refused):
+    """A loss or a parameter that is not finite: started again from the same checkpoint, the run would meet it again."""
 
 
 class ToldElsewhere(Refused):

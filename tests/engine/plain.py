@@ -129,6 +129,28 @@ class NamedModel(PlainModel):
             self.log(self.right, (logits.argmax(-1) == batch[1]).float().mean())
 
 
+class NanModel(PlainModel):
+    """Whose loss is not a number in one step, or whose gradient alone is not, on one rank."""
+
+    def __init__(self, step: int, rank: int = 0, where: Literal["loss", "gradient"] = "loss") -> None:
+        super().__init__()
+        self.step, self.rank, self.where = step, rank, where
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if (self.global_step, self.global_rank) == (self.step, self.rank):
+            if self.where == "loss":
+                return loss * torch.nan
+            loss.register_hook(lambda gradient: gradient * torch.nan)
+        return loss
+
+
+class NormedModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
+
 class CycleModel(PlainModel):
     """Asks for the length of the run, for which Lightning makes the training loader before a checkpoint is read."""
 

@@ -20,7 +20,7 @@ from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
 from lightswitch.batches.randomness import mix, seed_generators
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 
 log = logging.getLogger(__name__)
 
@@ -195,16 +195,21 @@ class GlobalBatch(Callback):
                 slices.start_at(position.epoch, position.step)
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 
-    def describe_position(self, trainer: Trainer) -> str:
-        """Return which batch this rank is in, for a crash report: stage, epoch, step, micro batch, sample indices."""
-        told = (
-            f"in {trainer.state.stage or trainer.state.fn}, epoch {trainer.current_epoch}, step {trainer.global_step}"
-        )
+    def describe_position(self, trainer: Trainer, most_samples: int | None = None) -> str:
+        """Return which batch this rank is in: stage, epoch, step, micro batch, and the indices of its samples.
+
+        Args:
+            most_samples: that are listed; None for all.
+        """
+        stage = trainer.state.stage or trainer.state.fn
+        told = f"in {stage.value if stage else None}, epoch {trainer.current_epoch}, step {trainer.global_step}"
         if trainer.state.stage != RunningStage.TRAINING:
             return told
         step, micro = divmod(self._batches, self.plan.accumulation)
-        samples = [str(slices.samples_of(step, micro)) for slices in self._loaders.slices if step < slices.steps]
-        return f"{told}, micro batch {micro}: samples {', '.join(samples)}" if samples else told
+        parts = [slices.samples_of(step, micro) for slices in self._loaders.slices if step < slices.steps]
+        samples = [str(sample) for part in parts for sample in part]
+        shown = len(samples) if most_samples is None else most_samples
+        return f"{told}, micro batch {micro}: samples {listed(samples, shown=shown)}" if samples else told
 
     def _position(self, trainer: Trainer) -> Position:
         start = self._epoch_start

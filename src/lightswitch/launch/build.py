@@ -22,6 +22,7 @@ from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.fault_tolerance import classify
 from lightswitch.fault_tolerance.failure import full_traceback
 from lightswitch.fault_tolerance.launchers import install_launcher
+from lightswitch.fault_tolerance.not_finite import FiniteLoss
 from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
@@ -65,6 +66,11 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     model, data, callbacks, loggers, cluster = (
         _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
+    if run.is_first and _is_typed(run, "data.batch_size"):
+        log.info(
+            "advice     data.batch_size is not what a step takes where batches are cut here; type global_batch_size=%s",
+            cfg.data.batch_size,
+        )
     compilation = _instantiated(cfg, "compile", refusals)
     _raise(refusals)
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
@@ -74,6 +80,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]
+    if cfg.on_nan != "ignore":
+        engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation:
         engine.append(compilation)
     if not _is_typed(run, "trainer.val_check_interval", "trainer.check_val_every_n_epoch"):

@@ -1,4 +1,4 @@
-"""Class and size of the model that a run trains."""
+"""Class and size of the model that a run trains, and what in it depends on how the batch is cut."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightswitch import patches
+from lightswitch.errors import listed
 
 log = logging.getLogger(__name__)
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class ModelSize(Callback):
     """Callback that logs the model's class and number of parameters once, before a strategy takes it apart.
+
+    Of batch norms it says that the curve follows the number of devices and the micro batch.
 
     `configure_model` is the user's, and is left to Lightning: called once more, it may read weights, or form a process
     group that other ranks know nothing of.
@@ -29,23 +36,36 @@ class ModelSize(Callback):
             return
         self._is_told = True
         if is_overridden("configure_model", pl_module):
-            _after_configure_model(pl_module)
+            _after_configure_model(trainer, pl_module)
         else:
-            _tell(pl_module)
+            _tell(trainer, pl_module)
 
 
-def _after_configure_model(model: LightningModule) -> None:
+def _after_configure_model(trainer: Trainer, model: LightningModule) -> None:
     configure = model.configure_model
 
     @functools.wraps(configure)
     def told() -> Any:
         patches.restore(model, "configure_model")
         configure()
-        _tell(model)
+        _tell(trainer, model)
 
     patches.replace(model, "configure_model", told)
 
 
-def _tell(model: LightningModule) -> None:
+def _tell(trainer: Trainer, model: LightningModule) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     log.info("model      %s, %.2f M parameters", type(model).__name__, count / 1e6)
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS]
+    told = "batch norm %s: its statistics are those of the samples that a device takes at once, so the curve follows %s"
+    if norms and trainer.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is None:
+        on_gpus = trainer.strategy.root_device.type != "cpu"
+        log.warning(
+            told,
+            listed(norms),
+            "the number of devices" + ("; trainer.sync_batchnorm=true takes them over all devices" if on_gpus else ""),
+        )
+    elif norms and trainer.accumulate_grad_batches > 1:
+        log.warning(told, listed(norms), "micro_batch_size; leave that out where the memory allows it")

@@ -128,6 +128,13 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     per_node = devices.count(trainer)
     batch = (cfg["global_batch_size"], cfg["micro_batch_size"])
     kind = devices.accelerator(trainer)
+    if cfg["on_nan"] == "skip" and str(strategy.get("_target_")).endswith(".DeepSpeed"):
+        yield "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"
+    if trainer.get("sync_batchnorm"):
+        if kind == "cpu" and trainer["num_nodes"] * per_node > 1:
+            yield "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
+        elif str(strategy.get("_target_")).endswith(".DeepSpeed"):
+            yield "trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp"
     yield from strategies.problems(
         strategies.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], per_node, kind, batch)
     )

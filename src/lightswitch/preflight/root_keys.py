@@ -14,6 +14,7 @@ from lightswitch.errors import nearest
 from lightswitch.preflight import targets
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+ON_NAN = ("stop", "skip", "ignore")
 MODES = ("fit", "validate", "test", "predict")
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
@@ -79,6 +80,8 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
     if (precision := cfg["matmul_precision"]) not in MATMUL_PRECISIONS:
         yield f"matmul_precision={precision}: use one of {', '.join(MATMUL_PRECISIONS)}"
+    if (on_nan := cfg["on_nan"]) not in ON_NAN:
+        yield f"on_nan={on_nan}: use one of {', '.join(ON_NAN)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
     yield from _unknown(cfg, "lr_scaling", _SCALING)

@@ -108,7 +108,7 @@ def test_the_crash_report_holds_what_each_rank_knows(raised: Finished) -> None:
     for rank in (0, 1):
         told = (report / f"rank_{rank}.txt").read_text()
         assert told.startswith(f"rank {rank} of 2 on ")
-        assert "epoch 0, step 2, micro batch 0: samples [" in told
+        assert "epoch 0, step 2, micro batch 0: samples " in told
         assert "thread MainThread:" in told
         assert f"\nRANK={rank}\n" in told
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
 
 from tests.engine.conftest import PLAIN, Train
+from tests.engine.processes import TRAIN_PY, Start, said
 
 RUN = (
     *PLAIN,
@@ -147,3 +149,52 @@ def test_ckpt_path_goes_on_from_a_checkpoint_as_it_does_in_lightning(train: Trai
     assert "resumes    runs/plainmodel/mine/checkpoints/step_4.ckpt, at step 4" in other.out
     tested = train(*run, "mode=test", "ckpt_path=best", folder=begun.folder)
     assert "reads      runs/plainmodel/mine/checkpoints/best.ckpt" in tested.out
+
+
+# What is said of a module and its data
+
+
+@pytest.mark.parametrize(
+    ("switches", "told"),
+    [
+        (("strategy=ddp_fork", "trainer.devices=2"), "so the curve follows the number of devices"),
+        (("micro_batch_size=20",), "so the curve follows micro_batch_size; leave that out where the memory allows it"),
+        ((), None),
+    ],
+)
+def test_a_batch_norm_is_told_once_where_the_curve_follows_the_cut(
+    switches: tuple[str, ...], told: str | None, train: Train
+) -> None:
+    normed = ("model._target_=tests.engine.plain.NormedModel", *RUN[1:], "trainer.max_steps=2")
+    lines = [line for line in train(*normed, *switches).out.splitlines() if line.startswith("batch norm")]
+    assert len(lines) == (told is not None)
+    assert all(line.startswith("batch norm net.1: its statistics") and line.endswith(told) for line in lines)
+
+
+def test_a_batch_norm_that_cannot_be_synchronised_is_refused(train: Train) -> None:
+    synced = (*RUN, "trainer.sync_batchnorm=true")
+    refused = train(*synced, "strategy=ddp_fork", "trainer.devices=2", check=False)
+    told = "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
+    assert (refused.returncode, refused.err) == (2, f"error: {told}\n")
+    refused = train(*synced, "strategy=deepspeed_stage_1", check=False)
+    told = "trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp"
+    assert (refused.returncode, refused.err) == (2, f"error: {told}\n")
+
+
+def test_a_batch_size_of_the_data_is_answered_by_the_name_that_it_has_here(train: Train) -> None:
+    run = train(*RUN, "data.batch_size=20", "trainer.max_steps=2")
+    assert (
+        "advice     data.batch_size is not what a step takes where batches are cut here; type global_batch_size=20"
+        in run.out
+    )
+
+
+def test_a_table_of_lightnings_profiler_is_shown(start: Start) -> None:
+    """Of a process of its own: where Lightning is imported first, as in the others, its loggers go elsewhere."""
+    told = said(start(sys.executable, TRAIN_PY, *RUN, "trainer.profiler=simple", "trainer.max_steps=2"))
+    assert "FIT Profiler Report" in told, told
+
+
+def test_lightnings_name_of_a_strategy_is_the_choice_of_that_name(train: Train) -> None:
+    run = train(*RUN, "trainer.strategy=ddp_fork", "trainer.devices=2", "trainer.max_steps=2")
+    assert "strategy   DDP, precision 32-true, 1 node × 2 CPU" in run.out
