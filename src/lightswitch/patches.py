@@ -97,7 +97,7 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "enable_autolog_hparams", "bool", f"{_HELD}, to log hyperparameters"),
     Patch("lightning.pytorch.Trainer", "validating", "bool", _STAGE),
-    Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "None", _PLATEAU),
+    Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "training", "bool", _STAGE),
     Patch(

@@ -22,7 +22,7 @@ def configured(
     built = optimizer(decay_groups(model))
     if scheduler is None:
         return built
-    if isinstance(scheduler, WarmupDecay):
+    if isinstance(scheduler, WarmupDecay) and scheduler.total_steps == -1:
         scheduler = scheduler.over(model.trainer.estimated_stepping_batches)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler(built), "interval": "step"}}
 

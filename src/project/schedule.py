@@ -13,18 +13,18 @@ class WarmupDecay:
     Called with an optimizer, it gives the scheduler.
 
     Args:
-        total_steps: of rise and fall; None for all of the run's (`over`).
+        total_steps: of rise and fall; -1 for those of a run that ends by epochs, which `over` is given.
     """
 
     def __init__(
         self,
-        total_steps: int | None = None,
+        total_steps: int,
         decay: Literal["cosine", "linear"] = "cosine",
         warmup_fraction: float = 0.05,
         final_fraction: float = 0.1,
     ) -> None:
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"scheduler.total_steps is {total_steps}; expected at least 1, or null for the run's")
+        if total_steps < 1 and total_steps != -1:
+            raise ValueError(f"scheduler.total_steps is {total_steps}; expected at least 1, or -1 for the run's")
         if not 0 <= warmup_fraction < 1:
             raise ValueError(f"scheduler.warmup_fraction is {warmup_fraction}; expected at least 0, less than 1")
         if decay not in ("cosine", "linear"):
@@ -35,24 +35,19 @@ class WarmupDecay:
         self.final_fraction = final_fraction
 
     def over(self, run_steps: float) -> "WarmupDecay":
-        """The schedule over a run of so many steps, unless it has a number of its own.
-
-        Raises ValueError for a run whose last step is not known.
-        """
-        if self.total_steps is None and not 0 < run_steps < math.inf:
+        """The same over a run of so many steps. Raises ValueError for one whose last step is not known."""
+        if not 0 < run_steps < math.inf:
             raise ValueError(
                 "the rate falls towards the run's last step, which is not known; set trainer.max_steps=1000 (or "
                 "another number), scheduler.total_steps=1000, or scheduler=constant"
             )
-        return WarmupDecay(self.total_steps or int(run_steps), self.decay, self.warmup_fraction, self.final_fraction)
+        return WarmupDecay(int(run_steps), self.decay, self.warmup_fraction, self.final_fraction)
 
     def __call__(self, optimizer: Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
         """What the optimizer's rate is multiplied by; the cosine is Loshchilov and Hutter's (2016)."""
-        if self.total_steps is None:
-            raise ValueError("the schedule has no steps; call over() with those of the run")
         warmup_steps = round(self.total_steps * self.warmup_fraction)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

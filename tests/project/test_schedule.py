@@ -46,7 +46,7 @@ def test_one_step_is_enough_for_a_schedule():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"total_steps": -1}, r"total_steps is -1; expected at least 1, or null for the run's"),
+        ({"total_steps": 0}, r"total_steps is 0; expected at least 1, or -1 for the run's"),
         ({"total_steps": 9, "warmup_fraction": 1.5}, r"warmup_fraction is 1\.5; expected at least 0"),
         ({"total_steps": 9, "decay": "sine"}, r"decay is 'sine'; use cosine or linear"),
     ],
@@ -56,15 +56,14 @@ def test_a_schedule_that_cannot_be_is_refused_before_the_run(options, message):
         WarmupDecay(**options)
 
 
-def test_a_schedule_spans_the_run_unless_it_has_steps_of_its_own():
-    assert WarmupDecay().over(100).factor(100) == pytest.approx(0.1)
-    assert WarmupDecay(total_steps=50).over(100).factor(50) == pytest.approx(0.1)
+def test_a_schedule_spans_a_run_of_epochs_once_its_steps_are_known():
+    assert WarmupDecay(total_steps=-1).over(100).factor(100) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("steps", [-1, math.inf])
 def test_a_run_without_a_known_last_step_has_no_schedule(steps):
     with pytest.raises(ValueError, match=r"set trainer.max_steps=1000 .* or scheduler=constant"):
-        WarmupDecay().over(steps)
+        WarmupDecay(total_steps=-1).over(steps)
 
 
 def test_a_schedule_resumes_where_it_stood():
