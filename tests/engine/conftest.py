@@ -32,6 +32,12 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
+# the longest first, so that none of them is left to one worker alone at the end; those of Slurm wait a lot meanwhile
+FIRST = (
+    *("slurm/", "test_gpu.py", "fork/test_made.py", "strategies/test_module_shapes.py"),
+    *("strategies/test_compilation.py", "deepspeed/test_strategy.py", "strategies/test_foreign_modules.py"),
+    *("checkpoints/test_killed.py", "sweeps/test_sweeps.py", "test_matrix.py", "strategies/test_fsdp.py"),
+)
 PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
 PLAIN = (PLAIN_MODEL, PLAIN_DATA)
 
@@ -40,7 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(tuple(f"tests/engine/{name}" for name in SLOW)):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: "tests/engine/slurm/" not in item.nodeid)  # they wait a lot, while others may compute
+    items.sort(key=_turn)
     for item in items:
         if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
             item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
+
+
+def _turn(item: pytest.Item) -> int:
+    beginnings = (item.nodeid.startswith(f"tests/engine/{name}") for name in FIRST)
+    return next((number for number, begins in enumerate(beginnings) if begins), len(FIRST))
