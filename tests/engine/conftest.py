@@ -32,11 +32,11 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
-# the longest first, so that none of them is left to one worker alone at the end; those of Slurm wait a lot meanwhile
+# the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (
-    *("slurm/", "test_gpu.py", "fork/test_made.py", "strategies/test_module_shapes.py"),
-    *("strategies/test_compilation.py", "deepspeed/test_strategy.py", "strategies/test_foreign_modules.py"),
-    *("checkpoints/test_killed.py", "sweeps/test_sweeps.py", "test_matrix.py", "strategies/test_fsdp.py"),
+    *("slurm/test_preemption.py", "test_gpu.py", "fork/test_made.py", "slurm/test_multinode.py"),
+    *("strategies/test_module_shapes.py", "strategies/test_compilation.py", "slurm/", "deepspeed/test_strategy.py"),
+    *("strategies/test_foreign_modules.py", "checkpoints/test_killed.py", "sweeps/test_sweeps.py", "test_matrix.py"),
 )
 PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
 PLAIN = (PLAIN_MODEL, PLAIN_DATA)
