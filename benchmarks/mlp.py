@@ -45,12 +45,10 @@ class PointsData(BatchedData):
 class MLP(LightningModule):
     """Counts what it got right, and logs that where the Trainer logs; the engine logs the loss."""
 
-    correct: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.net = network()
-        self.register_buffer("correct", torch.tensor(0), persistent=False)
+        self.correct = torch.tensor(0)  # no buffer: ddp sends those of rank 0 to the others in each forward pass
         self.seen = 0
 
     def training_step(self, batch: Pair, batch_index: int) -> Tensor:

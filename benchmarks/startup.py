@@ -14,14 +14,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import dependencies
 from benchmarks.results import Row, interleaved, options, publish, row
 
 CHECKOUT = Path(__file__).parents[1]
 QUESTIONS = {"strategy=fdsp": "≤ 0.10", "trainer.max_stps=1": "≤ 0.10", "--help": "≤ 0.15"}
-FIRST_STEP, BARE, PLAIN = (
+FIRST_STEP, BARE, PLAIN, EXTRAS = (
     "train.py to its first step",
     "a plain Trainer to its first step",
     "plain torch to its first step",
+    "train.py to its first step, all extras installed",
 )
 
 # What train.py and the code that it imports later need, imported first.
@@ -52,21 +54,29 @@ def answer(question: str, rounds: int) -> Row:
 
 
 def first_step(rounds: int) -> list[Row]:
-    """From the start of the process to the end of the first step of an MLP."""
+    """From the start of the process to the end of the first step of an MLP.
+
+    Nothing is installed but what each needs, save for one row: torchmetrics imports SciPy and Matplotlib wherever they
+    are, which the extras `digits` and `plots` bring.
+    """
     of = "benchmarks.first_step_lightning"
     run = [f"model._target_={of}.Model", f"data._target_={of}.Data", f"callbacks.ends._target_={of}.EndsAtFirstStep"]
-    with tempfile.TemporaryDirectory() as folder:
+    run = [str(CHECKOUT / "train.py"), *run, "trainer.accelerator=cpu"]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as needed:
+        dependencies.link_into(Path(needed))
         contenders = {
-            FIRST_STEP: _start([str(CHECKOUT / "train.py"), *run, "trainer.accelerator=cpu"], folder),
-            BARE: _start(["-m", of], folder),
-            PLAIN: _start(["-m", "benchmarks.first_step"], folder),
+            FIRST_STEP: _start(["-S", *run], folder, needed),
+            BARE: _start(["-S", "-m", of], folder, needed),
+            PLAIN: _start(["-S", "-m", "benchmarks.first_step"], folder, needed),
+            EXTRAS: _start(run, folder),
         }
         seconds = interleaved(contenders, rounds)
-    return [row(FIRST_STEP, PLAIN, seconds, "≤ 1.35"), row(BARE, PLAIN, seconds)]
+    return [row(FIRST_STEP, PLAIN, seconds, "≤ 1.35"), row(BARE, PLAIN, seconds), row(EXTRAS, PLAIN, seconds)]
 
 
-def _start(arguments: list[str], folder: str) -> Callable[[], float]:
-    environ = os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}", "OMP_NUM_THREADS": "1"}
+def _start(arguments: list[str], folder: str, *paths: str) -> Callable[[], float]:
+    path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src"), *paths])
+    environ = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def cpu_seconds() -> float:
         before = _children_seconds()

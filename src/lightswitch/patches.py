@@ -60,6 +60,7 @@ _COUNTERS = "Lightning's counters are set to the run's position, which counts sa
 _LOADER = "a copy of the loader reads this rank's samples: subclasses can't be made anew from their arguments"
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
+_LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and reads what was logged, in each batch"
 _HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
 _STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
@@ -117,6 +118,19 @@ PATCHES = (
         "_broadcast_sigterm_tensor",
         "(self)",
         "does nothing: at each batch, over the GPUs, it asks for signals that are handled elsewhere",
+    ),
+    Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
+    Patch(
+        "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
+        "output_result_cls",
+        "type",
+        f"{_LOOP}, and divides each loss by 1",
+    ),
+    Patch(
+        "lightning.pytorch.trainer.connectors.data_connector._DataHookSelector",
+        "get_instance",
+        "(self, hook_name)",
+        f"{_LOOP}; it asks three times a batch who has the hooks of its transfer",
     ),
     Patch("lightning.pytorch.loops._TrainingEpochLoop", "_batches_that_stepped", "int", _COUNTERS),
     Patch("lightning.pytorch.loops._Loop", "_restarting", "bool", f"{_COUNTERS}; an epoch's start is no restart"),
@@ -270,6 +284,7 @@ PATCHES = (
 
 # Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
 OVERRIDES = (
+    "lightning.pytorch.loops._TrainingEpochLoop._build_kwargs",
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",

@@ -21,7 +21,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "test_survives.py",
     ),
     *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
-    *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption")),
+    *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption", "rounds")),
     *(
         f"strategies/test_{name}.py"
         for name in (

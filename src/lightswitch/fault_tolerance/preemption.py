@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, Stopped, UnwrittenCheckpoint
+from lightswitch.fault_tolerance.rounds import Rounds
 from lightswitch.process.signals import REQUEUED, Signals
 
 log = logging.getLogger(__name__)
@@ -27,12 +29,14 @@ _RANKING = (None, signal.SIGINT, signal.SIGTERM, *REQUEUED)
 class Preemption(Callback):
     """End training with `Stopped` once any rank has received a signal, between optimizer steps or validation batches.
 
-    All ranks agree on the step and the signal, as they save the checkpoint together.
+    All ranks agree on the step and the signal, as they save the checkpoint together: after the step in which the signal
+    came, or the next one, or within half a second where steps are shorter.
     """
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
+        self._rounds: Rounds
         self._common_batches = 0  # of a validation: ranks may have different numbers
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -46,10 +50,16 @@ class Preemption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.defer()
+        self._rounds = Rounds(self._ranks)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:  # here, all hooks of the step before have run
-            self._end_if_asked(trainer)
+        starts_step = batch_idx % trainer.accumulate_grad_batches == 0  # here, all hooks of the step before have run
+        if starts_step and self._rounds.end_before_step():
+            _end_if_asked(trainer, self._rounds.end(self._asked))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self._rounds.begin(self._asked)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batches = sum(trainer.num_val_batches)
@@ -61,16 +71,14 @@ class Preemption(Callback):
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and self._common_batches > 0:
             self._common_batches -= 1
-            self._end_if_asked(trainer)
+            _end_if_asked(trainer, self._most(self._asked))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.obey()  # all is written; what follows can be done again
 
-    def _end_if_asked(self, trainer: Trainer) -> None:
-        asked = _RANKING[int(self._most(_RANKING.index(self._signals.received)))]
-        if asked is not None:
-            _save(trainer)
-            raise Stopped(asked)
+    @property
+    def _asked(self) -> int:
+        return _RANKING.index(self._signals.received)
 
     def _most(self, number: float) -> float:
         """Return the largest number of all ranks."""
@@ -79,6 +87,13 @@ class Preemption(Callback):
         together = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(together, dist.ReduceOp.MAX, self._ranks)
         return together.item()
+
+
+def _end_if_asked(trainer: Trainer, asked: float) -> None:
+    signalled = _RANKING[int(asked)]
+    if signalled is not None:
+        _save(trainer)
+        raise Stopped(signalled)
 
 
 def _save(trainer: Trainer) -> None:

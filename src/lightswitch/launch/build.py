@@ -28,6 +28,7 @@ from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import handshake
 from lightswitch.launch.hooks import skip_empty_hooks
+from lightswitch.launch.loop import shorten_loop
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
 from lightswitch.process.state import leave_group_at_exit
@@ -101,6 +102,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     )
     _raise(refusals)
     record.hold_loggers(trainer)
+    shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, watchdog)
     return model, data, install_launcher(trainer, run)
 

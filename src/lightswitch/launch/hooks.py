@@ -22,7 +22,6 @@ _call_callbacks, _call_module, _call_strategy = (
     call._call_lightning_module_hook,
     call._call_strategy_hook,
 )
-_NOWHERE = object()
 _EMPTY = {  # hooks of a step that do nothing in Lightning's own classes
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
@@ -51,12 +50,10 @@ def _call_callback_hooks(
     if module is None or monitoring_callbacks is not None or _is_observed(trainer):
         _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         return
-    empty = getattr(Callback, hook_name, _NOWHERE)
+    empty = getattr(Callback, hook_name, None)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-        hook = getattr(callback, hook_name)
-        if getattr(hook, "__func__", None) is not empty and callable(hook):
-            with _Current(module, hook_name):
-                hook(trainer, module, *args, **kwargs)
+        if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback):
+            _call(getattr(callback, hook_name), module, hook_name, (trainer, module, *args), kwargs)
 
 
 def _call_lightning_module_hook(
@@ -66,34 +63,26 @@ def _call_lightning_module_hook(
     if module is None or _is_observed(trainer):
         return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     hook = getattr(module, hook_name)
-    if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE or not callable(hook):
+    if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
         return None
-    with _Current(module, hook_name):
-        return hook(*args, **kwargs)
+    return _call(hook, module, hook_name, args, kwargs)
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if _is_observed(trainer):
         return _call_strategy(trainer, hook_name, *args, **kwargs)
     hook = getattr(trainer.strategy, hook_name)
-    if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY or not callable(hook):
+    if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY:
         return None
-    with _Current(trainer.lightning_module, hook_name):
-        return hook(*args, **kwargs)
+    return _call(hook, trainer.lightning_module, hook_name, args, kwargs)
 
 
-class _Current:
-    """Context in which the module knows the hook that is called: `self.log` asks for it."""
-
-    __slots__ = ("_before", "_module", "_name")
-
-    def __init__(self, module: LightningModule, name: str) -> None:
-        self._module, self._name = vars(module), name  # past nn.Module's __setattr__, which looks for parameters
-
-    def __enter__(self) -> None:
-        self._before = self._module["_current_fx_name"]
-        self._module["_current_fx_name"] = self._name
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # as Lightning's own: after an error, it says in which hook
-            self._module["_current_fx_name"] = self._before
+def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a hook while the module knows its name, which `self.log` asks for; as in Lightning, an error leaves it."""
+    if not callable(hook):
+        return None
+    known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
+    before, known["_current_fx_name"] = known["_current_fx_name"], name
+    returned = hook(*args, **kwargs)
+    known["_current_fx_name"] = before
+    return returned

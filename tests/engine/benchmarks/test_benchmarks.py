@@ -14,7 +14,10 @@ from benchmarks.results import Row, interleaved, row
 from tests.engine.conftest import CHECKOUT
 
 ROWS = {
-    "startup": ["strategy=fdsp", "train.py to its first step", "a plain Trainer to its first step"],
+    "startup": [
+        *("strategy=fdsp", "train.py to its first step", "a plain Trainer to its first step"),
+        "train.py to its first step, all extras installed",
+    ],
     "step": ["MLP", "MLP", "the peer's way", "GPT", "GPT"],
     "ddp": ["MLP, two processes"],
     "save": ["a save", "a save"],

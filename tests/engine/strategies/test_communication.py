@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.preflight.strategies import Request, problems
@@ -31,9 +33,15 @@ class _Counting(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and not _is_about_signals(args):
             self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _is_about_signals(args: tuple[Any, ...]) -> bool:
+    """Return whether ranks tell one another of signals, as often as their speed allows: alone in double precision."""
+    sent = args[0] if isinstance(args[0], list) else [args[0]]
+    return any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in sent)
 
 
 class Collectives(pl.Callback):

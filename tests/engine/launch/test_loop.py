@@ -1,0 +1,91 @@
+"""The engine's loop over batches shows, computes and calls what Lightning's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightswitch.launch.loop import shorten_loop
+from tests.engine.launch.hooked import Logging, Shown, trained_by
+from tests.engine.plain import PlainData, PlainModel
+
+
+def test_what_is_logged_is_shown_at_the_same_steps(tmp_path: Path) -> None:
+    expected = _shown(tmp_path, lambda trainer: None)
+    assert {"train/loss", "train/both_step", "train/both_epoch", "train/mean"} <= expected[-1]["callback"].keys()
+    assert _shown(tmp_path, shorten_loop) == expected
+
+
+def test_a_value_that_a_bar_shows_is_read_once(tmp_path: Path) -> None:
+    class LoggingOnce(PlainModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 0:
+                self.log("train/loss", loss, prog_bar=True)
+            return loss
+
+    def readings(arrange: Callable[[Trainer], None]) -> int:
+        trainer = trained_by(tmp_path, [], max_epochs=1, limit_val_batches=0)
+        arrange(trainer)
+        with Readings() as counted:
+            trainer.fit(LoggingOnce(), PlainData())
+        return counted.count
+
+    assert readings(lambda trainer: None) - readings(shorten_loop) == 3  # of 4 batches
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> None:
+    def weights(arrange: Callable[[Trainer], None]) -> dict[str, Tensor]:
+        seed_everything(1, verbose=False)
+        model = PlainModel()
+        trainer = trained_by(tmp_path, [], max_epochs=2, accumulate_grad_batches=accumulation)
+        arrange(trainer)
+        trainer.fit(model, PlainData())
+        return model.state_dict()
+
+    torch.testing.assert_close(weights(shorten_loop), weights(lambda trainer: None), rtol=0, atol=0)
+
+
+def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_path: Path) -> None:
+    class Replacing(PlainModel):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.training_step = lambda batch: self.took.append(batch)  # type: ignore[method-assign]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.took: list[Any] = []
+            return super().training_step(batch, batch_idx)
+
+    model, trainer = Replacing(), trained_by(tmp_path, [], max_epochs=2, limit_val_batches=0)
+    shorten_loop(trainer)
+    trainer.fit(model, PlainData())
+    assert len(model.took) == 4
+
+
+class Readings(TorchDispatchMode):
+    """Counts how often a tensor's value is read: on a GPU, the process would wait each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _shown(folder: Path, arrange: Callable[[Trainer], None]) -> list[dict[str, dict[str, float]]]:
+    seed_everything(1, verbose=False)
+    shown = Shown()
+    trainer = trained_by(folder, [shown], max_epochs=2, val_check_interval=3)
+    arrange(trainer)
+    trainer.fit(Logging(), PlainData())
+    return shown.seen
