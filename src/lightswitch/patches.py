@@ -95,6 +95,12 @@ PATCHES = (
         "lightning.pytorch.Trainer", "loggers", "list", f"{_HELD}",
     ),
     Patch("lightning.pytorch.Trainer", "enable_autolog_hparams", "bool", f"{_HELD}, to log hyperparameters"),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "save_checkpoint",
+        "(self, filepath, weights_only, storage_options)",
+        "the time that training waits for a save is measured: a callback's hook comes only when one begins",
+    ),
     Patch("lightning.pytorch.Trainer", "validating", "bool", _STAGE),
     Patch("lightning.pytorch.Trainer", "training", "bool", _STAGE),
     Patch(
@@ -128,6 +134,12 @@ PATCHES = (
         "reduce",
         "(self, tensor, group, reduce_op)",
         "means of whole numbers are taken in double precision: Lightning truncates the mean of batch sizes",
+    ),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "optimizer_step",
+        "(self, optimizer, closure, model, **kwargs)",
+        "the end of a step that is measured is marked: Lightning has a hook before the optimizer, and none after it",
     ),
     Patch(
         "lightning.pytorch.strategies.Strategy",
