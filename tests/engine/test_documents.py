@@ -122,6 +122,7 @@ IN_PLAIN_ENGLISH = (
     "context.py",
     "errors.py",
     "launch",
+    "compare",
     "runs",
     "sweeps",
     "config",

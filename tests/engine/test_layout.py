@@ -20,7 +20,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 
 # From the top down: a package imports those below it alone, and so does a file.
 PACKAGES = (
-    *("fork", "doctor", "launch", "sweeps", "preflight", "planning", "fault_tolerance", "runs", "config"),
+    *("fork", "doctor", "launch", "compare", "sweeps", "preflight", "planning", "fault_tolerance", "runs", "config"),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
     *("figures", "patches", "trees", "versions", "errors"),  # files beside the packages
 )
@@ -57,6 +57,7 @@ WITHOUT_TORCH = (
     "lightswitch.deepspeed.ops",
     "lightswitch.preflight.strategies",
     "lightswitch.figures",
+    "lightswitch.compare.__main__",
 )
 
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster import placement
+from lightswitch.compare import files
 from lightswitch.config import composition
 from lightswitch.config.hydra_errors import check_flags, problems_of_composition
 from lightswitch.config.overrides import normalised
@@ -96,7 +97,7 @@ class Entry:
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
         composition.patch_composition()
-        multirun.patch_multirun(self.process)
+        multirun.patch_multirun(self.process, files.of_sweep)
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor
-from torch.autograd.profiler_util import DeviceType, FunctionEvent
+from torch.autograd.profiler_util import FunctionEvent
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -41,9 +41,9 @@ class StepTimer(Callback):
     """Callback that measures a few steps with torch's profiler, and writes step_times.json into the run directory.
 
     A phase lasts from one of Lightning's hooks to the next: data (from the end of a batch to the start of the next:
-    reading it and moving it to the device), forward, backward, optimizer (with clipping), and the rest. Communication is
-    taken out of these: where nothing is computed beside it, it counts for itself, with the time in which a rank waits for
-    a slower one. On GPUs the phases are synchronised while they are measured.
+    reading it and moving it to the device), forward, backward, optimizer (with clipping), and the rest. Communication
+    is taken out of these: where nothing is computed beside it, it counts for itself, with the time in which a rank
+    waits for a slower one. On GPUs the phases are synchronised while they are measured.
 
     Steps that are not measured are as fast as without the callback. Every rank must have it.
 
@@ -223,7 +223,7 @@ def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, flo
     computation: list[Interval] = []
     for event in events:
         name, span = event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        is_on_gpu = event.device_type == DeviceType.CUDA
+        is_on_gpu = event.device_type.name == "CUDA"  # also of ROCm
         if name.startswith(_MARK):
             if not is_on_gpu:  # the profiler repeats annotations on the device's timeline
                 marks.append((span[0], name.removeprefix(_MARK)))
