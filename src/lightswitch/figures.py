@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _FONT = "DejaVu Sans"  # comes with matplotlib, and is wider than most: what is measured with it has room enough
 _FONTS = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans'"
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))  # lengths in line widths
 
 
 @dataclass(frozen=True)

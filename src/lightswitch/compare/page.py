@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -18,13 +19,14 @@ p { margin: 4px 0; }
 .summary { font-size: 16px; }
 .notes { color: var(--muted); font-size: 13px; margin-top: 12px; max-width: 80ch; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; min-width: 62%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { color: var(--muted); font-size: 12.5px; font-weight: 500; }
 th, td { padding: 7px 0 7px 20px; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--grid); }
 th:first-child, td:first-child { padding-left: 0; }
 td:first-child { font-weight: 550; }
 .r { text-align: right; }
-.wide td:not(:first-child) { white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
+.wide td { vertical-align: top; }
+.wide td:not(:first-child) { white-space: normal; overflow-wrap: break-word; }
 .picture svg { display: block; width: 100%; height: auto; }
 .picture { margin: 8px 0 20px; }
 .picture .dark { display: none; }
@@ -85,4 +87,5 @@ def _table(table: Table) -> Iterator[str]:
 
 def _cells(tag: str, cells: Sequence[str], alignment: str) -> str:
     sides = (' class="r"' if side == "r" else "" for side in alignment)
-    return "".join(f"<{tag}{side}>{escape(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
+    words = (re.sub(r"([._/])(?=\w)", r"\1<wbr>", escape(cell)) for cell in cells)  # dotted names may break there
+    return "".join(f"<{tag}{side}>{word}</{tag}>" for word, side in zip(words, sides, strict=True))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from lightswitch import figures
 from lightswitch.compare.comparison import Comparison
 from lightswitch.compare.run import Curve, Run
-from lightswitch.figures import DASHES, Picture, Theme
+from lightswitch.compare.tables import milliseconds
+from lightswitch.figures import Picture, Theme
 from lightswitch.monitoring.step_times import PHASES, StepTimes
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH_INCHES = 10.0
+_FEW_STEPS = 8  # of a curve: then each gets a dot
+_MOST_SLOTS, _DASH = 3, 2.5  # dashes are measured in line widths
 _PARTS = (*PHASES[:-1], "saving", PHASES[-1])
 _COLORS = {"data": 4, "forward": 0, "backward": 2, "communication": 5, "optimizer": 1, "saving": 3}
 
@@ -53,54 +56,66 @@ def _draw_curves(comparison: Comparison, metrics: Sequence[str], figure: Figure,
         above, below = axes[0][column], axes[1][column]
         above.set_title(metric)
         for run in of_runs:
-            _draw_curve(above, theme, comparison.runs.index(run), run.curves[metric], run.label)
+            _draw_curve(above, theme, run, metric, comparison.runs.index(run), len(comparison.runs) - 1)
         _draw_distances(below, theme, comparison, metric, of_runs)
         below.set_xlabel("step")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=min(4, len(labels)), handlelength=2.6)
+    _draw_legend(figure, theme, comparison)
 
 
-def _draw_curve(axes: Axes, theme: Theme, index: int, curve: Curve, label: str) -> None:
-    """Draw a line thinner than those below it: curves that are equal stay visible beside one another."""
-    steps_in_order = sorted(curve)
+def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, others: int) -> None:
+    """Draw a curve: the first run's as a broad line, the others' as dashes that leave one another room.
+
+    Curves that are equal so show all of their colours.
+    """
+    curve = run.curves[metric]
+    ordered = sorted(curve)
+    slots = min(others, _MOST_SLOTS)  # along the line, each for the dashes of one run
+    dashes = (_DASH * (index - 1), (_DASH, _DASH * (slots - 1))) if index and slots > 1 else "solid"
     axes.plot(
-        steps_in_order,
-        [curve[step] for step in steps_in_order],
+        ordered,
+        [curve[step] for step in ordered],
         color=color(theme, index),
-        linewidth=max(1.2, 4.4 - 1.0 * index),
-        linestyle=DASHES[min(index, 1)] if index else DASHES[0],
-        marker="o" if len(steps_in_order) < 8 else "",
-        markersize=max(3.0, 8 - 1.6 * index),
-        label=label,
+        linewidth=1.9 if index else 4.5,
+        linestyle=dashes,
+        dash_capstyle="butt",
+        marker="o" if len(ordered) <= _FEW_STEPS else "",
+        markersize=max(3.0, 9 - 1.6 * index),
     )
+
+
+def _draw_legend(figure: Figure, theme: Theme, comparison: Comparison) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color=color(theme, index), linewidth=3.5, label=run.label)
+        for index, run in enumerate(comparison.runs)
+        if run.curves
+    ]
+    figure.legend(handles=lines, loc="outside lower left", ncols=min(4, len(lines)), handlelength=1.6)
 
 
 def _draw_distances(axes: Axes, theme: Theme, comparison: Comparison, metric: str, of_runs: Sequence[Run]) -> None:
     base, *others = of_runs
-    axes.set_title(f"distance from {base.label}", fontsize=9, color=theme.muted, pad=6)
-    drawn = False
+    axes.set_title(f"distance from {base.label}, where it is not 0", fontsize=9, color=theme.muted, pad=6)
+    drawn: list[float] = []
     for run in others:
-        away = {step: abs(run.curves[metric][step] - base.curves[metric][step]) for step in _common(run, base, metric)}
-        found = {step: distance for step, distance in sorted(away.items()) if math.isfinite(distance) and distance > 0}
-        drawn = drawn or bool(found)
-        axes.plot(
-            list(found),
-            list(found.values()),
-            color=color(theme, comparison.runs.index(run)),
-            linewidth=1.2,
-            marker="o",
-            markersize=3,
-        )
+        away = _distances(run.curves[metric], base.curves[metric])
+        index = comparison.runs.index(run)
+        axes.plot(list(away), list(away.values()), "o", color=color(theme, index), markersize=max(2.5, 6 - index))
+        drawn += away.values()
     if drawn:
+        low, high = math.floor(math.log10(min(drawn))), math.ceil(math.log10(max(drawn)))
         axes.set_yscale("log")
+        axes.set_ylim(10.0 ** (low - 0.2), 10.0 ** (max(high, low + 1) + 0.2))  # whole decades, which are labelled
         axes.minorticks_off()
     else:
         axes.set_yticks([])
-        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color=theme.muted)
 
 
-def _common(run: Run, other: Run, metric: str) -> set[int]:
-    return run.curves[metric].keys() & other.curves[metric].keys()
+def _distances(curve: Curve, base: Curve) -> dict[int, float]:
+    """Return the distances by step, without those that are 0 or no finite number, which have no logarithm."""
+    away = {step: abs(curve[step] - base[step]) for step in sorted(curve.keys() & base.keys())}
+    return {step: distance for step, distance in away.items() if 0 < distance < math.inf}
 
 
 def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme: Theme) -> None:
@@ -113,7 +128,14 @@ def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme
         axes.barh(rows, widths, left=ends, height=0.62, color=shade, label=part, linewidth=0.6)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for row, end in enumerate(ends):
-        axes.text(end, row, f"  {end:,.0f} ms" if end >= 10 else f"  {end:.2g} ms", va="center", color=theme.ink)
+        axes.annotate(
+            f"{milliseconds(end / 1000)} ms",
+            (end, row),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            color=theme.ink,
+        )
     axes.set_yticks(rows, [run.label for run, _ in measured])
     axes.tick_params(axis="y", labelcolor=theme.ink)
     axes.invert_yaxis()

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,22 +180,23 @@ def _number(text: Any) -> float | None:
 
 def _labels(run_dirs: Sequence[Path], jobs: Sequence[Record | None]) -> list[str]:
     """Return what tells the runs apart: of a sweep's jobs the overrides, of others the shortest end of the path."""
-    overrides = [set(job.overrides) if job is not None else set() for job in jobs]
-    shared = set.intersection(*overrides)
-    own = [
-        [text.lstrip("+") for text in job.overrides if text not in shared] if job is not None else [] for job in jobs
-    ]
-    if all(own) and len({tuple(words) for words in own}) == len(own):
-        keys = {word.partition("=")[0] for words in own for word in words}
-        if len(keys) == 1:  # as strategy=ddp beside strategy=fsdp: the values say it
-            return [words[0].partition("=")[2] or words[0] for words in own]
-        return [" ".join(words) for words in own]
-    parts = [run_dir.resolve().parts for run_dir in run_dirs]
-    return _shortest_ends(parts)
+    ends = _shortest_ends([run_dir.resolve().parts for run_dir in run_dirs])
+    own = _own_overrides(jobs)
+    keys = {word.partition("=")[0] for words in own for word in words}
+    if len(keys) == 1:  # as strategy=ddp beside strategy=fsdp: the values say it
+        own = [[word.partition("=")[2] or word for word in words] for words in own]
+    labels = [" ".join(words) or end for words, end in zip(own, ends, strict=True)]
+    return labels if len(set(labels)) == len(labels) else ends
 
 
-def _shortest_ends(parts: Iterable[tuple[str, ...]]) -> list[str]:
-    paths = list(parts)
+def _own_overrides(jobs: Sequence[Record | None]) -> list[list[str]]:
+    """Return the overrides of each job that not all jobs have; none of what is no job."""
+    overrides = [list(job.overrides) if job is not None else [] for job in jobs]
+    shared = set.intersection(*(set(words) for words in overrides if words)) if any(overrides) else set()
+    return [[word.lstrip("+") for word in words if word not in shared] for words in overrides]
+
+
+def _shortest_ends(paths: Sequence[tuple[str, ...]]) -> list[str]:
     for count in range(1, max(map(len, paths)) + 1):
         ends = [os.path.join(*path[-count:]) for path in paths]
         if len(set(ends)) == len(ends):

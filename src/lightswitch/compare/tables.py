@@ -97,7 +97,7 @@ def _row(run: Run, speed: Speed, unit: str, objective: str) -> tuple[str, ...]:
         str(run.world_size or NOTHING),
         str(run.steps or NOTHING),
         f"{curve[max(curve)]:.5g}" if curve else NOTHING,
-        compact(rate) if rate is not None else NOTHING,
+        f"{rate:,.0f}" if rate is not None else NOTHING,
         milliseconds(speed.step_seconds),
         f"{100 * speed.efficiency:.0f} %" if speed.efficiency is not None else NOTHING,
         _peak(run),
