@@ -94,7 +94,7 @@ def _run_dirs(path: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() or record.read(path) is not None
+    return path.is_dir() and ((path / "config.yaml").is_file() or record.read(path) is not None)
 
 
 def _read(run_dir: Path, label: str, job: Record | None) -> Run:
