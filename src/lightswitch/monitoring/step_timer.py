@@ -64,12 +64,11 @@ class StepTimer(Callback):
         self._process_start = psutil.Process().create_time()  # here: a rank that Python spawns starts later
         self._profile: profile | None = None
         self._startup_seconds = self._saving_seconds = 0.0
-        self._first_step = self._measured_from = self._measured_steps = 0
+        self._steps_taken = self._measured_steps = 0  # of this start
         self._split: tuple[dict[str, float], dict[str, float]] | None = None
         self._is_done = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step = _steps_taken(trainer)
         patches.replace(trainer, "save_checkpoint", self._timed_save(trainer.save_checkpoint))
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]  # set by a connector
             self._is_done = True
@@ -80,10 +79,9 @@ class StepTimer(Callback):
         self._startup_seconds = self._startup_seconds or time.time() - self._process_start
         if self._is_done:
             return
-        step = _steps_taken(trainer)
-        if self._profile is None and step == self._first_step + self._skip_steps:
-            self._start(trainer, step)
-        elif self._profile is not None and step == self._measured_from + self._steps:
+        if self._profile is None and self._steps_taken == self._skip_steps:
+            self._start(trainer)
+        elif self._profile is not None and self._steps_taken == self._skip_steps + self._steps:
             self._stop(trainer)
         self._mark("forward", trainer)
 
@@ -99,6 +97,7 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._steps_taken += not trainer.fit_loop._should_accumulate()  # where the model steps by hand, too
         self._mark("data", trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,10 +118,9 @@ class StepTimer(Callback):
             patches.restore(trainer.strategy, "optimizer_step")
             profiler.stop()
 
-    def _start(self, trainer: Trainer, step: int) -> None:
+    def _start(self, trainer: Trainer) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 writes a line of its own to the terminal
         patches.replace(trainer.strategy, "optimizer_step", self._marked_step(trainer))
-        self._measured_from = step
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])], acc_events=True
@@ -135,7 +133,7 @@ class StepTimer(Callback):
         assert profiler is not None
         profiler.stop()
         patches.restore(trainer.strategy, "optimizer_step")
-        self._measured_steps = _steps_taken(trainer) - self._measured_from
+        self._measured_steps = self._steps_taken - self._skip_steps
         on_gpu = trainer.strategy.root_device.type == "cuda"
         events = profiler.events()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._split = _split(events or [], on_gpu) if self._measured_steps else None
@@ -193,17 +191,13 @@ class StepTimer(Callback):
                 world_size=trainer.world_size,
                 on_cuda=device.type == "cuda",
                 peak_bytes=int(max(peak for peak, *_ in of_ranks)),
-                trained_steps=_steps_taken(trainer) - self._first_step,
+                trained_steps=self._steps_taken,
                 saving_seconds=saving,
                 measured_steps=self._measured_steps,
                 seconds=measured,
                 overlapped_seconds={phase: total for phase, total in beside.items() if total > 0},
             ),
         )
-
-
-def _steps_taken(trainer: Trainer) -> int:
-    return trainer.fit_loop.epoch_loop._batches_that_stepped  # where the model steps by hand, too
 
 
 def _of_ranks(trainer: Trainer, numbers: list[float]) -> list[list[float]]:
