@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightswitch.compare import planned
 from lightswitch.errors import Refused
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.step_times import StepTimes
@@ -36,6 +37,7 @@ class Run:
         state: finished, not finished, stopped, or failed.
         failure: the first line of what ended it.
         times: None if its steps were not measured.
+        planned_bytes: the peak that a plan foretold; None without one.
     """
 
     path: Path
@@ -47,6 +49,7 @@ class Run:
     config: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     times: StepTimes | None = None
+    planned_bytes: int | None = None
 
     @property
     def world_size(self) -> int | None:
@@ -111,6 +114,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         config=_chosen(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=_curves(run_dir / "metrics.csv"),
         times=step_times.read(run_dir),
+        planned_bytes=planned.peak_bytes(run_dir),
     )
 
 
@@ -186,7 +190,10 @@ def _labels(run_dirs: Sequence[Path], jobs: Sequence[Record | None]) -> list[str
     if len(keys) == 1:  # as strategy=ddp beside strategy=fsdp: the values say it
         own = [[word.partition("=")[2] or word for word in words] for words in own]
     labels = [" ".join(words) or end for words, end in zip(own, ends, strict=True)]
-    return labels if len(set(labels)) == len(labels) else ends
+    return [
+        f"{label} ({end})" if labels.count(label) > 1 and label != end else label
+        for label, end in zip(labels, ends, strict=True)
+    ]
 
 
 def _own_overrides(jobs: Sequence[Record | None]) -> list[list[str]]:

@@ -84,12 +84,19 @@ def _runs(comparison: Comparison) -> Table:
     of_runs = speeds(comparison)
     unit = "tokens" if any(speed.tokens_per_second is not None for speed in of_runs) else "samples"
     objective = comparison.objectives[0] if comparison.objectives else "objective"
-    header = ("run", "devices", "steps", objective, f"{unit}/s", "ms/step", "efficiency", "peak memory", "start-up")
-    rows = [_row(run, speed, unit, objective) for run, speed in zip(comparison.runs, of_runs, strict=True)]
-    return Table("Runs", (*header, "state"), "lrrrrrrrrl", rows, tuple(_notes_on_runs(comparison, of_runs)))
+    memory = ("peak memory", "planned") if _is_planned(comparison) else ("peak memory",)
+    header = ("run", "devices", "steps", objective, f"{unit}/s", "ms/step", "efficiency", *memory, "start-up", "state")
+    rows = [_row(run, speed, unit, objective, len(memory)) for run, speed in zip(comparison.runs, of_runs, strict=True)]
+    alignment = "l" + "r" * (len(header) - 2) + "l"
+    return Table("Runs", header, alignment, rows, tuple(_notes_on_runs(comparison, of_runs)))
 
 
-def _row(run: Run, speed: Speed, unit: str, objective: str) -> tuple[str, ...]:
+def _is_planned(comparison: Comparison) -> bool:
+    return any(run.planned_bytes is not None for run in comparison.runs)
+
+
+def _row(run: Run, speed: Speed, unit: str, objective: str, columns_of_memory: int) -> tuple[str, ...]:
+    planned = size(run.planned_bytes) if run.planned_bytes is not None else NOTHING
     rate = speed.tokens_per_second if unit == "tokens" else speed.samples_per_second
     curve = run.curves.get(objective, {})
     return (
@@ -100,7 +107,7 @@ def _row(run: Run, speed: Speed, unit: str, objective: str) -> tuple[str, ...]:
         f"{rate:,.0f}" if rate is not None else NOTHING,
         milliseconds(speed.step_seconds),
         f"{100 * speed.efficiency:.0f} %" if speed.efficiency is not None else NOTHING,
-        _peak(run),
+        *(_peak(run), planned)[:columns_of_memory],
         f"{run.times.startup_seconds:.1f} s" if run.times is not None else NOTHING,
         run.state,
     )

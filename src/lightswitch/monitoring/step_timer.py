@@ -83,6 +83,7 @@ class StepTimer(Callback):
             self._start(trainer)
         elif self._profile is not None and self._steps_taken == self._skip_steps + self._steps:
             self._stop(trainer)
+            self._write(trainer)  # also for a run that is stopped later
         self._mark("forward", trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -179,8 +180,9 @@ class StepTimer(Callback):
         own = [self._saving_seconds, *(times.get(phase, 0.0) for times in (seconds, overlapped) for phase in PHASES)]
         of_ranks = _of_ranks(trainer, [float(peak_bytes(device)), *own])
         saving, *a_step = (sum(column) / len(column) for column in list(zip(*of_ranks, strict=True))[1:])
-        if not trainer.is_global_zero:
-            return
+        earlier = step_times.read(self._folder)
+        if not trainer.is_global_zero or (self._split is None and earlier is not None and earlier.measured_steps):
+            return  # a start that was too short leaves what an earlier one of the run has measured
         by_phase = [total / max(1, self._measured_steps) for total in a_step]
         measured = dict(zip(PHASES, by_phase[: len(PHASES)], strict=True)) if self._split else {}
         beside = dict(zip(PHASES, by_phase[len(PHASES) :], strict=True)) if self._split else {}

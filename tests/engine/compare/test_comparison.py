@@ -130,6 +130,13 @@ def test_saving_is_spread_over_all_steps_and_what_is_overlapped_takes_no_time() 
     assert "Peak memory: the device's, of the rank that took most." in runs.notes
 
 
+def test_what_was_planned_stands_beside_what_was_taken() -> None:
+    comparison = Comparison((run("a", times=TIMES, planned_bytes=2 * 2**30), run("b")))
+    runs = tables.tables(comparison)[0]
+    memory = [row[runs.columns.index("peak memory") : runs.columns.index("start-up")] for row in runs.rows]
+    assert memory == [("3 GiB", "2 GiB"), ("–", "–")]
+
+
 def test_configs_are_beside_one_another_where_they_differ() -> None:
     first = run("a", 1, config={"optimizer.lr": "0.001", "seed": "1", "run_id": "a"})
     second = run("b", 2, config={"seed": "1", "run_id": "b"})

@@ -211,6 +211,18 @@ def test_a_crash_is_told_by_its_first_line(runs: Path, tmp_path: Path) -> None:
     assert (found.state, found.failure) == ("failed", "rank 1 of 2 failed")
 
 
+def test_a_plan_is_that_of_the_runs_own_strategy(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "ddp" / ".hydra", tmp_path / ".hydra")
+    shutil.copy(runs / "ddp" / "config.yaml", tmp_path)
+    assert read([tmp_path])[0].planned_bytes is None
+    planned = {"fsdp": 100, "ddp": 200}
+    strategies = [{"words": [f"strategy={name}"], "bytes": count} for name, count in planned.items()]
+    (tmp_path / "plan.json").write_text(json.dumps({"strategies": strategies}))
+    assert read([tmp_path])[0].planned_bytes == 200
+    (tmp_path / "plan.json").write_text("[]")
+    assert read([tmp_path])[0].planned_bytes is None
+
+
 def test_runs_are_told_apart_by_the_end_of_their_path(runs: Path, tmp_path: Path) -> None:
     for folder in ("a/x", "b/x"):
         (tmp_path / folder).mkdir(parents=True)

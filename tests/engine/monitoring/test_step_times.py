@@ -57,9 +57,9 @@ def test_what_is_no_phase_is_left_out() -> None:
     assert seconds == dict.fromkeys(PHASES, 0.0) | {"forward": 1.5, "data": 1.5}
 
 
-def _paced(tmp_path: Path) -> StepTimes:
+def _paced(tmp_path: Path, **options: int) -> StepTimes:
     timer = StepTimer(str(tmp_path), skip_steps=2, steps=4)
-    run = trainer(tmp_path, callbacks=[Reporting(), timer, Saving()], max_steps=12, limit_val_batches=0)
+    run = trainer(tmp_path, callbacks=[Reporting(), timer, Saving()], max_steps=12, limit_val_batches=0, **options)
     run.fit(Paced(), DataLoader(PacedBatches(), batch_size=1), loader(8))
     found = read(tmp_path)
     assert found is not None
@@ -81,12 +81,29 @@ def test_each_phase_takes_the_time_that_it_takes(tmp_path: Path) -> None:
     assert found.peak_bytes > 2**26  # what a process takes that has imported torch
 
 
+def test_a_step_of_two_micro_batches_has_the_phases_of_both(tmp_path: Path) -> None:
+    found = _paced(tmp_path, accumulate_grad_batches=2)
+    assert (found.measured_steps, found.trained_steps) == (4, 12)
+    assert 2 * paced.FORWARD <= found.seconds["forward"] < 3 * paced.FORWARD
+    assert 2 * paced.BACKWARD <= found.seconds["backward"] < 3 * paced.BACKWARD
+    assert paced.OPTIMIZER <= found.seconds["optimizer"] < 2 * paced.OPTIMIZER
+
+
 def test_a_run_that_ends_too_early_has_no_phases(tmp_path: Path) -> None:
     timer = StepTimer(str(tmp_path), skip_steps=50)
     trainer(tmp_path, callbacks=[timer]).fit(Regression(), loader(), loader(8))
     found = read(tmp_path)
     assert found is not None
     assert (found.seconds, found.measured_steps, found.trained_steps) == ({}, 0, 20)
+
+
+def test_a_start_that_is_too_short_leaves_what_an_earlier_one_has_measured(tmp_path: Path) -> None:
+    for skip_steps in (5, 50):
+        timer = StepTimer(str(tmp_path), skip_steps)
+        trainer(tmp_path, callbacks=[timer]).fit(Regression(), loader(), loader(8))
+    found = read(tmp_path)
+    assert found is not None
+    assert found.measured_steps == 5
 
 
 def test_a_run_that_ends_while_it_is_measured_has_the_steps_until_then(tmp_path: Path) -> None:
