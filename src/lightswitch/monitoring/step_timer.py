@@ -69,7 +69,7 @@ class StepTimer(Callback):
         self._is_done = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        patches.replace(trainer, "save_checkpoint", self._timed_save(trainer.save_checkpoint))
+        patches.replace(trainer, "save_checkpoint", self._timed_save(trainer))
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]  # set by a connector
             self._is_done = True
             if trainer.is_global_zero:
@@ -158,17 +158,15 @@ class StepTimer(Callback):
 
         return marked
 
-    def _timed_save(self, save: Callable[..., None]) -> Callable[..., None]:
+    def _timed_save(self, trainer: Trainer) -> Callable[..., None]:
+        save = trainer.save_checkpoint
+
         @functools.wraps(save)
         def timed(*args: Any, **kwargs: Any) -> None:
             start = time.perf_counter()
-            if self._profile is not None:
-                with record_function(f"{_MARK}saving"):
-                    pass
+            self._mark("saving", trainer)
             save(*args, **kwargs)
-            if self._profile is not None:
-                with record_function(f"{_MARK}data"):
-                    pass
+            self._mark("data", trainer)
             self._saving_seconds += time.perf_counter() - start
 
         return timed
