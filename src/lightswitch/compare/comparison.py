@@ -155,7 +155,7 @@ def choices(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
     Runs that were refused before they had a config are left out.
     """
     configs = [run.config for run in comparison.runs if run.config]
-    for key in dict.fromkeys(key for config in configs for key in config):
+    for key in sorted({key for config in configs for key in config}):
         values = [config.get(key, "-") for config in configs]
         if key not in _NO_CHOICES and len(set(values)) > 1:
             yield key, values

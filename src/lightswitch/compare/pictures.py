@@ -44,22 +44,23 @@ def steps(comparison: Comparison) -> Picture | None:
     return figures.picture(partial(_draw_steps, measured), _WIDTH_INCHES, 1.3 + 0.42 * len(measured))
 
 
-def color(theme: Theme, index: int) -> str:
-    """Return the colour of a run by its number in the comparison; beyond the theme's, they begin anew."""
+def _color(theme: Theme, index: int) -> str:
+    """Return the colour of a run; beyond the theme's, they begin anew."""
     return theme.colors[index % len(theme.colors)]
 
 
 def _draw_curves(comparison: Comparison, metrics: Sequence[str], figure: Figure, theme: Theme) -> None:
+    drawn = [run for run in comparison.runs if run.curves]
     axes = figure.subplots(2, len(metrics), squeeze=False, sharex="col", height_ratios=(3, 1.35))
     for column, metric in enumerate(metrics):
         of_runs = comparison.with_metric(metric)
         above, below = axes[0][column], axes[1][column]
         above.set_title(metric)
         for run in of_runs:
-            _draw_curve(above, theme, run, metric, comparison.runs.index(run), len(comparison.runs) - 1)
-        _draw_distances(below, theme, comparison, metric, of_runs)
+            _draw_curve(above, theme, run, metric, drawn.index(run), len(drawn) - 1)
+        _draw_distances(below, theme, drawn, metric, of_runs)
         below.set_xlabel("step")
-    _draw_legend(figure, theme, comparison)
+    _draw_legend(figure, theme, drawn)
 
 
 def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, others: int) -> None:
@@ -74,7 +75,7 @@ def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, oth
     axes.plot(
         ordered,
         [curve[step] for step in ordered],
-        color=color(theme, index),
+        color=_color(theme, index),
         linewidth=1.9 if index else 4.5,
         linestyle=dashes,
         dash_capstyle="butt",
@@ -83,28 +84,26 @@ def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, oth
     )
 
 
-def _draw_legend(figure: Figure, theme: Theme, comparison: Comparison) -> None:
+def _draw_legend(figure: Figure, theme: Theme, drawn: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
 
     lines = [
-        Line2D([], [], color=color(theme, index), linewidth=3.5, label=run.label)
-        for index, run in enumerate(comparison.runs)
-        if run.curves
+        Line2D([], [], color=_color(theme, index), linewidth=3.5, label=run.label) for index, run in enumerate(drawn)
     ]
     figure.legend(handles=lines, loc="outside lower left", ncols=min(4, len(lines)), handlelength=1.6)
 
 
-def _draw_distances(axes: Axes, theme: Theme, comparison: Comparison, metric: str, of_runs: Sequence[Run]) -> None:
+def _draw_distances(axes: Axes, theme: Theme, drawn: Sequence[Run], metric: str, of_runs: Sequence[Run]) -> None:
     base, *others = of_runs
     axes.set_title(f"distance from {base.label}, where it is not 0", fontsize=9, color=theme.muted, pad=6)
-    drawn: list[float] = []
+    distances: list[float] = []
     for run in others:
         away = _distances(run.curves[metric], base.curves[metric])
-        index = comparison.runs.index(run)
-        axes.plot(list(away), list(away.values()), "o", color=color(theme, index), markersize=max(2.5, 6 - index))
-        drawn += away.values()
-    if drawn:
-        low, high = math.floor(math.log10(min(drawn))), math.ceil(math.log10(max(drawn)))
+        index = drawn.index(run)
+        axes.plot(list(away), list(away.values()), "o", color=_color(theme, index), markersize=max(2.5, 6 - index))
+        distances += away.values()
+    if distances:
+        low, high = math.floor(math.log10(min(distances))), math.ceil(math.log10(max(distances)))
         axes.set_yscale("log")
         axes.set_ylim(10.0 ** (low - 0.2), 10.0 ** (max(high, low + 1) + 0.2))  # whole decades, which are labelled
         axes.minorticks_off()

@@ -146,7 +146,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list) and any(isinstance(item, dict) for item in node):
         yield from _leaves(dict(enumerate(node)), path)
-    else:
+    elif path:
         yield path, _text(node)
 
 

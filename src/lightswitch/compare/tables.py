@@ -157,7 +157,7 @@ def _memory(comparison: Comparison) -> str:
 
 
 def _curves(comparison: Comparison) -> Table:
-    header = ("metric", "common steps", "largest difference", "at step", "from", "to")
+    header = ("metric", "common steps", "largest difference", "at step", "lowest", "highest")
     rows = [_difference(found) for found in differences(comparison)]
     notes = () if rows else ("No two runs have logged the same metric: metrics.csv is written by logger.csv.",)
     return Table("Curves", header, "lrrrll", rows, notes)

@@ -259,6 +259,7 @@ def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
     assert (single.label, fork.label) == ("single", "ddp_fork")
     assert (single.state, single.failure) == ("failed", json.loads((sweep / "0/job.json").read_text())["error"])
     assert re.search(r"^single +error: strategy=single is one device", done.stdout, re.MULTILINE)
+    assert single.config == {}
     assert fork.times is not None
     assert (fork.times.world_size, fork.times.measured_steps) == (2, 5)
     assert fork.times.startup_seconds > 1  # from the process that forks them: it has imported torch before
