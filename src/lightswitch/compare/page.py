@@ -9,6 +9,7 @@ from html import escape
 from lightswitch.compare.tables import Table
 from lightswitch.figures import DARK, LIGHT, Picture, Theme
 
+_LONG = 24  # letters of a table's cell
 _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 40px 28px 64px; max-width: 1080px; background: var(--background); color: var(--ink);
@@ -87,5 +88,11 @@ def _table(table: Table) -> Iterator[str]:
 
 def _cells(tag: str, cells: Sequence[str], alignment: str) -> str:
     sides = (' class="r"' if side == "r" else "" for side in alignment)
-    words = (re.sub(r"([._/])(?=\w)", r"\1<wbr>", escape(cell)) for cell in cells)  # dotted names may break there
-    return "".join(f"<{tag}{side}>{word}</{tag}>" for word, side in zip(words, sides, strict=True))
+    return "".join(f"<{tag}{side}>{_breakable(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
+
+
+def _breakable(text: str) -> str:
+    """Return a text that, if it is long, may break behind the dots of names and the slashes of paths."""
+    if len(text) <= _LONG:
+        return escape(text)
+    return re.sub(r"(?<=[A-Za-z_])([./])(?=[A-Za-z_])", r"\1<wbr>", escape(text))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _WIDTH_INCHES = 10.0
 _FEW_STEPS = 8  # of a curve: then each gets a dot
+_LETTERS, _LONGEST = 120, 48  # in the picture's width, and in a label
 _MOST_SLOTS, _DASH = 3, 2.5  # dashes are measured in line widths
 _PARTS = (*PHASES[:-1], "saving", PHASES[-1])
 _COLORS = {"data": 4, "forward": 0, "backward": 2, "communication": 5, "optimizer": 1, "saving": 3}
@@ -33,7 +34,9 @@ def curves(comparison: Comparison) -> Picture | None:
     shown = comparison.metrics[:2]
     if not shown:
         return None
-    return figures.picture(partial(_draw_curves, comparison, shown), _WIDTH_INCHES, 4.6)
+    drawn = [run for run in comparison.runs if run.curves]
+    height_inches = 4.4 + 0.2 * math.ceil(len(drawn) / _legend_columns(drawn))
+    return figures.picture(partial(_draw_curves, comparison, drawn, shown), _WIDTH_INCHES, height_inches)
 
 
 def steps(comparison: Comparison) -> Picture | None:
@@ -49,8 +52,20 @@ def _color(theme: Theme, index: int) -> str:
     return theme.colors[index % len(theme.colors)]
 
 
-def _draw_curves(comparison: Comparison, metrics: Sequence[str], figure: Figure, theme: Theme) -> None:
-    drawn = [run for run in comparison.runs if run.curves]
+def _label(run: Run) -> str:
+    """Return a run's label, cut to the room there is, and with its dollars as they are: matplotlib reads formulas."""
+    text = run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}…"
+    return text.replace("$", r"\$")
+
+
+def _legend_columns(runs: Sequence[Run]) -> int:
+    longest = max(len(_label(run)) for run in runs)
+    return max(1, min(len(runs), _LETTERS // (longest + 6)))
+
+
+def _draw_curves(
+    comparison: Comparison, drawn: Sequence[Run], metrics: Sequence[str], figure: Figure, theme: Theme
+) -> None:
     axes = figure.subplots(2, len(metrics), squeeze=False, sharex="col", height_ratios=(3, 1.35))
     for column, metric in enumerate(metrics):
         of_runs = comparison.with_metric(metric)
@@ -87,26 +102,27 @@ def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, oth
 def _draw_legend(figure: Figure, theme: Theme, drawn: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
 
-    lines = [
-        Line2D([], [], color=_color(theme, index), linewidth=3.5, label=run.label) for index, run in enumerate(drawn)
-    ]
-    figure.legend(handles=lines, loc="outside lower left", ncols=min(4, len(lines)), handlelength=1.6)
+    lines = [Line2D([], [], color=_color(theme, index), linewidth=3.5) for index in range(len(drawn))]
+    labels = [_label(run) for run in drawn]
+    figure.legend(lines, labels, loc="outside lower left", ncols=_legend_columns(drawn), handlelength=1.6)
 
 
 def _draw_distances(axes: Axes, theme: Theme, drawn: Sequence[Run], metric: str, of_runs: Sequence[Run]) -> None:
     base, *others = of_runs
-    axes.set_title(f"distance from {base.label}, where it is not 0", fontsize=9, color=theme.muted, pad=6)
+    axes.set_title(f"distance from {_label(base)}, where it is not 0", fontsize=9, color=theme.muted, pad=6)
     distances: list[float] = []
     for run in others:
         away = _distances(run.curves[metric], base.curves[metric])
         index = drawn.index(run)
-        axes.plot(list(away), list(away.values()), "o", color=_color(theme, index), markersize=max(2.5, 6 - index))
+        dot = max(2.0, min(6.0, 300 / len(away)) - index) if away else 0.0
+        axes.plot(list(away), list(away.values()), "o", color=_color(theme, index), markersize=dot, markeredgewidth=0)
         distances += away.values()
     if distances:
         low, high = math.floor(math.log10(min(distances))), math.ceil(math.log10(max(distances)))
         axes.set_yscale("log")
         axes.set_ylim(10.0 ** (low - 0.2), 10.0 ** (max(high, low + 1) + 0.2))  # whole decades, which are labelled
         axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda distance, _: f"{distance:.0e}")
     else:
         axes.set_yticks([])
 
@@ -135,7 +151,7 @@ def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme
             va="center",
             color=theme.ink,
         )
-    axes.set_yticks(rows, [run.label for run, _ in measured])
+    axes.set_yticks(rows, [_label(run) for run, _ in measured])
     axes.tick_params(axis="y", labelcolor=theme.ink)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

@@ -51,7 +51,10 @@ def _agreement(found: Sequence[Difference]) -> Iterator[str]:
         yield "No curves can be compared: no metric was logged at a step that two runs have in common."
         return
     first = compared[0]
-    yield f"{first.metric} differs by {number(first.largest)} at most, at step {first.step}."
+    if math.isfinite(first.largest):
+        yield f"{first.metric} differs by {number(first.largest)} at most, at step {first.step}."
+    else:
+        yield f"{first.metric} of {first.high} is no finite number at step {first.step}, where that of {first.low} is."
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
@@ -103,7 +106,7 @@ def _row(run: Run, speed: Speed, unit: str, objective: str, columns_of_memory: i
         run.label,
         str(run.world_size or NOTHING),
         str(run.steps or NOTHING),
-        f"{curve[max(curve)]:.5g}" if curve else NOTHING,
+        f"{curve[max(curve)]:#.5g}" if curve else NOTHING,
         f"{rate:,.0f}" if rate is not None else NOTHING,
         milliseconds(speed.step_seconds),
         f"{100 * speed.efficiency:.0f} %" if speed.efficiency is not None else NOTHING,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightswitch.compare import tables
+from lightswitch.compare import pictures, tables
 from lightswitch.compare.comparison import Comparison, choices, difference, differences, speeds
 from lightswitch.compare.run import Curve, Run
 from lightswitch.errors import Refused
@@ -147,6 +148,21 @@ def test_configs_are_beside_one_another_where_they_differ() -> None:
     assert by_title["Config, where it differs"].columns == ("key", "a", "b")
     assert by_title["Refused or failed"].rows == [("c", "error: no")]
     assert "1 of 3 runs failed." in tables.summary(comparison)
+
+
+def test_pictures_show_labels_as_they_are_and_leave_out_what_is_no_number() -> None:
+    odd = run("_$x$ & <b>", curves={"train/loss": {0: 1.0, 1: math.nan, 2: 1.5}}, times=TIMES)
+    long = run("trainer.strategy.activation_checkpointing=true seed=1", curves={"train/loss": {0: 1.0, 1: 1.0, 2: 1.0}})
+    comparison = Comparison((odd, long))
+    for picture in (pictures.curves(comparison), pictures.steps(comparison)):
+        assert picture is not None
+        assert "_$x$ & <b>" in ElementTree.fromstring(picture.light).itertext()
+    assert "trainer.strategy.activation_checkpointing=true …" in (pictures.curves(comparison) or picture).dark
+
+
+def test_there_is_no_picture_of_nothing() -> None:
+    comparison = Comparison((run("a"), run("b")))
+    assert (pictures.curves(comparison), pictures.steps(comparison)) == (None, None)
 
 
 def test_runs_of_several_names_are_refused() -> None:
