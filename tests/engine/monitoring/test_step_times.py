@@ -167,3 +167,11 @@ def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train)
     assert found.seconds["communication"] + 0.005 >= Late.SECONDS / 2
     others = sum(found.seconds[phase] for phase in ("data", "optimizer", "rest"))
     assert others < Late.SECONDS / 2
+
+
+@pytest.mark.slow
+def test_buckets_that_are_averaged_while_the_backward_pass_goes_on_overlap_it(train: Train) -> None:
+    run = train(*LATE, *TIMED[1:], "strategy=ddp", "trainer.strategy.bucket_cap_mb=0.01", ranks=2)
+    found = read(run.run_dir)
+    assert found is not None
+    assert found.overlapped_seconds["backward"] > 0
