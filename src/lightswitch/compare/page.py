@@ -9,7 +9,7 @@ from html import escape
 from lightswitch.compare.tables import Table
 from lightswitch.figures import DARK, LIGHT, Picture, Theme
 
-_LONG = 24  # letters of a table's cell
+_LONG = 32  # letters of a table's cell
 _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 40px 28px 64px; max-width: 1080px; background: var(--background); color: var(--ink);

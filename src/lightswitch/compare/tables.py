@@ -147,7 +147,7 @@ def _base(comparison: Comparison, of_runs: Sequence[Speed]) -> str:
         return "a run on one device, of which there is none here."
     of_cpus = any(run.times is not None and not run.times.on_cuda for run in comparison.runs)
     label = max(alone, key=lambda found: found[0])[1].label
-    return f"{label}" + (", which computes on all cores that several processes share on CPUs." if of_cpus else ".")
+    return f"{label}{'; on CPUs, several processes share the cores that one has to itself' if of_cpus else ''}."
 
 
 def _memory(comparison: Comparison) -> str:
