@@ -37,8 +37,8 @@ def write(paths: list[Path], file: Path | None = None) -> Iterator[str]:
         "Curves": lacking or pictures.curves(comparison),
         "A step, in ms": None if lacking else pictures.steps(comparison),
     }
-    found = {title: picture for title, picture in drawn.items() if picture is not None}
-    file.write_text(page.page(title, told, summary, found), encoding="utf-8")
+    shown = {above: picture for above, picture in drawn.items() if picture is not None}
+    file.write_text(page.page(title, told, summary, shown), encoding="utf-8")
     beside = file.with_suffix(".md")
     beside.write_text(text.markdown(title, told, summary), encoding="utf-8")
     yield f"page       {_shown(file)}"
