@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.utils.data import DataLoader
 
 from lightswitch.monitoring import step_times
-from lightswitch.monitoring.step_timer import StepTimer
+from lightswitch.monitoring.step_timer import StepTimer, _split
 from lightswitch.monitoring.step_times import PHASES, StepTimes, merged, read, split
 from tests.engine.conftest import Train
 from tests.engine.monitoring import paced
@@ -55,6 +57,39 @@ def test_what_is_no_phase_is_left_out() -> None:
     ]
     seconds, _ = split(marks, [(3.0, 4.0)], [])
     assert seconds == dict.fromkeys(PHASES, 0.0) | {"forward": 1.5, "data": 1.5}
+
+
+def _event(name: str, start: float, end: float, on_gpu: bool = False, is_annotation: bool = False) -> FunctionEvent:
+    """An event of torch's profiler, from and to so many microseconds."""
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return FunctionEvent(0, name, 1, start, end, device_type=device, is_user_annotation=is_annotation)
+
+
+def test_on_gpus_kernels_count_and_not_the_calls_that_launch_them() -> None:
+    """The backward pass lasts 100 µs. Kernels of a product run from 10 to 60, NCCL's from 40 to 90: 30 µs are alone."""
+    events = [
+        *(_event("lightswitch: backward", 0, 1, is_annotation=True), _event("lightswitch: end", 100, 101)),
+        _event("lightswitch: end", 50, 60, on_gpu=True, is_annotation=True),  # annotations are repeated there
+        *(_event("aten::mm", 0, 100), _event("c10d::allreduce_", 5, 10)),
+        _event("nccl:all_reduce", 0, 100, on_gpu=True, is_annotation=True),
+        _event("sm90_xmma_gemm_f32f32", 10, 60, on_gpu=True),
+        _event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40, 90, on_gpu=True),
+    ]
+    seconds, overlapped = _split(events, on_gpu=True)
+    assert (seconds["backward"], seconds["communication"]) == pytest.approx((70e-6, 30e-6))
+    assert overlapped == {"backward": pytest.approx(20e-6)}
+
+
+def test_on_cpus_calls_that_only_start_or_wait_for_a_collective_compute_nothing() -> None:
+    """Of gloo's 50 µs, 20 to 70, the product covers 10 µs; FSDP's own region waits through all of it."""
+    events = [
+        *(_event("lightswitch: forward", 0, 1), _event("lightswitch: end", 100, 101)),
+        *(_event("aten::mm", 0, 30), _event("gloo:all_gather", 20, 70), _event("c10d::_allgather_base_", 15, 70)),
+        *(_event("FSDP::all_gather (1)", 10, 80), _event("autograd::engine::evaluate_function: X", 0, 100)),
+    ]
+    seconds, overlapped = _split(events, on_gpu=False)
+    assert (seconds["forward"], seconds["communication"]) == pytest.approx((60e-6, 40e-6))
+    assert overlapped == {"forward": pytest.approx(10e-6)}
 
 
 def _paced(tmp_path: Path, **options: int) -> StepTimes:
