@@ -233,7 +233,6 @@ def test_runs_are_told_apart_by_the_end_of_their_path(runs: Path, tmp_path: Path
 # Sweeps
 
 
-@pytest.mark.slow
 def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
     done = subprocess.run(
         [
