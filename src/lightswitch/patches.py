@@ -97,6 +97,12 @@ PATCHES = (
         "lightning.pytorch.Trainer", "loggers", "list", f"{_HELD}",
     ),
     Patch("lightning.pytorch.Trainer", "enable_autolog_hparams", "bool", f"{_HELD}, to log hyperparameters"),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "save_checkpoint",
+        "(self, filepath, weights_only, storage_options)",
+        "the time that training waits for a save is measured: a callback's hook comes only when one begins",
+    ),
     Patch("lightning.pytorch.Trainer", "validating", "bool", _STAGE),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float", _PLATEAU),
@@ -145,6 +151,12 @@ PATCHES = (
         "reduce",
         "(self, tensor, group, reduce_op)",
         "means of whole numbers are taken in double precision: Lightning truncates the mean of batch sizes",
+    ),
+    Patch(
+        "lightning.pytorch.strategies.Strategy",
+        "optimizer_step",
+        "(self, optimizer, closure, model, **kwargs)",
+        "the end of a step that is measured is marked: Lightning has a hook before the optimizer, and none after it",
     ),
     Patch(
         "lightning.pytorch.strategies.Strategy",

@@ -29,7 +29,13 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
             "timeouts",
         )
     ),
-    *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
+    *(
+        "batches/test_combined.py",
+        "compare/test_runs.py",
+        "deepspeed/test_strategy.py",
+        "export/test_export.py",
+        "fork/test_made.py",
+    ),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
 )
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between

@@ -30,6 +30,7 @@ CHANGING += ("set", "put", "push", "enter_context", "callback")
 # The environment is how other people's code is told something: who reads each variable that the engine sets
 READ_BY_OTHERS = {
     "OMP_WAIT_POLICY": "OpenMP",
+    "KINETO_LOG_LEVEL": "Kineto, of torch's profiler",
     "HYDRA_FULL_ERROR": "Hydra",
     "MASTER_ADDR": "torch, for env://",
     "MASTER_PORT": "torch, for env://",

@@ -31,6 +31,7 @@ from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
+from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
@@ -93,7 +94,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         cfg,
         "trainer",
         refusals,
-        callbacks=[*engine, *_switched_on(callbacks)],
+        callbacks=[*engine, *_with_timer(_switched_on(callbacks), cfg, run)],
         logger=_switched_on(loggers),
         **_plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
@@ -170,6 +171,13 @@ def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
     return [node for node in (nodes or {}).values() if node is not None]
+
+
+def _with_timer(callbacks: list[Any], cfg: DictConfig, run: RunContext) -> list[Any]:
+    """Return the callbacks with one that measures steps, if runs are to be compared and the config names none."""
+    if not cfg.get("compare") or any(isinstance(callback, StepTimer) for callback in callbacks):
+        return callbacks
+    return [*callbacks, StepTimer(str(run.run_dir))]
 
 
 def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,7 +96,7 @@ class Entry:
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
         composition.patch_composition()
-        multirun.patch_multirun(self.process)
+        multirun.patch_multirun(self.process, _compared)
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
@@ -134,6 +134,12 @@ class Entry:
         except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
             _answer(error, cfg, run)
         return None
+
+
+def _compared(sweep: Path) -> Iterator[str]:
+    from lightswitch.compare import files  # here: a single run need not import it
+
+    return files.of_sweep(sweep)
 
 
 def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:

@@ -84,6 +84,7 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"on_nan={on_nan}: use one of {', '.join(ON_NAN)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
+    yield from no_switch("compare", cfg.get("compare", False))  # a config of an earlier version has no such key
     yield from _unknown(cfg, "lr_scaling", _SCALING)
     yield from _unknown(cfg, "watch", _WATCH_KEYS)
     yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
@@ -94,6 +95,12 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
         seconds = cfg["watch"][key]
         if type(seconds) not in (int, float) or seconds <= 0:
             yield f"watch.{key}={seconds}: it is a time in seconds, above 0"
+
+
+def no_switch(key: str, value: object) -> Iterator[str]:
+    """Yield that a value is neither true nor false."""
+    if type(value) is not bool:
+        yield f"{key}={value}: found {type(value).__name__}, expected true or false"
 
 
 def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterator[str]:

@@ -51,6 +51,11 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     beside.replace(file)
 
 
+def is_marked(run_dir: Path) -> bool:
+    """Return whether fit and test of a run have ended, under the limits it had."""
+    return (run_dir / _FILE).is_file()
+
+
 def forget(run_dir: Path) -> None:
     """Remove the mark: the run goes on."""
     if (run_dir / _FILE).is_dir():  # a directory is no mark, and may hold something of the user's

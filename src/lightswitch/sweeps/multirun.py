@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from lightswitch.runs import claim
 from lightswitch.sweeps import record, table
 
 
-def patch_multirun(process: Process) -> None:
+def patch_multirun(process: Process, compared: Callable[[Path], Iterable[str]]) -> None:
     """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 if a job failed.
+
+    With compare=true, they also print what `compared` yields of a sweep's directory.
 
     Hydra has a hook for the end of a sweep, but not for one that ends early.
     """
@@ -64,6 +66,9 @@ def patch_multirun(process: Process) -> None:
             claim.remove_if_empty(folder)
             jobs = record.read_all(folder)
             print(table.of(jobs, str(cfg.objective)), end="", flush=True)
+        if jobs and cfg.get("compare"):
+            for told in compared(folder):
+                print(f"\n{told}" if told.endswith("\n") else told, flush=True)
         if any(job.has_failed for job in jobs):
             raise SystemExit(ExitCode.FAILED)
 
@@ -72,6 +77,7 @@ def patch_multirun(process: Process) -> None:
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
     yield from root_keys.missing(cfg)
+    yield from root_keys.no_switch("compare", cfg.get("compare", False))
     found = placement.detect()
     if found.is_external:
         yield (

@@ -1,0 +1,161 @@
+"""What runs have in common and where they differ: arithmetic on what was read of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lightswitch.compare.run import Run
+from lightswitch.errors import Refused
+
+_NO_CURVES = ("throughput/", "memory/", "lr-")  # metrics that are no property of what is trained, or chosen
+_NO_CHOICES = ("run_id", "compare", "trainer.default_root_dir")  # which run it is
+_STEP_SECONDS, _SAMPLES, _TOKENS = (
+    f"throughput/{quantity}" for quantity in ("step_seconds", "samples_per_second", "tokens_per_second")
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference between curves of one metric.
+
+    Args:
+        steps: at which all of the runs that have the metric have logged it.
+        largest: between the highest and the lowest run at one step; infinite where one of them is no finite number.
+        step: where that is; None if no step is common.
+        low: the run that is lowest there. high: that which is highest, or not finite.
+    """
+
+    metric: str
+    steps: int
+    largest: float
+    step: int | None
+    low: str
+    high: str
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a run: medians over what it logged, so that a pause or a profiled step does not count.
+
+    Args:
+        efficiency: samples a second for each device, against the fastest run on one device; None without such a run.
+    """
+
+    step_seconds: float | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    efficiency: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one name, in the order given.
+
+    Raises:
+        Refused: they are fewer than two, or of several names.
+    """
+
+    runs: tuple[Run, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.runs) < 2:
+            given = ", ".join(str(run.path) for run in self.runs)
+            raise Refused(f"found one run, {given}, expected two or more; give another run directory")
+        named = {run.name: run for run in self.runs if run.name is not None}
+        if len(named) > 1:
+            told = ", ".join(f"{run.path} of {name}" for name, run in named.items())
+            raise Refused(f"found runs of several names: {told}; compare runs of one name")
+
+    @property
+    def name(self) -> str:
+        """The runs' name."""
+        return next((run.name for run in self.runs if run.name is not None), "no name")
+
+    @property
+    def objectives(self) -> list[str]:
+        """The metrics by which the runs are judged, each once: usually one."""
+        return list(dict.fromkeys(run.objective for run in self.runs if run.objective is not None))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the curves that two runs or more have logged: train/loss and the objective first."""
+        counts: dict[str, int] = {}
+        for name in (name for run in self.runs for name in run.curves if not name.startswith(_NO_CURVES)):
+            counts[name] = counts.get(name, 0) + 1
+        first = ("train/loss", *self.objectives)
+        ordered = [*(name for name in first if name in counts), *(name for name in counts if name not in first)]
+        return [name for name in dict.fromkeys(ordered) if counts[name] > 1]
+
+    def with_metric(self, metric: str) -> list[Run]:
+        """Return the runs that have logged a metric."""
+        return [run for run in self.runs if run.curves.get(metric)]
+
+
+def differences(comparison: Comparison) -> list[Difference]:
+    """Return the largest difference of each metric."""
+    return [difference(metric, comparison.with_metric(metric)) for metric in comparison.metrics]
+
+
+def difference(metric: str, runs: Sequence[Run]) -> Difference:
+    """Return the largest difference of one metric, over the steps that all of the runs have logged.
+
+    Args:
+        runs: each with that metric.
+    """
+    curves = [run.curves[metric] for run in runs]
+    common = sorted(set.intersection(*(set(curve) for curve in curves)))
+    if not common:
+        return Difference(metric, 0, 0.0, None, "", "")
+    ranges = [_range([curve[step] for curve in curves]) for step in common]
+    at = max(range(len(common)), key=lambda index: ranges[index][0])  # the first of equal ones
+    largest, low, high = ranges[at]
+    return Difference(metric, len(common), largest, common[at], runs[low].label, runs[high].label)
+
+
+def _range(values: list[float]) -> tuple[float, int, int]:
+    """Return the largest difference of values, and the indices of the lowest and of the highest."""
+    lost = [index for index, value in enumerate(values) if not math.isfinite(value)]
+    if lost:
+        sound = [index for index in range(len(values)) if index not in lost]
+        return (math.inf, sound[0], lost[0]) if sound else (0.0, 0, 0)
+    low, high = (values.index(extreme(values)) for extreme in (min, max))
+    return values[high] - values[low], low, high
+
+
+def speeds(comparison: Comparison) -> list[Speed]:
+    """Return the speed of each run."""
+    samples = [_median(run, _SAMPLES) for run in comparison.runs]
+    base = max(
+        (speed for run, speed in zip(comparison.runs, samples, strict=True) if speed and run.world_size == 1),
+        default=None,
+    )
+    return [
+        Speed(_median(run, _STEP_SECONDS), speed, _median(run, _TOKENS), _efficiency(speed, run.world_size, base))
+        for run, speed in zip(comparison.runs, samples, strict=True)
+    ]
+
+
+def _median(run: Run, metric: str) -> float | None:
+    values = list(run.curves.get(metric, {}).values())
+    return median(values) if values else None
+
+
+def _efficiency(samples_per_second: float | None, devices: int | None, base: float | None) -> float | None:
+    if samples_per_second is None or devices is None or base is None:
+        return None
+    return samples_per_second / (devices * base)
+
+
+def choices(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys of the configs whose values differ, with the value of each run; `-` where a run has no such key.
+
+    Runs that were refused before they had a config are left out.
+    """
+    configs = [run.config for run in comparison.runs if run.config]
+    for key in sorted({key for config in configs for key in config}):
+        values = [config.get(key, "-") for config in configs]
+        if key not in _NO_CHOICES and len(set(values)) > 1:
+            yield key, values

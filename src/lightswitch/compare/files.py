@@ -1,0 +1,62 @@
+"""The files of a comparison, and what a terminal shows of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightswitch import figures
+from lightswitch.compare import page, pictures, run, tables, text
+from lightswitch.compare.comparison import Comparison
+from lightswitch.errors import Refused
+
+NAME = "compare.html"
+
+
+def write(paths: list[Path], file: Path | None = None) -> Iterator[str]:
+    """Compare runs, write the page and the same as Markdown beside it, and yield what to print.
+
+    Args:
+        paths: run directories, or those of sweeps.
+        file: the page's; if None, compare.html in the deepest folder that holds all the runs.
+
+    Raises:
+        Refused: a path is no run, or the runs can't be compared.
+        OSError: a file can't be written.
+    """
+    run_dirs = run.find(paths)
+    comparison = Comparison(tuple(run.read(run_dirs)))
+    file = file or _common_folder(run_dirs) / NAME
+    title = f"{comparison.name}: {len(comparison.runs)} runs beside one another"
+    told, summary = tables.tables(comparison), tables.summary(comparison)
+    yield text.terminal(told, summary)
+    if (lacking := figures.missing()) is not None:
+        yield lacking
+    drawn = {
+        "Curves": lacking or pictures.curves(comparison),
+        "A step, in ms": None if lacking else pictures.steps(comparison),
+    }
+    shown = {above: picture for above, picture in drawn.items() if picture is not None}
+    file.write_text(page.page(title, told, summary, shown), encoding="utf-8")
+    beside = file.with_suffix(".md")
+    beside.write_text(text.markdown(title, told, summary), encoding="utf-8")
+    yield f"page       {_shown(file)}"
+    yield f"markdown   {_shown(beside)}"
+
+
+def of_sweep(folder: Path) -> Iterator[str]:
+    """Compare the jobs of a sweep as `write` does; what can't be compared is told in a line."""
+    try:
+        yield from write([folder])
+    except (Refused, OSError) as error:
+        yield f"compare    {error}"
+
+
+def _common_folder(run_dirs: list[Path]) -> Path:
+    return Path(os.path.commonpath([run_dir.resolve().parent for run_dir in run_dirs]))
+
+
+def _shown(file: Path) -> str:
+    path = file.resolve()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,211 @@
+"""A run as its directory shows it, whoever launched it, and whether it ended or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightswitch.compare import planned
+from lightswitch.errors import Refused
+from lightswitch.monitoring import step_times
+from lightswitch.monitoring.step_times import StepTimes
+from lightswitch.runs import finished, saved
+from lightswitch.sweeps import record
+from lightswitch.sweeps.record import FAILED, FINISHED, RUNNING, Record
+
+Curve = dict[int, float]  # by step, counted from 0
+
+_CALL = re.compile(r"\$\{\w+:")  # of a resolver, whose value may differ from run to run
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Args:
+        label: what tells it from the others in few words.
+        name: of its experiment; None if it was refused before it had a config.
+        config: resolved values that were chosen, or that depend on where the run was started, by dotted key.
+        curves: metrics by name.
+        state: finished, not finished, stopped, or failed.
+        failure: the first line of what ended it.
+        times: None if its steps were not measured.
+        planned_bytes: the peak that a plan foretold; None without one.
+    """
+
+    path: Path
+    label: str
+    state: str
+    failure: str | None = None
+    name: str | None = None
+    objective: str | None = None
+    config: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    times: StepTimes | None = None
+    planned_bytes: int | None = None
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of devices; None if it is not known."""
+        if self.times is not None:
+            return self.times.world_size
+        counts = [self.config.get(f"trainer.{key}", "") for key in ("devices", "num_nodes")]
+        return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps since the run's beginning; None if nothing was logged."""
+        logged = [step for name, curve in self.curves.items() if name.startswith("train/") for step in curve]
+        return max(logged) + 1 if logged else None
+
+
+def find(paths: Sequence[Path]) -> list[Path]:
+    """Return the run directories that paths stand for, each once: themselves, or the jobs of a sweep.
+
+    Raises:
+        Refused: a path is neither.
+    """
+    found = [run_dir for path in paths for run_dir in _run_dirs(path)]
+    return list({run_dir.resolve(): run_dir for run_dir in found}.values())
+
+
+def read(run_dirs: Sequence[Path]) -> list[Run]:
+    """Read runs from their directories."""
+    jobs = [record.read(run_dir) for run_dir in run_dirs]
+    labels = _labels(run_dirs, jobs)
+    return [_read(*found) for found in zip(run_dirs, labels, jobs, strict=True)]
+
+
+def _run_dirs(path: Path) -> list[Path]:
+    if not path.exists():
+        raise Refused(f"{path}: there is no such directory; give run directories, as runs/NAME/RUN_ID")
+    if _is_run(path):
+        return [path]
+    jobs = [job for job in path.iterdir() if _is_run(job) and record.read(job) is not None] if path.is_dir() else []
+    if not jobs:
+        raise Refused(
+            f"{path} is no run directory: it has no config.yaml; give directories as runs/NAME/RUN_ID, or a sweep's"
+        )
+    return sorted(jobs, key=lambda job: (len(job.name), job.name))
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and ((path / "config.yaml").is_file() or record.read(path) is not None)
+
+
+def _read(run_dir: Path, label: str, job: Record | None) -> Run:
+    resolved = saved.read_yaml(run_dir / "config.yaml")
+    resolved = resolved if isinstance(resolved, dict) else {}
+    state, failure = _ending(run_dir, job)
+    return Run(
+        run_dir,
+        label,
+        state,
+        failure,
+        name=str(resolved["name"]) if "name" in resolved else None,
+        objective=str(resolved["objective"]) if "objective" in resolved else None,
+        config=_chosen(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
+        curves=_curves(run_dir / "metrics.csv"),
+        times=step_times.read(run_dir),
+        planned_bytes=planned.peak_bytes(run_dir),
+    )
+
+
+def _ending(run_dir: Path, job: Record | None) -> tuple[str, str | None]:
+    if job is not None and job.state == FAILED:
+        return FAILED, job.error or "it was killed"
+    if finished.is_marked(run_dir) or (job is not None and job.state == FINISHED):
+        return FINISHED, None
+    reports = sorted(run_dir.glob("crash/*/failure.txt"))
+    if reports:
+        lines = reports[-1].read_text(errors="replace").splitlines()
+        return FAILED, lines[0] if lines else "it was killed"
+    return ("not finished" if job is None or job.state == RUNNING else job.state), None
+
+
+def _chosen(written: Any, resolved: dict[str, Any]) -> dict[str, str]:
+    """Return the resolved values of what is written as a value, or as a resolver's call; other interpolations follow
+    from these."""
+    own = str((resolved.get("trainer") or {}).get("default_root_dir", ""))
+    values = dict(_leaves(resolved))
+    texts = dict(_leaves(written)) if isinstance(written, dict) else values
+    kept = (key for key, text in texts.items() if "${" not in text or _CALL.search(text))
+    return {key: values[key].replace(own, "RUN") if own else values[key] for key in kept if key in values}
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        yield from _leaves(dict(enumerate(node)), path)
+    elif path:
+        yield path, _text(node)
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return str(value)
+
+
+def _curves(path: Path) -> dict[str, Curve]:
+    """Read metrics.csv; a line that is still being written is left out."""
+    found: dict[str, Curve] = defaultdict(dict)
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return {}
+    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        if not (row.get("step") or "").isdecimal():
+            continue
+        for name, value in row.items():
+            if name and value and (number := _number(value)) is not None:
+                found[name][int(row["step"])] = number
+    return {name: curve for name, curve in found.items() if name not in ("step", "samples", "epoch")}
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def _labels(run_dirs: Sequence[Path], jobs: Sequence[Record | None]) -> list[str]:
+    """Return what tells the runs apart: of a sweep's jobs the overrides, of others the shortest end of the path."""
+    ends = _shortest_ends([run_dir.resolve().parts for run_dir in run_dirs])
+    own = _own_overrides(jobs)
+    keys = {word.partition("=")[0] for words in own for word in words}
+    if len(keys) == 1:  # as strategy=ddp beside strategy=fsdp: the values say it
+        own = [[word.partition("=")[2] or word for word in words] for words in own]
+    labels = [" ".join(words) or end for words, end in zip(own, ends, strict=True)]
+    return [
+        f"{label} ({end})" if labels.count(label) > 1 and label != end else label
+        for label, end in zip(labels, ends, strict=True)
+    ]
+
+
+def _own_overrides(jobs: Sequence[Record | None]) -> list[list[str]]:
+    """Return the overrides of each job that not all jobs have; none of what is no job."""
+    overrides = [list(job.overrides) if job is not None else [] for job in jobs]
+    shared = set.intersection(*(set(words) for words in overrides if words)) if any(overrides) else set()
+    return [[word.lstrip("+") for word in words if word not in shared] for words in overrides]
+
+
+def _shortest_ends(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    for count in range(1, max(map(len, paths)) + 1):
+        ends = [os.path.join(*path[-count:]) for path in paths]
+        if len(set(ends)) == len(ends):
+            break
+    return ends

@@ -1,0 +1,235 @@
+"""A comparison in tables of text, which a terminal, Markdown and a page show alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightswitch.compare.comparison import Comparison, Difference, Speed, choices, differences, speeds
+from lightswitch.compare.run import Run
+from lightswitch.monitoring.quantities import compact
+from lightswitch.monitoring.step_times import PHASES, StepTimes
+from lightswitch.sweeps.record import FAILED
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text.
+
+    Args:
+        alignment: l or r for each column.
+        notes: sentences below it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    alignment: str
+    rows: Sequence[tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """Return the tables of a comparison, without those that would be empty."""
+    made = [_runs(comparison), _curves(comparison), _steps(comparison), _refused(comparison), _config(comparison)]
+    return [table for table in made if table.rows or table.notes]
+
+
+def summary(comparison: Comparison) -> list[str]:
+    """Return what is to be known first, in a few sentences."""
+    return [*_agreement(differences(comparison)), *_fastest(comparison), *_failures(comparison)]
+
+
+# The summary
+
+
+def _agreement(found: Sequence[Difference]) -> Iterator[str]:
+    compared = [difference for difference in found if difference.step is not None]
+    if not compared:
+        yield "No curves can be compared: no metric was logged at a step that two runs have in common."
+        return
+    first = compared[0]
+    if math.isfinite(first.largest):
+        yield f"{first.metric} differs by {number(first.largest)} at most, at step {first.step}."
+    else:
+        yield f"{first.metric} of {first.high} is no finite number at step {first.step}, where that of {first.low} is."
+
+
+def _fastest(comparison: Comparison) -> Iterator[str]:
+    of_runs = [
+        (speed.samples_per_second, speed, run)
+        for run, speed in zip(comparison.runs, speeds(comparison), strict=True)
+        if speed.samples_per_second is not None
+    ]
+    if len(of_runs) > 1:
+        _, speed, run = max(of_runs, key=lambda found: found[0])
+        yield f"{run.label} is the fastest: {_rate(speed)} a second."
+
+
+def _failures(comparison: Comparison) -> Iterator[str]:
+    failed = [run for run in comparison.runs if run.state == FAILED]
+    if failed:
+        yield f"{len(failed)} of {len(comparison.runs)} runs failed."
+
+
+def _rate(speed: Speed) -> str:
+    if speed.tokens_per_second is not None:
+        return f"{compact(speed.tokens_per_second)} tokens"
+    return f"{compact(speed.samples_per_second or 0)} samples"
+
+
+# The tables
+
+
+def _runs(comparison: Comparison) -> Table:
+    of_runs = speeds(comparison)
+    unit = "tokens" if any(speed.tokens_per_second is not None for speed in of_runs) else "samples"
+    objective = comparison.objectives[0] if comparison.objectives else "objective"
+    memory = ("peak memory", "planned") if _is_planned(comparison) else ("peak memory",)
+    header = ("run", "devices", "steps", objective, f"{unit}/s", "ms/step", "efficiency", *memory, "start-up", "state")
+    rows = [_row(run, speed, unit, objective, len(memory)) for run, speed in zip(comparison.runs, of_runs, strict=True)]
+    alignment = "l" + "r" * (len(header) - 2) + "l"
+    return Table("Runs", header, alignment, rows, tuple(_notes_on_runs(comparison, of_runs)))
+
+
+def _is_planned(comparison: Comparison) -> bool:
+    return any(run.planned_bytes is not None for run in comparison.runs)
+
+
+def _row(run: Run, speed: Speed, unit: str, objective: str, columns_of_memory: int) -> tuple[str, ...]:
+    planned = size(run.planned_bytes) if run.planned_bytes is not None else NOTHING
+    rate = speed.tokens_per_second if unit == "tokens" else speed.samples_per_second
+    curve = run.curves.get(objective, {})
+    return (
+        run.label,
+        str(run.world_size or NOTHING),
+        str(run.steps or NOTHING),
+        f"{curve[max(curve)]:#.5g}" if curve else NOTHING,
+        f"{rate:,.0f}" if rate is not None else NOTHING,
+        milliseconds(speed.step_seconds),
+        f"{100 * speed.efficiency:.0f} %" if speed.efficiency is not None else NOTHING,
+        *(_peak(run), planned)[:columns_of_memory],
+        f"{run.times.startup_seconds:.1f} s" if run.times is not None else NOTHING,
+        run.state,
+    )
+
+
+def _peak(run: Run) -> str:
+    if run.times is not None:
+        return size(run.times.peak_bytes)
+    logged = run.curves.get("memory/peak_gib", {}).values()
+    return size(max(logged) * 2**30) if logged else NOTHING
+
+
+def _notes_on_runs(comparison: Comparison, of_runs: Sequence[Speed]) -> Iterator[str]:
+    if len(comparison.objectives) > 1:
+        told = " and ".join(comparison.objectives)
+        yield f"The runs have different objectives, {told}; the first is shown."
+    yield "Speed: the median of what was logged, without validation and saves."
+    yield "Efficiency: samples a second for each device, against " + _base(comparison, of_runs)
+    yield "Peak memory: " + _memory(comparison)
+    if all(run.times is None for run in comparison.runs):
+        told = "type compare=true in a sweep, or callbacks=[default,step_times] in a run"
+        yield f"Start-up and the phases of a step were not measured: {told}."
+    else:
+        yield "Start-up: from the start of the process to the first batch."
+
+
+def _base(comparison: Comparison, of_runs: Sequence[Speed]) -> str:
+    alone = [
+        (speed.samples_per_second, run)
+        for run, speed in zip(comparison.runs, of_runs, strict=True)
+        if run.world_size == 1 and speed.samples_per_second is not None
+    ]
+    if not alone:
+        return "a run on one device, of which there is none here."
+    of_cpus = any(run.times is not None and not run.times.on_cuda for run in comparison.runs)
+    label = max(alone, key=lambda found: found[0])[1].label
+    return f"{label}{'; on CPUs, several processes share the cores that one has to itself' if of_cpus else ''}."
+
+
+def _memory(comparison: Comparison) -> str:
+    measured = [run.times for run in comparison.runs if run.times is not None]
+    if not measured:
+        return "that of rank 0."
+    kinds = {times.on_cuda for times in measured}
+    where = {True: "the device's", False: "the process's on the host"}
+    return f"{' or '.join(where[kind] for kind in sorted(kinds))}, of the rank that took most."
+
+
+def _curves(comparison: Comparison) -> Table:
+    header = ("metric", "common steps", "largest difference", "at step", "lowest", "highest")
+    rows = [_difference(found) for found in differences(comparison)]
+    notes = () if rows else ("No two runs have logged the same metric: metrics.csv is written by logger.csv.",)
+    return Table("Curves", header, "lrrrll", rows, notes)
+
+
+def _difference(found: Difference) -> tuple[str, ...]:
+    if found.step is None:
+        return (found.metric, "0", *4 * (NOTHING,))
+    if found.largest == 0:
+        return (found.metric, str(found.steps), "0", *3 * (NOTHING,))
+    return (found.metric, str(found.steps), number(found.largest), str(found.step), found.low, found.high)
+
+
+def _steps(comparison: Comparison) -> Table:
+    measured = [(run, run.times) for run in comparison.runs if run.times is not None and run.times.measured_steps]
+    header = ("run", *PHASES[:-1], "saving", PHASES[-1], "in all", "overlapped")
+    rows = [(run.label, *_phases(times)) for run, times in measured]
+    if not rows:
+        return Table("A step, in ms", header, "l" + "r" * (len(header) - 1), [])
+    steps = sorted({times.measured_steps for _, times in measured})
+    notes = (
+        f"Measured over {' or '.join(map(str, steps))} steps of each run under torch's profiler, which slows them "
+        "a little; the mean over ranks. Saving is spread over all steps.",
+        "Communication is what nothing was computed beside, with waiting for slower ranks; overlapped is what went on "
+        "beside a computation, and took no time of its own.",
+    )
+    return Table("A step, in ms", header, "l" + "r" * (len(header) - 1), rows, notes)
+
+
+def _phases(times: StepTimes) -> Iterator[str]:
+    saving = times.saving_seconds_a_step
+    for phase in PHASES[:-1]:
+        yield milliseconds(times.seconds.get(phase, 0.0))
+    yield milliseconds(saving)
+    yield milliseconds(times.seconds.get(PHASES[-1], 0.0))
+    yield milliseconds(sum(times.seconds.values()) + saving)
+    yield milliseconds(sum(times.overlapped_seconds.values()))
+
+
+def _refused(comparison: Comparison) -> Table:
+    rows = [(run.label, run.failure) for run in comparison.runs if run.failure is not None]
+    return Table("Refused or failed", ("run", "why"), "ll", rows)
+
+
+def _config(comparison: Comparison) -> Table:
+    labels = tuple(run.label for run in comparison.runs if run.config)
+    rows = [(key, *values) for key, values in choices(comparison)]
+    notes = () if rows or len(labels) < 2 else ("The configs are the same.",)
+    return Table("Config, where it differs", ("key", *labels), "l" * (1 + len(labels)), rows, notes)
+
+
+# Numbers
+
+
+def number(value: float) -> str:
+    """Return a difference with two digits: 2.9e-06, 0.031, 1.4."""
+    return f"{value:.2g}" if math.isfinite(value) else "no finite number"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return a time in milliseconds, without its unit: 0.43, 12.3, 1,240."""
+    if seconds is None:
+        return NOTHING
+    value = 1000 * seconds
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them: 612 MiB, 12.3 GiB."""
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.3g} GiB"

@@ -1,0 +1,39 @@
+"""Tables as text: aligned for a terminal, or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightswitch.compare.tables import Table
+
+
+def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
+    """Return tables in aligned columns, and the summary below them."""
+    return "\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n"
+
+
+def _aligned(table: Table) -> str:
+    cells = [table.columns, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(row, widths, table.alignment, strict=True)
+        ).rstrip()
+        for row in (cells if table.rows else [])
+    ]
+    return "\n".join([table.title, *lines, *table.notes])
+
+
+def markdown(title: str, tables: Sequence[Table], summary: Sequence[str]) -> str:
+    """Return the same as a Markdown document."""
+    parts = [f"# {title}", *summary]
+    for table in tables:
+        parts += [f"## {table.title}", *(["\n".join(_rows(table))] if table.rows else []), *table.notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(table: Table) -> list[str]:
+    rules = ("---:" if side == "r" else "---" for side in table.alignment)
+    cells = [table.columns, tuple(rules), *table.rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]

@@ -1,0 +1,230 @@
+"""Measurement of where the time of a step goes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch import Tensor
+from torch.autograd.profiler_util import FunctionEvent
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lightswitch import patches
+from lightswitch.monitoring import step_times
+from lightswitch.monitoring.memory import peak_bytes
+from lightswitch.monitoring.step_times import PHASES, Interval, StepTimes
+
+log = logging.getLogger(__name__)
+
+_MARK = "lightswitch: "
+_END = "end"
+# Of collectives on CPUs the process group itself tells when each is under way; on GPUs, NCCL's kernels do.
+_COLLECTIVE_ON_CPU = re.compile(r"(gloo|mpi|ucc|ccl|xccl):")
+_COLLECTIVE_ON_GPU = re.compile(r"nccl", re.IGNORECASE)  # also RCCL's, whose kernels have the same names
+# What else an operator's name with a namespace stands for: calls that only start collectives, or wait inside of them
+_NO_COMPUTATION = re.compile(r"(c10d|_c10d_functional|autograd|torch|FSDP|nccl)::|[\w/]*::barrier")
+
+
+class StepTimer(Callback):
+    """Callback that measures a few steps with torch's profiler, and writes step_times.json into the run directory.
+
+    A phase lasts from one of Lightning's hooks to the next: data (from the end of a batch to the start of the next:
+    reading it and moving it to the device), forward, backward, optimizer (with clipping), and the rest. Communication
+    is taken out of these: where nothing is computed beside it, it counts for itself, with the time in which a rank
+    waits for a slower one. On GPUs the phases are synchronised while they are measured.
+
+    Steps that are not measured are as fast as without the callback. Every rank must have it.
+
+    Args:
+        folder: the run directory.
+        skip_steps: optimizer steps before the first that is measured, as the first ones warm up.
+        steps: optimizer steps that are measured.
+
+    Raises:
+        ValueError: a number of steps means nothing.
+    """
+
+    def __init__(self, folder: str, skip_steps: int = 10, steps: int = 5) -> None:
+        if skip_steps < 0 or steps < 1:
+            raise ValueError(f"skip_steps={skip_steps}, steps={steps}: skip 0 steps or more, and measure at least 1")
+        self._folder = Path(folder)
+        self._skip_steps, self._steps = skip_steps, steps
+        self._process_start = psutil.Process().create_time()  # here: a rank that Python spawns starts later
+        self._profile: profile | None = None
+        self._startup_seconds = self._saving_seconds = 0.0
+        self._steps_taken = self._measured_steps = 0  # of this start
+        self._split: tuple[dict[str, float], dict[str, float]] | None = None
+        self._is_done = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        patches.replace(trainer, "save_checkpoint", self._timed_save(trainer))
+        if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]  # set by a connector
+            self._is_done = True
+            if trainer.is_global_zero:
+                log.warning("steps are not measured: a process has one torch profiler, and trainer.profiler uses it")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._startup_seconds = self._startup_seconds or time.time() - self._process_start
+        if self._is_done:
+            return
+        if self._profile is None and self._steps_taken == self._skip_steps:
+            self._start(trainer)
+        elif self._profile is not None and self._steps_taken == self._skip_steps + self._steps:
+            self._stop(trainer)
+            self._write(trainer)  # also for a run that is stopped later
+        self._mark("forward", trainer)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._mark("backward", trainer)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark("rest", trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._mark("optimizer", trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps_taken += not trainer.fit_loop._should_accumulate()  # where the model steps by hand, too
+        self._mark("data", trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark("validation", trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark("data", trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._profile is not None:
+            self._stop(trainer)
+        self._write(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        patches.restore(trainer, "save_checkpoint")
+        if self._profile is not None:  # the run has failed
+            profiler, self._profile = self._profile, None
+            patches.restore(trainer.strategy, "optimizer_step")
+            profiler.stop()
+
+    def _start(self, trainer: Trainer) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 writes a line of its own to the terminal
+        patches.replace(trainer.strategy, "optimizer_step", self._marked_step(trainer))
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])], acc_events=True
+        )
+        self._profile.start()
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._mark(_END, trainer)
+        profiler, self._profile, self._is_done = self._profile, None, True
+        assert profiler is not None
+        profiler.stop()
+        patches.restore(trainer.strategy, "optimizer_step")
+        self._measured_steps = self._steps_taken - self._skip_steps
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        events = profiler.events()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._split = _split(events or [], on_gpu) if self._measured_steps else None
+
+    def _mark(self, phase: str, trainer: Trainer) -> None:
+        if self._profile is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)  # or its time would count for a later phase
+        with record_function(f"{_MARK}{phase}"):
+            pass
+
+    def _marked_step(self, trainer: Trainer) -> Callable[..., Any]:
+        step = trainer.strategy.optimizer_step
+
+        @functools.wraps(step)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            self._mark("rest", trainer)
+            return output
+
+        return marked
+
+    def _timed_save(self, trainer: Trainer) -> Callable[..., None]:
+        save = trainer.save_checkpoint
+
+        @functools.wraps(save)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            start = time.perf_counter()
+            self._mark("saving", trainer)
+            save(*args, **kwargs)
+            self._mark("data", trainer)
+            self._saving_seconds += time.perf_counter() - start
+
+        return timed
+
+    def _write(self, trainer: Trainer) -> None:
+        """Write the means over the ranks. Collective."""
+        device = trainer.strategy.root_device
+        seconds, overlapped = self._split or ({}, {})
+        own = [self._saving_seconds, *(times.get(phase, 0.0) for times in (seconds, overlapped) for phase in PHASES)]
+        of_ranks = _of_ranks(trainer, [float(peak_bytes(device)), *own])
+        saving, *a_step = (sum(column) / len(column) for column in list(zip(*of_ranks, strict=True))[1:])
+        earlier = step_times.read(self._folder)
+        if not trainer.is_global_zero or (self._split is None and earlier is not None and earlier.measured_steps):
+            return  # a start that was too short leaves what an earlier one of the run has measured
+        by_phase = [total / max(1, self._measured_steps) for total in a_step]
+        measured = dict(zip(PHASES, by_phase[: len(PHASES)], strict=True)) if self._split else {}
+        beside = dict(zip(PHASES, by_phase[len(PHASES) :], strict=True)) if self._split else {}
+        step_times.write(
+            self._folder,
+            StepTimes(
+                startup_seconds=self._startup_seconds,
+                world_size=trainer.world_size,
+                on_cuda=device.type == "cuda",
+                peak_bytes=int(max(peak for peak, *_ in of_ranks)),
+                trained_steps=self._steps_taken,
+                saving_seconds=saving,
+                measured_steps=self._measured_steps,
+                seconds=measured,
+                overlapped_seconds={phase: total for phase, total in beside.items() if total > 0},
+            ),
+        )
+
+
+def _of_ranks(trainer: Trainer, numbers: list[float]) -> list[list[float]]:
+    """Return the numbers of every rank. Collective."""
+    if trainer.world_size == 1:
+        return [numbers]
+    own = torch.tensor(numbers, dtype=torch.float64, device=trainer.strategy.root_device)
+    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
+    dist.all_gather(gathered, own)
+    return [row.tolist() for row in gathered]
+
+
+def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of all measured steps by phase, and those of communication beside computation."""
+    marks: list[tuple[float, str]] = []
+    communication: list[Interval] = []
+    computation: list[Interval] = []
+    for event in events:
+        name, span = event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        is_on_gpu = event.device_type.name == "CUDA"  # also of ROCm
+        if name.startswith(_MARK):
+            if not is_on_gpu:  # the profiler repeats annotations on the device's timeline
+                marks.append((span[0], name.removeprefix(_MARK)))
+        elif is_on_gpu != on_gpu or (event.is_user_annotation and on_gpu):
+            continue
+        elif (_COLLECTIVE_ON_GPU.search(name) if on_gpu else _COLLECTIVE_ON_CPU.match(name)) is not None:
+            communication.append(span)
+        elif on_gpu or ("::" in name and not _NO_COMPUTATION.match(name)):
+            computation.append(span)
+    return step_times.split(sorted(marks), communication, computation)
