@@ -22,7 +22,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 PACKAGES = (
     *("fork", "doctor", "launch", "sweeps", "preflight", "planning", "fault_tolerance", "runs", "config"),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
-    *("patches", "trees", "versions", "errors"),  # files beside the packages
+    *("figures", "patches", "trees", "versions", "errors"),  # files beside the packages
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     "lightswitch.deepspeed.config_keys",
     "lightswitch.deepspeed.ops",
     "lightswitch.preflight.strategies",
+    "lightswitch.figures",
 )
 
 
