@@ -1,0 +1,99 @@
+"""How the memory of a device changes in a step, and its peak: arithmetic alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+Kind = Literal[
+    "parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"
+]
+KINDS: tuple[Kind, ...] = (
+    *("parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Bytes taken, or given back.
+
+    Attributes:
+        phase: of the step: forward, backward or optimizer.
+        where: path of the module at work.
+    """
+
+    kind: Kind
+    bytes: float
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device holds at once, and when that is.
+
+    Attributes:
+        by_kind: bytes, which add up to ``bytes``.
+        phase, where: see `Change`.
+    """
+
+    bytes: float
+    by_kind: Mapping[Kind, float]
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What is held when a step starts, and how that changes until it ends."""
+
+    before: Mapping[Kind, float]  # bytes
+    changes: tuple[Change, ...]
+
+    def peak(self) -> Peak:
+        """Return the first of the moments at which most is held."""
+        held = list(accumulate((change.bytes for change in self.changes), initial=sum(self.before.values())))
+        at = max(range(len(held)), key=held.__getitem__)
+        by_kind: dict[Kind, float] = defaultdict(float, self.before)
+        for change in self.changes[:at]:
+            by_kind[change.kind] += change.bytes
+        last = self.changes[at - 1] if at else None
+        shown = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
+        return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A step at two micro batches, from which any other follows: each storage's bytes are affine in the samples.
+
+    A peak is not: at more samples it may stand elsewhere. So storages are extended, and the peak is found anew.
+
+    Attributes:
+        samples: the two micro batches.
+        steps: the step at each.
+    """
+
+    samples: tuple[int, int]
+    steps: tuple[Timeline, Timeline]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the two steps do the same: a model may take another path at another batch size."""
+        one, other = self.steps
+        return [change.kind for change in one.changes] == [change.kind for change in other.changes]
+
+    def at(self, samples: int) -> Timeline:
+        """Return the step at a micro batch of so many samples."""
+        one, other = self.steps
+        if samples == self.samples[0] or not self.is_known:
+            return one
+        weight = (samples - self.samples[0]) / (self.samples[1] - self.samples[0])
+        changes = tuple(
+            replace(a, bytes=a.bytes + weight * (b.bytes - a.bytes))
+            for a, b in zip(one.changes, other.changes, strict=True)
+        )
+        before = {kind: bytes + weight * (other.before.get(kind, 0) - bytes) for kind, bytes in one.before.items()}
+        return Timeline(before, changes)
