@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
-GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
+GROUPS = (*_CONSTRUCTED, "strategy", "precision", "device", "experiment", "debug")
 _NAMES = ("run_id", "name")
 _VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra does not read as text
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
@@ -81,13 +81,16 @@ def _named(override: str, is_sweep: bool) -> str:
 
 
 def _choosing(override: str) -> str:
-    """Quote `precision=16`, a name that reads as a number, and make `debug=null` `~debug`; Hydra crashes on both."""
-    group, _, choice = override.partition("=")
+    """Quote `precision=16`, a name that reads as a number, and make `debug=null` `~debug`; Hydra crashes on both.
+
+    `plan.device=h100` is the choice of a group, whose file sits where its key is.
+    """
+    group, _, choice = re.sub(r"^plan\.device=(?=\w)", "device=", override).partition("=")
     if group not in GROUPS:
         return override
     if choice == "null":
         return f"~{group}"
-    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else override
+    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else f"{group}={choice}"
 
 
 def _addable(override: str) -> str:

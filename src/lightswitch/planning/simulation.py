@@ -28,8 +28,9 @@ from lightswitch.errors import Refused
 from lightswitch.planning.fake_ddp import FakeDDP
 from lightswitch.planning.fake_group import FakeCluster, World, fake_group
 from lightswitch.planning.fake_model import fake_tensors
+from lightswitch.planning.estimate import Step
 from lightswitch.planning.timeline import Growth
-from lightswitch.planning.tracking import TrackedStep, Tracking
+from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.unused import Unused
 
@@ -63,26 +64,7 @@ class Work:
     options: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """What one rank does in a step.
-
-    Attributes:
-        step: at the micro batch that was asked for, with its accumulation.
-        growth: the same at any micro batch.
-        parameters: of the whole model, by number.
-        parameter_bytes: of the whole model.
-        optimizer_bytes: of the whole optimizer's state, as a checkpoint holds it.
-    """
-
-    step: TrackedStep
-    growth: Growth
-    parameters: int
-    parameter_bytes: int
-    optimizer_bytes: int
-
-
-def simulate(work: Work, strategy: Strategy, world: World) -> Simulated:
+def simulate(work: Work, strategy: Strategy, world: World) -> Step:
     """Return what a rank of a world does in a step under a strategy.
 
     Three steps are made: the first one makes the optimizer's state, the third has twice the samples.
@@ -105,12 +87,15 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Simulated:
         finally:
             tracking.close()
         _, step, larger = tracking.steps()
-    return Simulated(
-        step,
-        Growth((sizes[1], sizes[2]), (step.timeline, larger.timeline)),
-        parameters,
-        parameter_bytes,
-        _optimizer_bytes(trainer, parameters),
+    return Step(
+        growth=Growth((sizes[1], sizes[2]), (step.timeline, larger.timeline)),
+        samples=work.samples,
+        micro_flops=step.flops / work.accumulation,
+        micro_collectives=step.collectives[0],
+        last_collectives=step.collectives[-1],
+        parameters=parameters,
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=_optimizer_bytes(trainer, parameters),
     )
 
 

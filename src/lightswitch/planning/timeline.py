@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -53,9 +54,13 @@ class Timeline:
     before: Mapping[Kind, float]  # bytes
     changes: tuple[Change, ...]
 
+    def held(self) -> list[float]:
+        """Return the bytes that are held at the start and after each change."""
+        return list(accumulate((change.bytes for change in self.changes), initial=sum(self.before.values())))
+
     def peak(self) -> Peak:
         """Return the first of the moments at which most is held."""
-        held = list(accumulate((change.bytes for change in self.changes), initial=sum(self.before.values())))
+        held = self.held()
         at = max(range(len(held)), key=held.__getitem__)
         by_kind: dict[Kind, float] = defaultdict(float, self.before)
         for change in self.changes[:at]:
@@ -79,21 +84,34 @@ class Growth:
     samples: tuple[int, int]
     steps: tuple[Timeline, Timeline]
 
-    @property
+    @cached_property
     def is_known(self) -> bool:
         """Whether the two steps do the same: a model may take another path at another batch size."""
         one, other = self.steps
         return [change.kind for change in one.changes] == [change.kind for change in other.changes]
 
     def at(self, samples: int) -> Timeline:
-        """Return the step at a micro batch of so many samples."""
+        """Return the step at a micro batch of so many samples; the first, where growth is not known."""
         one, other = self.steps
         if samples == self.samples[0] or not self.is_known:
             return one
-        weight = (samples - self.samples[0]) / (self.samples[1] - self.samples[0])
+        weight = self._weight(samples)
         changes = tuple(
             replace(a, bytes=a.bytes + weight * (b.bytes - a.bytes))
             for a, b in zip(one.changes, other.changes, strict=True)
         )
         before = {kind: bytes + weight * (other.before.get(kind, 0) - bytes) for kind, bytes in one.before.items()}
         return Timeline(before, changes)
+
+    def peak_bytes(self, samples: int) -> float:
+        """Return the bytes of the peak of `at`, in less time."""
+        weight = self._weight(samples)
+        return max(a + weight * (b - a) for a, b in self._held)
+
+    def _weight(self, samples: int) -> float:
+        return (samples - self.samples[0]) / (self.samples[1] - self.samples[0])
+
+    @cached_property
+    def _held(self) -> list[tuple[float, float]]:
+        """What is held after each change, in both steps; of moments with the same, one."""
+        return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))

@@ -26,11 +26,12 @@ class TrackedStep:
     """An optimizer step.
 
     Attributes:
+        collectives: of each of its micro batches; those of the last one with clipping and the optimizer's.
         flops: floating-point operations of this device.
     """
 
     timeline: Timeline
-    collectives: tuple[Collective, ...]
+    collectives: tuple[tuple[Collective, ...], ...]
     flops: int
 
 
@@ -45,17 +46,20 @@ class Tracking(Callback):
         self._fake = fake
         self._modules = Modules()
         self.ledger = Ledger(fake, self._modules.at_work)
-        self._starts: list[Mark] = []
-        self._ends: list[Mark] = []
+        self._marks: list[list[Mark]] = []  # of each step: its start, and the end of each micro batch
         self._open = ExitStack()
 
     def steps(self) -> list[TrackedStep]:
         """Return the steps that were made, in order."""
-        return [self._step(start, end) for start, end in zip(self._starts, self._ends, strict=True)]
+        return [self._step(marks) for marks in self._marks]
 
-    def _step(self, start: Mark, end: Mark) -> TrackedStep:
-        collectives = tuple(self.ledger.collectives[start.collectives : end.collectives])
-        return TrackedStep(self.ledger.between(start, end), collectives, end.flops - start.flops)
+    def _step(self, marks: list[Mark]) -> TrackedStep:
+        collectives = tuple(
+            tuple(self.ledger.collectives[start.collectives : end.collectives])
+            for start, end in zip(marks, marks[1:], strict=False)
+        )
+        timeline = self.ledger.between(marks[0], marks[-1])
+        return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._fake is not None:
@@ -72,7 +76,7 @@ class Tracking(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._starts.append(self.ledger.mark())
+            self._marks.append([self.ledger.mark()])
         self.ledger.phase = "forward"
         for tensor in _tensors(batch):
             self.ledger.name(tensor, "activations")
@@ -89,8 +93,7 @@ class Tracking(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._ends.append(self.ledger.mark())
+        self._marks[-1].append(self.ledger.mark())
         for optimizer in trainer.optimizers:
             for state in optimizer.state.values():
                 for tensor in _tensors(state):

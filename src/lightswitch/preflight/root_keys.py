@@ -13,7 +13,7 @@ from lightswitch.errors import nearest
 from lightswitch.preflight import targets
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-MODES = ("fit", "validate", "test", "predict")
+MODES = ("fit", "validate", "test", "predict", "plan")
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "run_id": (str, int),
