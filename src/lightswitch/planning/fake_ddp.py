@@ -62,10 +62,10 @@ class _Bucket:
 
     def take(self, parameter: Tensor) -> None:
         """Hook a parameter's gradient: once all are there, average them."""
-        if self._owner.gradient_as_bucket_view:
-            parameter.grad = self._views[parameter].detach()  # type: ignore[index]  # the hook is a parameter's
         if not self._owner.require_backward_grad_sync:
             return
+        if self._owner.gradient_as_bucket_view:
+            parameter.grad = self._views[parameter].detach()  # type: ignore[index]  # the hook is a parameter's
         self._missing -= 1
         if self._missing == 0:
             self._missing = len(self._views)

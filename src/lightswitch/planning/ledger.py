@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -92,7 +93,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it does the same with its local tensor, which comes here, too
-        out = func(*args, **(kwargs or {}))
+        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
+            out = func(*args, **(kwargs or {}))
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         for tensor in made:
             self._note_tensor(tensor)
@@ -104,6 +106,13 @@ class Ledger(TorchDispatchMode):
         elif (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
+
+    def _is_real(self, types: Any, args: Any) -> bool:
+        """Whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
+        if self.fake is None or FakeTensor in types:
+            return False
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        return bool(given) and not any(tensor.is_meta for tensor in given)
 
     def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> None:
         """Say what a tensor's storage is for; it is noted if it was made before."""

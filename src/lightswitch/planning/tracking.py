@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
 
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.ledger import Ledger, Mark
@@ -69,7 +70,7 @@ class Tracking(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._modules.know(pl_module)
-        for buffer in pl_module.buffers():
+        for buffer in (*pl_module.buffers(), *_metric_states(pl_module)):
             self.ledger.name(buffer, "buffers")
         for parameter in pl_module.parameters():
             self.ledger.name(parameter, "parameters")
@@ -161,6 +162,14 @@ class Modules:
             return  # numbers are a thread's own
         self._starts.append(number)
         self._after.append(self._running[-1] if self._running else "")
+
+
+def _metric_states(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the states of metrics, and the values that they are reset to, which lie on the device as well."""
+    for part in model.modules():
+        if isinstance(part, Metric):
+            yield from _tensors([getattr(part, name) for name in part._defaults])
+            yield from _tensors(part._defaults)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
