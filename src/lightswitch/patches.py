@@ -205,7 +205,8 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "training_step",
         "(self, *args, **kwargs)",
-        "it is compiled as a whole: compiled by its call, the module would be wherever a strategy steps through that",
+        "it is compiled as a whole: compiled by its call, the module would be wherever a strategy steps through that; "
+        "and left out of a plan where it needs values",
     ),
     Patch(
         "lightning.pytorch.LightningModule",

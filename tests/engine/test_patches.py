@@ -39,6 +39,9 @@ ALLOWED = {
     "self.run.process.crash_folder": "of Process, the engine's",
     "self.process.failure_file": "of Process, the engine's",
     "run.process.refusal": "of Process, the engine's",
+    "model.trainer": "Lightning documents it: how a module is given its Trainer",
+    "unused.world_size": "of Unused, the engine's",
+    "vars(part)[name]": "a module's tensors, wherever it keeps them, by others of the same shapes",
     "rank.position": "of RankState, the engine's",
     "rank.ended": "of RankState, the engine's",
 }

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
-from hydra.utils import get_class
+from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
 _RECOMPUTES = "activation_checkpointing"
-_ORDER = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2")
+_OFFLOADS = "cpu_offload"
+_ORDER = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_tp", "fsdp_offload")  # the simplest first
+_SUPERSEDED = ("FSDP1",)  # planned where it is asked for
+_NOT_SIMULATED = ("DeepSpeed",)  # its engine asks tensors for their values
 
 
 @dataclass(frozen=True)
@@ -29,15 +34,18 @@ class Candidate:
     node: Mapping[str, Any]
 
     @property
-    def name(self) -> str:
-        """Return what tables call it: fsdp, or fsdp with activation checkpointing."""
-        name = self.words[0].partition("=")[2]
-        return f"{name} with activation checkpointing" if len(self.words) > 1 else name
-
-    @property
     def offloads(self) -> bool:
         """Whether what training changes is kept in the host's memory."""
-        return bool(self.node.get("cpu_offload"))
+        return bool(self.node.get(_OFFLOADS))
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its own code runs on tensors without values."""
+        return str(self.node.get("_target_")).rpartition(".")[2] not in _NOT_SIMULATED
+
+    def on_device(self) -> str:
+        """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
+        return json.dumps({key: value for key, value in self.node.items() if key != _OFFLOADS}, sort_keys=True)
 
     def recomputing(self) -> Candidate | None:
         """Return it with activation checkpointing; None where it has that already, or can't."""
@@ -51,19 +59,20 @@ def chosen(choice: str, node: Mapping[str, Any]) -> list[Candidate]:
     return [Candidate((f"strategy={choice}",), node)]
 
 
-def every(hydra: HydraConf) -> list[Candidate]:
+def every(hydra: HydraConf, nodes: int) -> list[Candidate]:
     """Return every strategy of the config folders that is a class by itself, the simplest first.
 
-    Left out are those that differ from another one only in how processes are started, or lack a value.
+    Left out are those that differ from another one only in how processes are started, or lack a value, and replicas
+    of one node where there is no other.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for path in _files(hydra):
         loaded: Any = OmegaConf.load(path)
         node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
         if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:
-            found.setdefault(path.stem, node)
+            found[path.stem] = node
     named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
-    return [Candidate((f"strategy={name}",), found[name]) for name in named if _is_class(found[name])]
+    return [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
 
 
 def _files(hydra: HydraConf) -> Iterator[Path]:
@@ -72,13 +81,14 @@ def _files(hydra: HydraConf) -> Iterator[Path]:
             yield from sorted((Path(source.path) / "strategy").glob("*.yaml"))
 
 
-def _is_class(node: Mapping[str, Any]) -> bool:
-    """Return whether a node names a class: a function, as that of auto, returns one of the others."""
-    try:
-        get_class(str(node.get("_target_")))
-    except (ImportError, ValueError):  # of an optional package; or no class
+def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
+    """Return whether a node is a strategy of its own: a function, as that of auto, returns one of the others."""
+    module, _, name = str(node.get("_target_")).rpartition(".")
+    if name in (*_SUPERSEDED, *_NOT_SIMULATED) or find_spec(module) is None:
         return False
-    return "deepspeed" not in str(node["_target_"])
+    if "HYBRID" in str(node.get("sharding_strategy")) and nodes == 1:
+        return False
+    return isinstance(get_object(f"{module}.{name}"), type)
 
 
 def _arguments(node: Mapping[str, Any]) -> set[str]:

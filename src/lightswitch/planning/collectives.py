@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
 _NAMES = {  # by the operator's name, in torch.ops.c10d and torch.ops._c10d_functional
@@ -65,7 +65,8 @@ def _ranks(namespace: str, args: Any) -> tuple[int, ...]:
     if namespace == "c10d":
         group = next(dist.ProcessGroup.unbox(leaf) for leaf in args if isinstance(leaf, ScriptObject))
     else:
-        group = _resolve_process_group(next(leaf for leaf in reversed(args) if isinstance(leaf, str)))
+        name: Any = next(leaf for leaf in reversed(args) if isinstance(leaf, str))
+        group = _resolve_process_group(name)
     return tuple(dist.get_process_group_ranks(group))
 
 

@@ -13,6 +13,7 @@ CONTEXT_BYTES = GIB // 2  # CUDA's context and the kernels of torch, 0.4 to 0.6 
 CUBLAS_BYTES = 32 * 2**20  # its workspace on Hopper, the largest (torch, CUDAContextLight.h: cublas workspace size)
 NCCL_BYTES = 32 * 2 * 4 * 2**20  # of a group: channels × directions × NCCL_BUFFSIZE (NCCL user guide)
 HIDDEN_SHARE = 0.01  # of its memory, which the driver keeps: torch reports 79.2 GiB of 80
+HOST_GB_PER_SECOND = 31.5  # between a device and the host, in one direction: PCIe 4.0 × 16
 FRAGMENTED_SHARE = 0.03  # of the tensors: what the caching allocator holds in pieces that fit nothing; an assumption
 
 

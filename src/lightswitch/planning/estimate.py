@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightswitch.planning.collectives import Collective, Traffic, traffic
-from lightswitch.planning.device import Device
+from lightswitch.planning.device import HOST_GB_PER_SECOND, Device
 from lightswitch.planning.timeline import Growth, Kind, Peak
 
 _OFFLOADED: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
@@ -80,13 +80,14 @@ class Memory:
     Attributes:
         runtime_bytes: beside tensors; see `Device.runtime_bytes`.
         usable_bytes: what it could hold.
-        host_bytes: what the process keeps in the host's memory instead.
+        host_bytes: what the process keeps in the host's memory instead; of it, ``host_parameter_bytes``.
     """
 
     peak: Peak
     runtime_bytes: float
     usable_bytes: float
     host_bytes: float
+    host_parameter_bytes: float
 
     @property
     def bytes(self) -> float:
@@ -176,7 +177,7 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, offlo
         largest_micro_batch(step.growth, device, run.devices_per_node, groups, offloads),
         flops,
         sent,
-        step_time(flops, _moved_bytes(step, memory, run), sent, run, device),
+        step_time(flops, _moved_bytes(step, memory, run), sent, _host_traffic(memory, run), run, device),
         step.parameters,
         step.parameter_bytes + step.optimizer_bytes,
     )
@@ -187,12 +188,15 @@ def memory_at(
 ) -> Memory:
     """Return what a device holds at its peak, at a micro batch of so many samples."""
     peak = growth.at(samples).peak()
-    host = 0.0
+    host = parameters = 0.0
     if offloads:
+        parameters = peak.by_kind.get("parameters", 0)
         host = sum(peak.by_kind.get(kind, 0) for kind in _OFFLOADED)
         kept = {kind: bytes for kind, bytes in peak.by_kind.items() if kind not in _OFFLOADED}
         peak = Peak(peak.bytes - host, kept, peak.phase, peak.where)
-    return Memory(peak, device.runtime_bytes(peak.bytes, groups), device.usable_bytes(devices_per_node), host)
+    return Memory(
+        peak, device.runtime_bytes(peak.bytes, groups), device.usable_bytes(devices_per_node), host, parameters
+    )
 
 
 def largest_micro_batch(
@@ -220,11 +224,12 @@ def largest_micro_batch(
     return low
 
 
-def step_time(flops: float, moved_bytes: float, sent: Traffic, run: Run, device: Device) -> StepTime:
+def step_time(flops: float, moved_bytes: float, sent: Traffic, host_bytes: float, run: Run, device: Device) -> StepTime:
     """Return the lower bounds of a step's time.
 
     Args:
         moved_bytes: that the device's memory has to read and write at least.
+        host_bytes: that come from the host's memory.
     """
     peak = device.peak_flops(run.precision, run.matmul_precision)
     rates = {
@@ -233,6 +238,8 @@ def step_time(flops: float, moved_bytes: float, sent: Traffic, run: Run, device:
         "links in a node": (sent.within, _per_second(device.link_gb_per_second)),
         "network": (sent.between, _per_second(device.network_gb_per_second)),
     }
+    if host_bytes and device.kind != "cpu":
+        rates["host's memory"] = (host_bytes, HOST_GB_PER_SECOND * 1e9)
     return StepTime({name: amount / rate for name, (amount, rate) in rates.items() if rate})
 
 
@@ -246,6 +253,11 @@ def _step_traffic(step: Step, run: Run) -> Traffic:
     last = traffic(step.last_collectives, run.devices_per_node)
     times = run.accumulation - 1
     return Traffic(times * micro.within + last.within, times * micro.between + last.between)
+
+
+def _host_traffic(memory: Memory, run: Run) -> float:
+    """Return the bytes that a device gets from the host: its shards, for the forward and the backward pass."""
+    return 2 * run.accumulation * memory.host_parameter_bytes
 
 
 def _moved_bytes(step: Step, memory: Memory, run: Run) -> float:

@@ -88,5 +88,3 @@ def _cut(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[n
             buckets.append(bucket)
             limit = bucket_bytes
     return buckets
-
-

@@ -7,12 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import ClusterEnvironment
-from torch.distributed._tools import fake_collectives
-from torch.testing._internal.distributed import fake_pg
-
-assert fake_collectives  # its import lets collectives take fake tensors
-assert fake_pg  # its import makes the back-end known
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch._C._distributed_c10d import HashStore
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class World:
 @contextmanager
 def fake_group(world: World) -> Iterator[None]:
     """Context with a default process group of a world, in which collectives leave tensors as they are."""
-    dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=dist.HashStore())
+    dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=HashStore())
     try:
         yield
     finally:

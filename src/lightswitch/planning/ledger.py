@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightswitch import patches
 from lightswitch.planning.collectives import Collective, collective
@@ -53,7 +53,7 @@ class Mark:
     flops: int
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Mode that notes storages made and freed, collectives and floating-point operations.
 
     What a kernel takes for itself, and gives back before it ends, is not seen.
@@ -65,7 +65,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, fake: FakeTensorMode | None = None, where: Callable[[], str] = str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.fake = fake
         self.where = where
         self.phase: Phase = "setup"
@@ -83,11 +83,11 @@ class Ledger(TorchDispatchMode):
             return result
 
         patches.replace(torch.UntypedStorage, "resize_", resize_and_note)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,8 +103,7 @@ class Ledger(TorchDispatchMode):
             for tensor in tree_leaves(args):
                 if isinstance(tensor, Tensor):
                     self.name(tensor, "communication", only_unnamed=True)
-        elif (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        self.flops += _flops(func, args, kwargs or {}, out)
         return out
 
     def _is_real(self, types: Any, args: Any) -> bool:
@@ -113,6 +112,10 @@ class Ledger(TorchDispatchMode):
             return False
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         return bool(given) and not any(tensor.is_meta for tensor in given)
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Say what the step does from now on."""
+        self.phase = phase
 
     def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> None:
         """Say what a tensor's storage is for; it is noted if it was made before."""
@@ -171,3 +174,16 @@ class Ledger(TorchDispatchMode):
 
 
 _RESIZE = torch.UntypedStorage.resize_
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts those of GPUs alone
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of an operator, of matrices alone, as torch counts them."""
+    kind = func._overloadpacket
+    if kind is _ATTENTION:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's
+    if kind is _ATTENTION_BACKWARD:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]  # torch's
+    count = flop_registry.get(kind)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))

@@ -9,23 +9,33 @@ from typing import Any
 from lightswitch.monitoring.quantities import clock, compact
 from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
+from lightswitch.planning.timeline import Kind
 
 _HEADER = ("strategy", "micro batch", "GiB", "fits", "parameters", "gradients", "optimizer", "activations", "other")
 _LATER = ("most samples", "s a step", "bound by", "GB sent")
-_SHOWN = ("parameters", "gradients", "optimizer", "activations")
+_SHOWN: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
 
 
-def sort_key(one: Estimate) -> tuple[bool, float, float, float]:
-    """Return the order in which to take estimates: what fits first, then what takes least time, then least traffic."""
-    seconds = one.time.least_seconds or 0.0
-    return (not one.memory.fits, float(f"{seconds:.2g}"), one.traffic.within + one.traffic.between, one.memory.bytes)
+def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Return estimates in the order in which to take them.
+
+    What fits comes first, by the least time of a step to two digits, then as given: the simplest first. What does not
+    fit follows, by its memory.
+    """
+    return sorted(estimates, key=lambda one: (not one.memory.fits, _rank(one)))
+
+
+def _rank(one: Estimate) -> float:
+    return float(f"{one.time.least_seconds or 0.0:.2g}") if one.memory.fits else one.memory.bytes
 
 
 def table(estimates: Iterable[Estimate]) -> str:
     """Return a row for each estimate, in the order given; memory in GiB of a device."""
     rows = [(*_HEADER, *_LATER), *(_row(one) for one in estimates)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(_cell(*pair, index) for index, pair in enumerate(zip(r, widths, strict=True))).rstrip() for r in rows)
+    return "\n".join(
+        "  ".join(_cell(*pair, index) for index, pair in enumerate(zip(r, widths, strict=True))).rstrip() for r in rows
+    )
 
 
 def _cell(text: str, width: int, column: int) -> str:
@@ -70,7 +80,7 @@ def answer(best: Estimate, device: Device) -> str:
         if best.run.tokens_per_sample:
             rates.append(f"{compact(rate * best.run.tokens_per_sample)} tokens/s")
     if (hours := best.hours) is not None:
-        rates.append(f"at least {clock(3600 * hours)} h of {compact(hours * best.run.world_size)} device-hours")
+        rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
     return ", ".join([took, *rates])
 
 

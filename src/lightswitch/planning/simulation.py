@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightswitch import patches
-from lightswitch.errors import Refused
+from lightswitch.planning.collectives import Collective
+from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_ddp import FakeDDP
 from lightswitch.planning.fake_group import FakeCluster, World, fake_group
 from lightswitch.planning.fake_model import fake_tensors
-from lightswitch.planning.estimate import Step
 from lightswitch.planning.timeline import Growth
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fused import FusedStep
@@ -42,7 +42,7 @@ _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distrib
 
 
 class NeedsValues(Exception):
-    """The step looks at the values of tensors, and a simulation has none."""
+    """The step asks a tensor for its values, and a simulation has none; the text names the operator."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Work:
     Attributes:
         model: makes the module anew.
         batch: returns a micro batch of so many samples.
+        is_cut: whether it can; else it returns one that is given.
         samples: of a micro batch.
         accumulation: micro batches a step.
         options: further arguments of the Trainer.
@@ -59,6 +60,7 @@ class Work:
 
     model: Callable[[], LightningModule]
     batch: Callable[[int], Any]
+    is_cut: bool
     samples: int
     accumulation: int
     options: Mapping[str, Any]
@@ -79,11 +81,11 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
         model, trainer = _prepared(work, strategy, world, tracking, fake)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        sizes = (work.samples, work.samples, 2 * work.samples)
+        sizes = (work.samples, work.samples, (2 if work.is_cut else 1) * work.samples)
         try:
             trainer.fit(model, _Batches(work, sizes, fake))
         except _NEEDS_VALUES as error:
-            raise NeedsValues(str(error).splitlines()[0]) from error
+            raise NeedsValues(str(error.args[0])) from error
         finally:
             tracking.close()
         _, step, larger = tracking.steps()
@@ -91,12 +93,30 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
         growth=Growth((sizes[1], sizes[2]), (step.timeline, larger.timeline)),
         samples=work.samples,
         micro_flops=step.flops / work.accumulation,
-        micro_collectives=step.collectives[0],
+        micro_collectives=_before_last(step.collectives, strategy),
         last_collectives=step.collectives[-1],
         parameters=parameters,
         parameter_bytes=parameter_bytes,
         optimizer_bytes=_optimizer_bytes(trainer, parameters),
     )
+
+
+def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
+    """Return the collectives of a micro batch that is not a step's last; of a step of one, what they would be."""
+    if len(collectives) == 1 and isinstance(strategy, DDPStrategy):
+        return ()
+    return collectives[0]
+
+
+def without_step(work: Work) -> Work:
+    """Return the same work with a step that uses every parameter and computes nothing: of it, states are known."""
+
+    def model() -> LightningModule:
+        made = work.model()
+        patches.replace(made, "training_step", lambda *_: sum(p.sum() for p in made.parameters() if p.requires_grad))
+        return made
+
+    return replace(work, model=model)
 
 
 def _prepared(

@@ -69,6 +69,21 @@ class Timeline:
         shown = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
         return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
 
+    def accumulating(self) -> Timeline:
+        """Return the step as if another micro batch had come before: whole gradients are there, and more are added.
+
+        A gradient is freed once it is added, which is when the next one is made.
+        """
+        changes, pending = [], 0.0
+        for change in self.changes:
+            if change.kind != "gradients":
+                changes.append(change)
+                continue
+            made = max(0.0, change.bytes)
+            changes.append(replace(change, bytes=made - pending if made else 0.0))
+            pending = made or pending
+        return Timeline(self.before, tuple(changes))
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -86,8 +101,10 @@ class Growth:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether the two steps do the same: a model may take another path at another batch size."""
+        """Whether there are two, that do the same: a model may take another path at another batch size."""
         one, other = self.steps
+        if self.samples[0] == self.samples[1]:
+            return False
         return [change.kind for change in one.changes] == [change.kind for change in other.changes]
 
     def at(self, samples: int) -> Timeline:
@@ -102,6 +119,11 @@ class Growth:
         )
         before = {kind: bytes + weight * (other.before.get(kind, 0) - bytes) for kind, bytes in one.before.items()}
         return Timeline(before, changes)
+
+    def accumulating(self) -> Growth:
+        """Return the growth of a step of several micro batches, of one of which this is; see `Timeline`."""
+        one, other = self.steps
+        return Growth(self.samples, (one.accumulating(), other.accumulating()))
 
     def peak_bytes(self, samples: int) -> float:
         """Return the bytes of the peak of `at`, in less time."""

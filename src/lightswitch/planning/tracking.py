@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,8 +57,7 @@ class Tracking(Callback):
 
     def _step(self, marks: list[Mark]) -> TrackedStep:
         collectives = tuple(
-            tuple(self.ledger.collectives[start.collectives : end.collectives])
-            for start, end in zip(marks, marks[1:], strict=False)
+            tuple(self.ledger.collectives[start.collectives : end.collectives]) for start, end in pairwise(marks)
         )
         timeline = self.ledger.between(marks[0], marks[-1])
         return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
@@ -78,15 +78,15 @@ class Tracking(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._marks.append([self.ledger.mark()])
-        self.ledger.phase = "forward"
+        self.ledger.enter_phase("forward")
         for tensor in _tensors(batch):
             self.ledger.name(tensor, "activations")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self.ledger.phase = "backward"
+        self.ledger.enter_phase("backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self.ledger.phase = "optimizer"
+        self.ledger.enter_phase("optimizer")
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 self.ledger.name(parameter.grad, "gradients")
@@ -129,7 +129,7 @@ class Modules:
         """Return the path of the module at work; empty where none is."""
         if self._running:
             return self._running[-1]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
         if node is None or not self._starts:
             return ""
         at = bisect_right(self._starts, node._sequence_nr()) - 1

@@ -20,7 +20,10 @@ BATCH = ("global_batch_size=48", "micro_batch_size=12", "trainer.devices=2")  # 
 REAL = (
     *("trainer.max_steps=3", "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0", "callbacks=progress"),
     *("trainer.enable_checkpointing=false", "~logger"),
-    *("callbacks.truth._target_=tests.engine.planning.truth.Truth", "callbacks.truth.folder=${hydra:runtime.output_dir}"),
+    *(
+        "callbacks.truth._target_=tests.engine.planning.truth.Truth",
+        "callbacks.truth.folder=${hydra:runtime.output_dir}",
+    ),
 )
 STRATEGIES = (
     *("ddp", "fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp1"),
