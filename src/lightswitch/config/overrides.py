@@ -85,12 +85,13 @@ def _choosing(override: str) -> str:
 
     `plan.device=h100` is the choice of a group, whose file sits where its key is.
     """
-    group, _, choice = re.sub(r"^plan\.device=(?=\w)", "device=", override).partition("=")
+    override = re.sub(r"^plan\.device=(?=\w)", "device=", override)
+    group, _, choice = override.partition("=")
     if group not in GROUPS:
         return override
     if choice == "null":
         return f"~{group}"
-    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else f"{group}={choice}"
+    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else override
 
 
 def _addable(override: str) -> str:

@@ -1,4 +1,4 @@
-"""mode=plan: what the run that is asked for would take under each strategy, before it starts."""
+"""The plan of a run: what it would take under each strategy, before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch import figures
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
-from lightswitch.errors import BatchError, Refused, RefusedRequest
+from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
 from lightswitch.launch import build, commands
 from lightswitch.planning import candidates, picture, report
@@ -24,7 +24,7 @@ from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import Estimate, Run, Step, estimate
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.samples import Samples, first_samples
-from lightswitch.planning.simulation import NeedsValues, Work, simulate, without_step
+from lightswitch.planning.simulation import Work, simulate, without_step
 from lightswitch.preflight import devices, strategies
 from lightswitch.runs.resume import shown
 from lightswitch.strategies.single import Single

@@ -23,9 +23,8 @@ def fake_tensors(model: LightningModule, fake: FakeTensorMode) -> None:
     """
     replaced: dict[Tensor, Tensor] = {}
     for part in model.modules():
-        for name, value in vars(part).items():
-            if name != "_modules":
-                vars(part)[name] = tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), value)
+        kept = {name: value for name, value in vars(part).items() if name != "_modules"}
+        vars(part).update(tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), kept))
         if isinstance(part, LightningModule) or hasattr(part, "_device"):
             _put_on_cpu(part)
 

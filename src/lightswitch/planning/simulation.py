@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightswitch import patches
+from lightswitch.errors import NeedsValues
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_ddp import FakeDDP
@@ -32,6 +33,7 @@ from lightswitch.planning.fake_model import fake_tensors
 from lightswitch.planning.timeline import Growth
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fused import FusedStep
+from lightswitch.strategies.tensor_parallel import TensorParallel
 from lightswitch.strategies.unused import Unused
 
 _NEEDS_VALUES = (
@@ -39,10 +41,6 @@ _NEEDS_VALUES = (
     *(UnsupportedFakeTensorException, UnsupportedOperatorException),
 )
 _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # whose lines are of a run
-
-
-class NeedsValues(Exception):
-    """The step asks a tensor for its values, and a simulation has none; the text names the operator."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ class Work:
 def simulate(work: Work, strategy: Strategy, world: World) -> Step:
     """Return what a rank of a world does in a step under a strategy.
 
-    Three steps are made: the first one makes the optimizer's state, the third has twice the samples.
+    Of the steps that are made, the first makes the optimizer's state, and the last two are told: one at the micro batch
+    that is asked for, and one at twice the samples.
 
     Raises:
         NeedsValues: the module asks a tensor for its values.
@@ -81,16 +80,16 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
         model, trainer = _prepared(work, strategy, world, tracking, fake)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        sizes = (work.samples, work.samples, (2 if work.is_cut else 1) * work.samples)
         try:
-            trainer.fit(model, _Batches(work, sizes, fake))
+            trainer.fit(model, _Batches(work, _sizes(work, strategy), fake))
         except _NEEDS_VALUES as error:
             raise NeedsValues(str(error.args[0])) from error
         finally:
             tracking.close()
-        _, step, larger = tracking.steps()
+        step, larger = tracking.steps()[-2:]
+        step_samples, larger_samples = _sizes(work, strategy)[-2:]
     return Step(
-        growth=Growth((sizes[1], sizes[2]), (step.timeline, larger.timeline)),
+        growth=Growth((step_samples, larger_samples), (step.timeline, larger.timeline)),
         samples=work.samples,
         micro_flops=step.flops / work.accumulation,
         micro_collectives=_before_last(step.collectives, strategy),
@@ -99,6 +98,13 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
         parameter_bytes=parameter_bytes,
         optimizer_bytes=_optimizer_bytes(trainer, parameters),
     )
+
+
+def _sizes(work: Work, strategy: Strategy) -> tuple[int, ...]:
+    """Return the micro batch of each step."""
+    told = (work.samples, 2 * work.samples if work.is_cut else work.samples)
+    # DTensor works out the shapes of what is cut between devices when it first meets them, on fake tensors of its own
+    return (*told, *told) if isinstance(strategy, TensorParallel) else (work.samples, *told)
 
 
 def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
@@ -132,7 +138,7 @@ def _prepared(
         num_nodes=world.nodes,
         devices=world.devices_per_node,
         callbacks=[tracking, FusedStep(), _Alone()],
-        max_steps=3,
+        max_steps=len(_sizes(work, strategy)),
         accumulate_grad_batches=work.accumulation,
         limit_val_batches=0,
         num_sanity_val_steps=0,

@@ -62,7 +62,7 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("data=null", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
+        (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
         (("plan.device=h300",), "device=h300: there is no such device. Did you mean h200?"),
         ((*MODEL, "trainer.devices=3"), "global_batch_size 16 does not divide over 3 devices"),
         ((*MODEL, "plan.memory_gib=-1"), "plan.memory_gib=-1: use a number greater than 0"),
