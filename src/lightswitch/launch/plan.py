@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What a run is asked to do, and on what."""
+    """A run that is asked for, and what it is to run on."""
 
     cfg: DictConfig
     device: Device
@@ -159,11 +159,13 @@ def _confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) ->
     """Return an estimate whose own step was simulated, at a smaller micro batch if that has to be."""
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
-    candidate = next(one for one in among if one.words == found.words)
+    candidate, largest = next(one for one in among if one.words == found.words), found.largest_micro_batch
     batch = _batch(request, candidate, found.run.micro_batch)
+    alone = replace(request, samples=replace(request.samples, is_cut=False), simulated={})  # how it grows is known
     for micro in (batch.micro_batch, *_smaller(batch)):
         smaller = _batch(request, candidate, micro)
-        found = _estimate(request, candidate, _step(request, candidate, smaller), smaller)
+        found = _estimate(request, candidate, _step(alone, candidate, smaller), smaller)
+        found = replace(found, largest_micro_batch=largest)
         if found.memory.fits:
             break
     return found

@@ -68,7 +68,7 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
     """Return what a rank of a world does in a step under a strategy.
 
     Of the steps that are made, the first makes the optimizer's state, and the last two are told: one at the micro batch
-    that is asked for, and one at twice the samples.
+    that is asked for, and one at twice the samples, unless the batch can't be cut.
 
     Raises:
         NeedsValues: the module asks a tensor for its values.
@@ -86,10 +86,11 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
             raise NeedsValues(str(error.args[0])) from error
         finally:
             tracking.close()
-        step, larger = tracking.steps()[-2:]
-        step_samples, larger_samples = _sizes(work, strategy)[-2:]
+        told = _told(work)
+        steps = tracking.steps()[-len(told) :]
+        step, larger = steps[0], steps[-1]
     return Step(
-        growth=Growth((step_samples, larger_samples), (step.timeline, larger.timeline)),
+        growth=Growth((told[0], told[-1]), (step.timeline, larger.timeline)),
         samples=work.samples,
         micro_flops=step.flops / work.accumulation,
         micro_collectives=_before_last(step.collectives, strategy),
@@ -102,9 +103,14 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
 
 def _sizes(work: Work, strategy: Strategy) -> tuple[int, ...]:
     """Return the micro batch of each step."""
-    told = (work.samples, 2 * work.samples if work.is_cut else work.samples)
     # DTensor works out the shapes of what is cut between devices when it first meets them, on fake tensors of its own
-    return (*told, *told) if isinstance(strategy, TensorParallel) else (work.samples, *told)
+    before = _told(work) if isinstance(strategy, TensorParallel) else (work.samples,)
+    return (*before, *_told(work))
+
+
+def _told(work: Work) -> tuple[int, ...]:
+    """Return the micro batches that are told of."""
+    return (work.samples, 2 * work.samples) if work.is_cut else (work.samples,)
 
 
 def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
