@@ -4,6 +4,7 @@ python train.py                                          # one process, real dat
 python train.py strategy=ddp trainer.devices=2           # the same run over two processes
 python train.py model=vit data=digits
 python train.py run_id=mine                              # started again, it goes on where it stood
+python train.py mode=plan trainer.devices=8 plan.device=h100  # what it would take
 python train.py mode=test ckpt_path=runs/gpt/mine/checkpoints/best.ckpt
 sbatch slurm/multinode.sh strategy=ddp
 """
@@ -18,20 +19,22 @@ from lightswitch.runs import claim, finished
 
 @entry(config_path="conf", config_name="config")
 def main(cfg: DictConfig, run: RunContext) -> None:
-    plan = check(cfg, run)  # what is wrong with the config is told before torch is imported
+    batch = check(cfg, run)  # what is wrong with the config is told before torch is imported
     if finished.before(cfg, run):
         return
     claim.take(cfg, run)  # no other start writes the run directory meanwhile
 
     from lightning.pytorch import seed_everything
 
-    from lightswitch.launch import build, report, stages
+    from lightswitch.launch import build, plan, report, stages
     from lightswitch.runs import resume
 
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
-    model, data, trainer = build.build(cfg, run, plan)
+    if cfg.mode == "plan":
+        return plan.plan(cfg, run)
+    model, data, trainer = build.build(cfg, run, batch)
     start = resume.find(cfg, run)
-    report.begin(cfg, run, trainer, plan, start)
+    report.begin(cfg, run, trainer, batch, start)
 
     if cfg.mode == "fit":
         metrics = stages.fit(run, model, data, trainer, start.path)

@@ -10,6 +10,7 @@
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   └── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
     ├── BatchError                 a global batch that does not divide (a ValueError)
+    ├── NeedsValues                a step asks for values where a plan has none (a RuntimeError)
     ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
     └── RanksFailed                ranks failed that this process has spawned, taking no part in the run itself
 
@@ -111,6 +112,10 @@ class UnwrittenCheckpoint(Refused, OSError):
 
 class BatchError(ValueError):
     """A global batch that does not divide over devices, accumulation and micro batches; the text has the equation."""
+
+
+class NeedsValues(RuntimeError):
+    """A step that asks a tensor for its values where a plan has none; the text names the operator."""
 
 
 class LostRank(RuntimeError):

@@ -64,6 +64,8 @@ _LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and rea
 _HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
 _STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
+_FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
+_ON_META = "a module that was made on the meta device, to be planned, is simulated as one of the CPU"
 
 PATCHES = (
     Patch(
@@ -225,13 +227,15 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "configure_model",
         "(self)",
-        "the model's size is told after it is built and before it is sharded: no callback runs in between",
+        "the model's size is told after it is built and before it is sharded: no callback runs in between; and a model "
+        "that is planned is built before",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
         "training_step",
         "(self, *args, **kwargs)",
-        "it is compiled as a whole: compiled by its call, the module would be wherever a strategy steps through that",
+        "it is compiled as a whole: compiled by its call, the module would be wherever a strategy steps through that; "
+        "and left out of a plan where it needs values",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
@@ -244,6 +248,19 @@ PATCHES = (
         "_hparams_initial",
         "AttributeDict",
         "loggers are given hyperparameters without secrets; the module keeps its own",
+    ),
+    Patch("lightning.pytorch.strategies.Strategy", "model_to_device", "(self)", _FAKE),
+    Patch("lightning.pytorch.strategies.Strategy", "teardown", "(self)", _FAKE),
+    Patch("lightning.pytorch.strategies.Strategy", "broadcast", "(self, obj, src)", _FAKE),
+    Patch("lightning.pytorch.strategies.DDPStrategy", "_setup_model", "(self, model)", f"{_FAKE}: DDP's reducer does"),
+    Patch("lightning.pytorch.plugins.Precision", "convert_module", "(self, module)", _FAKE),
+    Patch("lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "_device", "device", _ON_META),
+    Patch(
+        "torch.UntypedStorage",
+        "resize_",
+        "method_descriptor",
+        "the ledger of a plan sees what FSDP frees and takes again: no operator is called for it",
+        for_process=True,
     ),
     Patch("torch.utils.data.DataLoader", "dataset", "object", _LOADER),
     Patch("torch.utils.data.DataLoader", "sampler", "object", _LOADER),
@@ -264,6 +281,7 @@ PATCHES = (
         "a compiled module has parameters of its own, not those of the one inside (ZeRO stage 3)",
         for_process=True,
     ),
+    Patch("torchmetrics.Metric", "_device", "device", _ON_META),
     Patch(
         "torchmetrics.Metric",
         "process_group",

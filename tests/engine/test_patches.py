@@ -39,6 +39,8 @@ ALLOWED = {
     "self.run.process.crash_folder": "of Process, the engine's",
     "self.process.failure_file": "of Process, the engine's",
     "run.process.refusal": "of Process, the engine's",
+    "model.trainer": "Lightning documents it: how a module is given its Trainer",
+    "unused.world_size": "of Unused, the engine's",
     "rank.position": "of RankState, the engine's",
     "rank.ended": "of RankState, the engine's",
 }
@@ -48,6 +50,9 @@ CALLS_ALLOWED = {
     "vars(target).pop(name, None)": "patches.restore itself",
     "setattr(part, name, replaced[parameter])": "torch documents it: how a module is given another parameter",
     "setattr(part, name, broadcast_tensor(buffer, device))": "torch documents it: how a module is given another buffer",
+    "vars(part).update(tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), kept))": (
+        "a module's tensors, wherever it keeps them, by others of the same shapes"
+    ),
     "made.__dict__.update(parameter.__dict__)": "marks of the user's, onto a parameter made here",
     "self.__dict__.update(state)": "its own, when it is unpickled",
     "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",

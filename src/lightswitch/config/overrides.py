@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 _CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
-GROUPS = (*_CONSTRUCTED, "strategy", "precision", "experiment", "debug")
+GROUPS = (*_CONSTRUCTED, "strategy", "precision", "device", "experiment", "debug")
 _NAMES = ("run_id", "name")
 _VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra does not read as text
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
@@ -83,8 +83,10 @@ def _named(override: str, is_sweep: bool) -> str:
 def _choosing(override: str) -> str:
     """Quote `precision=16`, a name that reads as a number, and make `debug=null` `~debug`; Hydra crashes on both.
 
-    `trainer.strategy=ddp`, as Lightning has it, is the choice of that name.
+    `trainer.strategy=ddp`, as Lightning has it, is the choice of that name; so is `plan.device=h100`, whose file sits
+    where its key is.
     """
+    override = re.sub(r"^plan\.device=(?=\w)", "device=", override)
     group, _, choice = override.partition("=")
     if re.fullmatch(r"\+*trainer\.strategy=[\w-]+", override):
         group, override = "strategy", f"strategy={choice}"

@@ -66,15 +66,15 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals: list[Refused] = []
     model, data, callbacks, loggers, cluster = (
-        _instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
+        instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster")
     )
     if run.is_first and _is_typed(run, "data.batch_size"):
         log.info(
             "advice     data.batch_size is not what a step takes where batches are cut here; type global_batch_size=%s",
             cfg.data.batch_size,
         )
-    compilation = _instantiated(cfg, "compile", refusals)
-    _raise(refusals)
+    compilation = instantiated(cfg, "compile", refusals)
+    raise_all(refusals)
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed)
@@ -90,31 +90,36 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         engine.append(PlateauValidation())
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from))
-    trainer = _instantiated(
+    trainer = instantiated(
         cfg,
         "trainer",
         refusals,
         callbacks=[*engine, *_with_timer(_switched_on(callbacks), cfg, run)],
         logger=_switched_on(loggers),
-        **_plugins(cfg, cluster, refusals),
+        **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
         **_clipping(model, run, refusals),
         accumulate_grad_batches=plan.accumulation,
     )
-    _raise(refusals)
+    raise_all(refusals)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, watchdog)
     return model, data, install_launcher(trainer, run)
 
 
-def _raise(refusals: list[Refused]) -> None:
+def raise_all(refusals: list[Refused]) -> None:
+    """Raise what was refused, all at once, if anything was.
+
+    Raises:
+        RefusedRequest: with the lines of each.
+    """
     if refusals:
         problems = [problem for refusal in refusals for problem in refusal.problems]
         raise RefusedRequest(problems, "\n".join(refusal.details for refusal in refusals if refusal.details))
 
 
-def _instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
+def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
     """Instantiate a config node, with lists and dicts as Python's own: OmegaConf's make checkpoints unsafe to read."""
     try:
         return instantiate(cfg.get(name), **arguments, _convert_="all") if cfg.get(name) is not None else None
@@ -153,7 +158,7 @@ def _is_typed(run: RunContext, *keys: str) -> bool:
     return any(key_and_value(override)[0] in keys for override in typed_overrides(run.hydra))
 
 
-def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
+def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
     """Return the Trainer's arguments for the cluster environment and for a precision that has no name of Lightning's.
 
     These are precisions that the config names by their class, and 64-true: Lightning refuses that name with
@@ -161,7 +166,7 @@ def _plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str
     """
     precision = cfg.trainer.get("precision")
     if isinstance(precision, DictConfig):
-        plugin = _instantiated(cfg.trainer, "precision", refusals)
+        plugin = instantiated(cfg.trainer, "precision", refusals)
     elif str(precision) in ("64", "64-true"):
         plugin = DoublePrecision()
     else:

@@ -49,6 +49,12 @@ def evaluate(checkpoint: str, placement: Placement) -> str:
     return shlex.join([*_program(placement), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
 
 
+def planned(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
+    """Return the command that starts the run of which a plan was made, with the words that choose what it found."""
+    keys = tuple(word.partition("=")[0] for word in words)
+    return shlex.join([*_program(placement), *_overrides(without=("mode", "plan", "run_id", "device", *keys)), *words])
+
+
 def _holds(limit: int | None, reached: int) -> bool:
     return limit is not None and 0 < limit <= reached
 

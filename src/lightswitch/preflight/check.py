@@ -17,7 +17,7 @@ from lightswitch.config import moved, names
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
-from lightswitch.preflight import compilation, devices, launchers, precision, root_keys, strategies, targets
+from lightswitch.preflight import compilation, devices, launchers, planned, precision, root_keys, strategies, targets
 from lightswitch.runs import saved
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
@@ -49,6 +49,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         targets.problems(plain, typed_nodes),
     )
     _raise(devices.wrong_counts(plain["trainer"]))
+    if is_planned := plain["mode"] == "plan":
+        _raise(planned.problems(plain, run.placement))
+        plain = planned.on_its_device(plain)
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes),
@@ -59,11 +62,16 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _loggers(plain),
         _run_directory(run.run_dir),
         _files(plain, run.run_dir),
-        devices.absent(plain["trainer"], run.placement),
         precision.problems(plain, devices.accelerator(plain["trainer"])),
-        compilation.problems(plain, devices.accelerator(plain["trainer"])),
+        *([] if is_planned else _machine(plain, run)),
     )
     return _plan(plain)
+
+
+def _machine(cfg: dict[str, Any], run: RunContext) -> Iterator[Iterator[str]]:
+    """Yield the checks of what this machine has."""
+    yield devices.absent(cfg["trainer"], run.placement)
+    yield compilation.problems(cfg, devices.accelerator(cfg["trainer"]))
 
 
 def _raise(*checks: Iterator[str]) -> None:
@@ -147,7 +155,7 @@ def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
             "every checkpoint callback was removed, and Lightning would add one of its own; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"
         )
-    if cfg["mode"] != "fit" and not cfg["ckpt_path"]:
+    if cfg["mode"] not in ("fit", "plan") and not cfg["ckpt_path"]:
         yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
 
 

@@ -77,6 +77,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self.mesh_shape = device_mesh
         self.units = auto_wrap_policy
         self.activation_checkpointing = activation_checkpointing
+        self._mesh: DeviceMesh | None = None
         self._root: FullyShardedDataParallel | None = None
         self._shapes: dict[nn.Parameter, torch.Size] = {}
         self._replicated: set[nn.Parameter] = set()
@@ -96,6 +97,26 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     @property
     def mixed_precision_config(self) -> Dtypes | None:
         return self.mixed_precision
+
+    # Processes
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._root is None:  # a test after fit keeps the mesh that the parameters are on
+            self._mesh = self._made_mesh()
+
+    def _made_mesh(self) -> DeviceMesh | None:
+        """Return the device mesh; None where nothing is sharded.
+
+        Without one, the two HYBRID strategies would train replicas that are never averaged, and no DTensor, by which
+        checkpoints are written, could be made.
+        """
+        if self.sharding_strategy == ShardingStrategy.NO_SHARD:
+            return None
+        if "HYBRID" not in self.sharding_strategy.name:
+            return init_device_mesh(self.root_device.type, (self.world_size,))
+        replicas, devices = self.mesh_shape or (self.num_nodes, self.num_processes)
+        return init_device_mesh(self.root_device.type, (replicas, devices), mesh_dim_names=("replicate", "shard"))
 
     # The model
 
@@ -120,15 +141,14 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     def _sharded(self) -> FullyShardedDataParallel:
         model = self.prepared()
-        mesh = self._mesh()
         done: set[nn.Module] = set()
         for path, unit in reversed(find_units(model, self.units).items()):  # inner before outer
             broadcast_weights(unit, self.root_device, done)
             if self.activation_checkpointing:
                 checkpoint_activations(unit)
-            model.set_submodule(path, self._wrapped(unit, mesh))
+            model.set_submodule(path, self._wrapped(unit))
         broadcast_weights(model, self.root_device, done)
-        root = self._wrapped(model, mesh)
+        root = self._wrapped(model)
         broadcast_metric_states(model, self.root_device)
         self._check(root)
         self._unused = self._watched(root)
@@ -149,20 +169,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
             )
         return super().prepared()
 
-    def _mesh(self) -> DeviceMesh | None:
-        """Return the device mesh; None where nothing is sharded.
-
-        Without one, the two HYBRID strategies would train replicas that are never averaged, and no DTensor, by which
-        checkpoints are written, could be made.
-        """
-        if self.sharding_strategy == ShardingStrategy.NO_SHARD:
-            return None
-        if "HYBRID" not in self.sharding_strategy.name:
-            return init_device_mesh(self.root_device.type, (self.world_size,))
-        replicas, devices = self.mesh_shape or (self.num_nodes, self.num_processes)
-        return init_device_mesh(self.root_device.type, (replicas, devices), mesh_dim_names=("replicate", "shard"))
-
-    def _wrapped(self, module: nn.Module, mesh: DeviceMesh | None) -> FullyShardedDataParallel:
+    def _wrapped(self, module: nn.Module) -> FullyShardedDataParallel:
         self._replicated |= replicated_parameters(module, self._shapes)
         for parameter in module.parameters():
             self._shapes.setdefault(parameter, parameter.shape)
@@ -172,7 +179,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
             return FullyShardedDataParallel(
                 module,
                 sharding_strategy=self.sharding_strategy,
-                device_mesh=mesh,
+                device_mesh=self._mesh,
                 device_id=self.root_device,
                 cpu_offload=self.cpu_offload if self.root_device.type != "cpu" else None,  # it asks for pinned memory
                 mixed_precision=self.mixed_precision,

@@ -27,4 +27,4 @@ def set_timeouts(timeout: timedelta | None) -> None:
 def timeouts(group: ProcessGroup) -> list[timedelta]:
     """Return the time-outs of a process group's back-ends, one for each kind of device."""
     backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-    return [backend.options._timeout for backend in backends.values() if hasattr(backend, "options")]
+    return [backend.options._timeout for backend in backends.values() if getattr(backend, "options", None)]

@@ -25,6 +25,9 @@ class Unused:
     Args:
         parameters: by name. What is frozen now is left out, also if it is trained later.
         timeout_seconds: to wait for a rank, whose backward pass may take longer.
+
+    Attributes:
+        world_size: ranks that contribute.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float) -> None:
@@ -34,6 +37,7 @@ class Unused:
         self._used: set[Tensor] = set()
         self._step = 0
         self._timeout = timedelta(seconds=timeout_seconds)
+        self.world_size = dist.get_world_size()
         self._store = PrefixStore(f"unused/{named[0]}", _get_default_store())
 
     def mark_used(self, parameter: Tensor) -> None:
@@ -47,10 +51,9 @@ class Unused:
         """
         here = {name for name, p in self._parameters.items() if p.requires_grad and p not in self._used}
         self._used.clear()
-        world_size = dist.get_world_size()
-        if world_size > 1:
+        if self.world_size > 1:
             self._tell(here)
-        for rank in range(world_size) if here and world_size > 1 else ():
+        for rank in range(self.world_size) if here and self.world_size > 1 else ():
             key = f"{self._step}/{rank}"
             self._store.wait([key], self._timeout)
             here &= set(json.loads(self._store.get(key)))

@@ -1,0 +1,97 @@
+"""The strategies that a plan compares: the one that was chosen, or each that the config folder has."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.utils import get_class, get_object
+from omegaconf import OmegaConf
+
+_RECOMPUTES = "activation_checkpointing"
+_OFFLOADS = "cpu_offload"
+_ORDER = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_tp", "fsdp_offload")  # the simplest first
+_SUPERSEDED = ("FSDP1",)  # planned where it is asked for
+_NOT_SIMULATED = ("DeepSpeed",)  # its engine asks tensors for their values
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy, and how it is chosen.
+
+    Attributes:
+        words: of the command line.
+        node: of the config: the class, and its arguments.
+    """
+
+    words: tuple[str, ...]
+    node: Mapping[str, Any]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what training changes is kept in the host's memory."""
+        return bool(self.node.get(_OFFLOADS))
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its own code runs on tensors without values."""
+        return str(self.node.get("_target_")).rpartition(".")[2] not in _NOT_SIMULATED
+
+    def on_device(self) -> str:
+        """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
+        return json.dumps({key: value for key, value in self.node.items() if key != _OFFLOADS}, sort_keys=True)
+
+    def recomputing(self) -> Candidate | None:
+        """Return it with activation checkpointing; None where it has that already, or can't."""
+        if self.node.get(_RECOMPUTES) or _RECOMPUTES not in _arguments(self.node):
+            return None
+        return Candidate((*self.words, f"trainer.strategy.{_RECOMPUTES}=true"), {**self.node, _RECOMPUTES: True})
+
+
+def chosen(choice: str, node: Mapping[str, Any]) -> list[Candidate]:
+    """Return the one strategy that was asked for, with its arguments as given."""
+    return [Candidate((f"strategy={choice}",), node)]
+
+
+def every(hydra: HydraConf, nodes: int) -> list[Candidate]:
+    """Return every strategy of the config folders that is a class by itself, the simplest first.
+
+    Left out are those that differ from another one only in how processes are started, or lack a value, and replicas
+    of one node where there is no other.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for path in _files(hydra):
+        loaded: Any = OmegaConf.load(path)
+        node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
+        if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:
+            found[path.stem] = node
+    named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
+    return [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
+
+
+def _files(hydra: HydraConf) -> Iterator[Path]:
+    for source in hydra.runtime.config_sources:
+        if source.schema == "file":
+            yield from sorted((Path(source.path) / "strategy").glob("*.yaml"))
+
+
+def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
+    """Return whether a node is a strategy of its own: a function, as that of auto, returns one of the others."""
+    module, _, name = str(node.get("_target_")).rpartition(".")
+    if name in (*_SUPERSEDED, *_NOT_SIMULATED) or find_spec(module) is None:
+        return False
+    if "HYBRID" in str(node.get("sharding_strategy")) and nodes == 1:
+        return False
+    return isinstance(get_object(f"{module}.{name}"), type)
+
+
+def _arguments(node: Mapping[str, Any]) -> set[str]:
+    """Return the names of a strategy's arguments; those of FSDP also for a subclass that hands options on."""
+    classes = get_class(str(node["_target_"])).__mro__
+    return {name for cls in classes if "__init__" in vars(cls) for name in inspect.signature(cls).parameters}

@@ -1,0 +1,83 @@
+"""A device of a run: what it holds, how fast it is at most, and what it keeps for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+GIB = 2**30
+
+# On a GPU, beside the tensors of the step:
+CONTEXT_BYTES = GIB // 2  # CUDA's context and the kernels of torch, 0.4 to 0.6 GiB of a process without tensors
+CUBLAS_BYTES = 32 * 2**20  # its workspace on Hopper, the largest (torch, CUDAContextLight.h: cublas workspace size)
+NCCL_BYTES = 32 * 2 * 4 * 2**20  # of a group: channels × directions × NCCL_BUFFSIZE (NCCL user guide)
+HIDDEN_SHARE = 0.01  # of its memory, which the driver keeps: torch reports 79.2 GiB of 80
+HOST_GB_PER_SECOND = 31.5  # between a device and the host, in one direction: PCIe 4.0 × 16
+FRAGMENTED_SHARE = 0.03  # of the tensors: what the caching allocator holds in pieces that fit nothing; an assumption
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, and what connects it to others.
+
+    Attributes:
+        tflops: peaks by the arithmetic of matrices (fp64, fp32, tf32, bf16, fp16), in 10¹² operations a second;
+            empty where nobody has said them.
+        memory_gb_per_second, link_gb_per_second, network_gb_per_second: of its memory; to others of its node, in one
+            direction; from a node to others, in one direction. In 10⁹ bytes a second; None for what is not known.
+        kind: cuda, also for AMD's; or cpu, whose memory all processes of a node share.
+    """
+
+    name: str
+    memory_gib: float
+    tflops: Mapping[str, float]
+    memory_gb_per_second: float | None = None
+    link_gb_per_second: float | None = None
+    network_gb_per_second: float | None = None
+    kind: Literal["cuda", "cpu"] = "cuda"
+
+    def with_memory(self, gib: float | None) -> Device:
+        """Return the device with another memory, unless it is None."""
+        return self if gib is None else replace(self, memory_gib=gib)
+
+    def usable_bytes(self, devices_per_node: int) -> float:
+        """Return what a process can have."""
+        if self.kind == "cpu":
+            return self.memory_gib * GIB / devices_per_node
+        return self.memory_gib * GIB * (1 - HIDDEN_SHARE)
+
+    def runtime_bytes(self, tensor_bytes: float, groups: int) -> float:
+        """Return what it holds beside the tensors of a step.
+
+        Args:
+            groups: process groups in which it communicates.
+        """
+        if self.kind == "cpu":
+            return 0
+        return CONTEXT_BYTES + CUBLAS_BYTES + groups * NCCL_BYTES + FRAGMENTED_SHARE * tensor_bytes
+
+    def peak_flops(self, precision: str, matmul_precision: str) -> float | None:
+        """Return operations a second of matrices in a run's precision; None where they are not known.
+
+        A device without bfloat16 takes 32 bits for it.
+        """
+        name = _ARITHMETIC.get(precision.partition("-")[0], "fp32")
+        if name == "fp32" and matmul_precision != "highest":
+            name = "tf32"
+        tflops = self.tflops.get(name, self.tflops.get("fp32"))
+        return None if tflops is None else tflops * 1e12
+
+
+_ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the first part of a precision's name
+
+
+def here() -> Device:
+    """Return this machine's first GPU, or its CPU with the memory that is free now."""
+    import psutil
+    import torch
+
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        return Device(found.name, found.total_memory / GIB, {})
+    return Device("this machine's CPU", psutil.virtual_memory().available / GIB, {}, kind="cpu")

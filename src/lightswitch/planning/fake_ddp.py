@@ -1,0 +1,90 @@
+"""DistributedDataParallel without its reducer, which is C++ that reads the values of tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class FakeDDP(DistributedDataParallel):
+    """What DistributedDataParallel takes and sends: a bucket for each 25 MiB of gradients, averaged once it is full.
+
+    Args:
+        module: whose gradients are averaged.
+        bucket_bytes: of a bucket; the first is of 1 MiB at most.
+        gradient_as_bucket_view: gradients lie in the buckets, and not beside them.
+        sent_dtype: that a communication hook casts to; None for the gradients' own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_bytes: float = 25 * 2**20,
+        gradient_as_bucket_view: bool = False,
+        sent_dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # not DistributedDataParallel's, which makes the reducer
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.static_graph = False
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.sent_dtype = sent_dtype
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameters in _cut(trained[::-1], bucket_bytes):
+            bucket = _Bucket(self, parameters)
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(bucket.take)  # type: ignore[no-untyped-call]  # torch's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer.flatten().view(torch.uint8), src=0)
+        return self.module(*args, **kwargs)
+
+
+class _Bucket:
+    """Gradients of one dtype, in the order in which the backward pass makes them."""
+
+    def __init__(self, owner: FakeDDP, parameters: Sequence[nn.Parameter]) -> None:
+        self._owner = owner
+        sizes = [parameter.numel() for parameter in parameters]
+        self._memory = parameters[0].new_empty(sum(sizes))
+        views = torch.split(self._memory, sizes)
+        self._views = {p: view.view(p.shape) for p, view in zip(parameters, views, strict=True)}
+        self._missing = len(parameters)
+
+    def take(self, parameter: Tensor) -> None:
+        """Hook a parameter's gradient: once all are there, average them."""
+        if not self._owner.require_backward_grad_sync:
+            return
+        if self._owner.gradient_as_bucket_view:
+            parameter.grad = self._views[parameter].detach()  # type: ignore[index]  # the hook is a parameter's
+        self._missing -= 1
+        if self._missing == 0:
+            self._missing = len(self._views)
+            sent = self._owner.sent_dtype
+            dist.all_reduce(self._memory if sent is None else self._memory.to(sent))
+
+
+def _cut(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+    """Return parameters in buckets of one dtype, each closed once it holds its bytes."""
+    buckets: list[list[nn.Parameter]] = []
+    of_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        of_dtype[parameter.dtype].append(parameter)
+    for group in of_dtype.values():
+        remaining, limit = iter(group), min(2.0**20, bucket_bytes)
+        for first in remaining:
+            bucket = [first]
+            while sum(p.nbytes for p in bucket) < limit and (more := list(islice(remaining, 1))):
+                bucket += more
+            buckets.append(bucket)
+            limit = bucket_bytes
+    return buckets

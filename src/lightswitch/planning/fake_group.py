@@ -1,0 +1,74 @@
+"""A process group and a cluster of which this process is one rank, and the others are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch._C._distributed_c10d import HashStore
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, and which of them is simulated."""
+
+    nodes: int
+    devices_per_node: int
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.devices_per_node
+
+
+@contextmanager
+def fake_group(world: World) -> Iterator[None]:
+    """Context with a default process group of a world, in which collectives leave tensors as they are."""
+    dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class FakeCluster(ClusterEnvironment):
+    """Lightning's view of a world whose processes somebody else is said to have started."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    creates_processes_externally = True
+    main_address = "localhost"
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: it is given, and never found."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._world.size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the world is given."""
+
+    def global_rank(self) -> int:
+        """Return the rank that is simulated."""
+        return self._world.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the rank is given."""
+
+    def local_rank(self) -> int:
+        """Return the rank within its node."""
+        return self._world.rank % self._world.devices_per_node
+
+    def node_rank(self) -> int:
+        """Return the node of the rank."""
+        return self._world.rank // self._world.devices_per_node

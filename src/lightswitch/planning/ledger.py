@@ -1,0 +1,189 @@
+"""Every storage that a step makes, with its bytes, from its first tensor until it is freed: of real tensors or fake."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightswitch import patches
+from lightswitch.planning.collectives import Collective, collective
+from lightswitch.planning.timeline import Change, Kind, Timeline
+
+Phase = Literal["setup", "forward", "backward", "optimizer"]
+
+
+class Block:
+    """A storage, which keeps its kind once it is known: a gradient is told from other tensors after the backward pass.
+
+    Attributes:
+        kind: None for what nobody has named; then the phase it was made in decides.
+        where: the path of the module at work when it was made.
+    """
+
+    __slots__ = ("bytes", "kind", "phase", "where")
+
+    def __init__(self, bytes: int, phase: Phase, where: str) -> None:
+        self.bytes, self.phase, self.where = bytes, phase, where
+        self.kind: Kind | None = None
+
+    @property
+    def role(self) -> Kind:
+        """Its kind, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
+        return self.kind or ("activations" if self.phase == "forward" else "temporary")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment: how many changes, collectives and floating-point operations had been noted."""
+
+    changes: int
+    collectives: int
+    flops: int
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Mode that notes storages made and freed, collectives and floating-point operations.
+
+    What a kernel takes for itself, and gives back before it ends, is not seen.
+
+    Args:
+        fake: the mode whose tensors stand for real ones; None where tensors are real. Fake ones of other modes, with
+            which DTensor works out shapes, take no memory.
+        where: tells the path of the module at work.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None, where: Callable[[], str] = str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.fake = fake
+        self.where = where
+        self.phase: Phase = "setup"
+        self.collectives: list[Collective] = []
+        self.flops = 0
+        self._changes: list[tuple[Block, int]] = []
+        self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the storage's address in C++
+
+    def __enter__(self) -> Ledger:
+        resize = _RESIZE
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._note(storage, resized=True)
+            return result
+
+        patches.replace(torch.UntypedStorage, "resize_", resize_and_note)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # it does the same with its local tensor, which comes here, too
+        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
+            out = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        for tensor in made:
+            self._note_tensor(tensor)
+        if found := collective(func, args, made):
+            self.collectives.append(found)
+            for tensor in tree_leaves(args):
+                if isinstance(tensor, Tensor):
+                    self.name(tensor, "communication", only_unnamed=True)
+        self.flops += _flops(func, args, kwargs or {}, out)
+        return out
+
+    def _is_real(self, types: Any, args: Any) -> bool:
+        """Whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
+        if self.fake is None or FakeTensor in types:
+            return False
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        return bool(given) and not any(tensor.is_meta for tensor in given)
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Say what the step does from now on."""
+        self.phase = phase
+
+    def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> None:
+        """Say what a tensor's storage is for; it is noted if it was made before."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        block = self._note_tensor(local)
+        if block is not None and (block.kind is None or not only_unnamed):
+            block.kind = kind
+
+    def mark(self) -> Mark:
+        """Return this moment, for `between`."""
+        return Mark(len(self._changes), len(self.collectives), self.flops)
+
+    def between(self, start: Mark, end: Mark) -> Timeline:
+        """Return what was held at a moment, and how that changed until another."""
+        held: Counter[Kind] = Counter()
+        for block, bytes in self._changes[: start.changes]:
+            held[block.role] += bytes
+        changes = tuple(
+            Change(block.role, bytes, phase, where)
+            for block, bytes, phase, where in self._placed(start.changes, end.changes)
+        )
+        return Timeline(dict(held), changes)
+
+    def _placed(self, start: int, end: int) -> Iterator[tuple[Block, int, Phase, str]]:
+        """Yield changes with the phase and the module at work, which are those of the newest block."""
+        phase, where = "setup", ""
+        for block, bytes in self._changes[start:end]:
+            if bytes > 0:
+                phase, where = block.phase, block.where
+            yield block, bytes, phase, where  # type: ignore[misc]
+
+    def _note_tensor(self, tensor: Tensor) -> Block | None:
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
+            return None
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
+            return None
+        return self._note(tensor.untyped_storage())
+
+    def _note(self, storage: torch.UntypedStorage, resized: bool = False) -> Block | None:
+        key, bytes = storage._cdata, storage.nbytes()
+        _, block = self._blocks.get(key, (None, None))
+        if block is None:
+            if resized:  # made before the ledger was opened, or none of its own
+                return None
+            block = Block(bytes, self.phase, self.where())
+            self._blocks[key] = weakref.ref(storage, lambda _: self._forget(key)), block
+            self._changes.append((block, bytes))
+        elif block.bytes != bytes:
+            self._changes.append((block, bytes - block.bytes))
+            block.bytes, block.kind = bytes, block.kind or "gathered"
+        return block
+
+    def _forget(self, key: int) -> None:
+        _, block = self._blocks.pop(key)
+        self._changes.append((block, -block.bytes))
+
+
+_RESIZE = torch.UntypedStorage.resize_
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts those of GPUs alone
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the floating-point operations of an operator, of matrices alone, as torch counts them."""
+    kind = func._overloadpacket
+    if kind is _ATTENTION:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's
+    if kind is _ATTENTION_BACKWARD:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]  # torch's
+    count = flop_registry.get(kind)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))

@@ -1,0 +1,122 @@
+"""A plan as text and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightswitch.monitoring.quantities import clock, compact
+from lightswitch.planning.device import GIB, Device
+from lightswitch.planning.estimate import Estimate
+from lightswitch.planning.timeline import Kind
+
+_HEADER = ("strategy", "micro batch", "GiB", "fits", "parameters", "gradients", "optimizer", "activations", "other")
+_LATER = ("most samples", "s a step", "bound by", "GB sent")
+_SHOWN: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
+
+
+def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Return estimates in the order in which to take them.
+
+    What fits comes first, by the least time of a step to two digits, then as given: the simplest first. What does not
+    fit follows, by its memory.
+    """
+    return sorted(estimates, key=lambda one: (not one.memory.fits, _rank(one)))
+
+
+def _rank(one: Estimate) -> float:
+    return float(f"{one.time.least_seconds or 0.0:.2g}") if one.memory.fits else one.memory.bytes
+
+
+def table(estimates: Iterable[Estimate]) -> str:
+    """Return a row for each estimate, in the order given; memory in GiB of a device."""
+    rows = [(*_HEADER, *_LATER), *(_row(one) for one in estimates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(_cell(*pair, index) for index, pair in enumerate(zip(r, widths, strict=True))).rstrip() for r in rows
+    )
+
+
+def _cell(text: str, width: int, column: int) -> str:
+    return text.ljust(width) if column in (0, 11) else text.rjust(width)
+
+
+def _row(one: Estimate) -> tuple[str, ...]:
+    kinds = one.memory.peak.by_kind
+    shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
+    seconds = one.time.least_seconds
+    return (
+        name(one),
+        str(one.run.micro_batch) + (f" × {one.run.accumulation}" if one.run.accumulation > 1 else ""),
+        gib(one.memory.bytes),
+        "yes" if one.memory.fits else "no",
+        *(gib(bytes) for bytes in (*shown, one.memory.bytes - sum(shown))),
+        "?" if one.largest_micro_batch is None else str(one.largest_micro_batch),
+        "-" if seconds is None else f"{seconds:.3g}",
+        one.time.bound or "-",
+        f"{(one.traffic.within + one.traffic.between) / 1e9:.3g}",
+    )
+
+
+def name(one: Estimate) -> str:
+    """Return what chooses a strategy, in few words."""
+    short = one.words[0].partition("=")[2]
+    return short + (", recomputing" if any("activation_checkpointing" in word for word in one.words) else "")
+
+
+def answer(best: Estimate, device: Device) -> str:
+    """Return the line that says what to take, or that nothing fits and by how much."""
+    memory = best.memory
+    took = (
+        f"{name(best)}, micro batch {best.run.micro_batch}: {gib(memory.bytes)} of {gib(memory.usable_bytes)} GiB "
+        f"on {device.name}"
+    )
+    if not memory.fits:
+        return f"nothing fits; the least is {took}"
+    rates = []
+    if (rate := best.samples_per_second) is not None:
+        rates.append(f"at most {compact(rate)} samples/s")
+        if best.run.tokens_per_sample:
+            rates.append(f"{compact(rate * best.run.tokens_per_sample)} tokens/s")
+    if (hours := best.hours) is not None:
+        rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
+    return ", ".join([took, *rates])
+
+
+def gib(bytes: float) -> str:
+    """Return bytes in GiB: 0.003, 1.25, 61.2."""
+    return f"{bytes / GIB:.3g}" if bytes < 100 * GIB else f"{bytes / GIB:.0f}"
+
+
+def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:
+    """Return the whole plan as plain data: bytes, seconds, operations."""
+    return {"device": asdict(device), "strategies": [_data(one) for one in estimates], "refused": refused}
+
+
+def _data(one: Estimate) -> dict[str, Any]:
+    memory = one.memory
+    return {
+        "words": one.words,
+        **{key: value for key, value in asdict(one.run).items()},
+        "fits": memory.fits,
+        "bytes": memory.bytes,
+        "usable_bytes": memory.usable_bytes,
+        "tensor_bytes": memory.peak.bytes,
+        "bytes_by_kind": dict(memory.peak.by_kind),
+        "runtime_bytes": memory.runtime_bytes,
+        "host_bytes": memory.host_bytes,
+        "peak_phase": memory.peak.phase,
+        "peak_module": memory.peak.where,
+        "largest_micro_batch": one.largest_micro_batch,
+        "parameters": one.parameters,
+        "flops_per_step": one.flops,
+        "bytes_within_node": one.traffic.within,
+        "bytes_between_nodes": one.traffic.between,
+        "least_seconds": dict(one.time.seconds),
+        "bound_by": one.time.bound,
+        "samples_per_second": one.samples_per_second,
+        "hours": one.hours,
+        "checkpoint_bytes": one.checkpoint_bytes,
+        "save_seconds": one.save_seconds,
+    }

@@ -1,0 +1,82 @@
+"""Micro batches of any size from a run's own training data, read in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightswitch.errors import Refused
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The start of the training data.
+
+    Attributes:
+        batch: returns so many samples, collated; the loader's own batch where it can't be cut.
+        is_cut: whether it can be.
+    """
+
+    batch: Callable[[int], Any]
+    is_cut: bool
+
+
+def first_samples(model: LightningModule, data: LightningDataModule | None) -> Samples:
+    """Return the first samples of the training data, of the data module or, without one, of the module itself.
+
+    Raises:
+        Refused: there is no training data.
+    """
+    owner = model if data is None else data
+    if not is_overridden("train_dataloader", owner):
+        raise Refused(
+            "mode=plan takes a batch of the training data, and there are none; type data=NAME, or "
+            "data._target_=CLASS of a LightningDataModule"
+        )
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    loaders = owner.train_dataloader()
+    if isinstance(loaders, CombinedLoader):
+        loaders = loaders.iterables
+    cut: list[bool] = []
+    tree_map(lambda loader: cut.append(_is_cut(loader)), loaders)
+    return Samples(lambda count: tree_map(lambda loader: _batch(loader, count), loaders), all(cut))
+
+
+def _is_cut(loader: object) -> bool:
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def _batch(loader: Any, count: int) -> Any:
+    """Return a batch of a loader, without its workers: no process is started for a plan."""
+    if not isinstance(loader, DataLoader):
+        return next(iter(loader))
+    if isinstance(loader.dataset, IterableDataset):
+        stream = iter(loader.dataset)
+        return loader.collate_fn(_repeated(stream, count) if _is_cut(loader) else next(stream))
+    if not _is_cut(loader):
+        return loader.collate_fn(loader.dataset[next(iter(loader.sampler))])
+    indices = _repeated((index for batch in loader.batch_sampler or () for index in batch), count)
+    many = getattr(loader.dataset, "__getitems__", None)
+    return loader.collate_fn(many(indices) if many else [loader.dataset[index] for index in indices])
+
+
+def _repeated(samples: Iterable[Any], count: int) -> list[Any]:
+    """Return so many samples, again from the first where there are fewer.
+
+    Raises:
+        Refused: there is none.
+    """
+    found = list(islice(samples, count))
+    if not found:
+        raise Refused("the training set has no samples")
+    return list(islice(cycle(found), count))

@@ -1,0 +1,253 @@
+"""One rank's steps through Lightning's loop and the strategy's own code, on tensors without data."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightswitch import patches
+from lightswitch.errors import NeedsValues
+from lightswitch.planning.collectives import Collective
+from lightswitch.planning.estimate import Step
+from lightswitch.planning.fake_ddp import FakeDDP
+from lightswitch.planning.fake_group import FakeCluster, World, fake_group
+from lightswitch.planning.fake_model import fake_tensors
+from lightswitch.planning.timeline import Growth
+from lightswitch.planning.tracking import Tracking
+from lightswitch.strategies.fused import FusedStep
+from lightswitch.strategies.tensor_parallel import TensorParallel
+from lightswitch.strategies.unused import Unused
+
+_NEEDS_VALUES = (
+    *(DataDependentOutputException, DynamicOutputShapeException),
+    *(UnsupportedFakeTensorException, UnsupportedOperatorException),
+)
+_QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # whose lines are of a run
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains, apart from its strategy.
+
+    Attributes:
+        model: makes the module anew.
+        batch: returns a micro batch of so many samples.
+        is_cut: whether it can; else it returns one that is given.
+        samples: of a micro batch.
+        accumulation: micro batches a step.
+        options: further arguments of the Trainer.
+    """
+
+    model: Callable[[], LightningModule]
+    batch: Callable[[int], Any]
+    is_cut: bool
+    samples: int
+    accumulation: int
+    options: Mapping[str, Any]
+
+
+def simulate(work: Work, strategy: Strategy, world: World) -> Step:
+    """Return what a rank of a world does in a step under a strategy.
+
+    Of the steps that are made, the first makes the optimizer's state, and the last two are told: one at the micro batch
+    that is asked for, and one at twice the samples, unless the batch can't be cut.
+
+    Raises:
+        NeedsValues: the module asks a tensor for its values.
+        Refused: the strategy, or the module, fails.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracking = Tracking(fake)
+    with _quiet(), _processes(strategy, world):
+        model, trainer = _prepared(work, strategy, world, tracking, fake)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        try:
+            trainer.fit(model, _Batches(work, _sizes(work, strategy), fake))
+        except _NEEDS_VALUES as error:
+            raise NeedsValues(str(error.args[0])) from error
+        finally:
+            tracking.close()
+        told = _told(work)
+        steps = tracking.steps()[-len(told) :]
+        step, larger = steps[0], steps[-1]
+    return Step(
+        growth=Growth((told[0], told[-1]), (step.timeline, larger.timeline)),
+        samples=work.samples,
+        micro_flops=step.flops / work.accumulation,
+        micro_collectives=_before_last(step.collectives, strategy),
+        last_collectives=step.collectives[-1],
+        parameters=parameters,
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=_optimizer_bytes(trainer, parameters),
+    )
+
+
+def _sizes(work: Work, strategy: Strategy) -> tuple[int, ...]:
+    """Return the micro batch of each step."""
+    # DTensor works out the shapes of what is cut between devices when it first meets them, on fake tensors of its own
+    before = _told(work) if isinstance(strategy, TensorParallel) else (work.samples,)
+    return (*before, *_told(work))
+
+
+def _told(work: Work) -> tuple[int, ...]:
+    """Return the micro batches that are told of."""
+    return (work.samples, 2 * work.samples) if work.is_cut else (work.samples,)
+
+
+def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
+    """Return the collectives of a micro batch that is not a step's last; of a step of one, what they would be."""
+    if len(collectives) == 1 and isinstance(strategy, DDPStrategy):
+        return ()
+    return collectives[0]
+
+
+def without_step(work: Work) -> Work:
+    """Return the same work with a step that uses every parameter and computes nothing: of it, states are known."""
+
+    def model() -> LightningModule:
+        made = work.model()
+        patches.replace(made, "training_step", lambda *_: sum(p.sum() for p in made.parameters() if p.requires_grad))
+        return made
+
+    return replace(work, model=model)
+
+
+def _prepared(
+    work: Work, strategy: Strategy, world: World, tracking: Tracking, fake: FakeTensorMode
+) -> tuple[LightningModule, Trainer]:
+    """Return the module on fake tensors, and a Trainer that writes nothing."""
+    with torch.device("meta"):
+        model = work.model()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        plugins=[FakeCluster(world), *work.options.get("plugins", ())],
+        num_nodes=world.nodes,
+        devices=world.devices_per_node,
+        callbacks=[tracking, FusedStep(), _Alone()],
+        max_steps=len(_sizes(work, strategy)),
+        accumulate_grad_batches=work.accumulation,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{name: value for name, value in work.options.items() if name != "plugins"},
+    )
+    model.trainer = trainer
+    with torch.device("meta"):
+        model.configure_model()
+    precision = trainer.precision_plugin
+    precision.convert_module(model)
+    fake_tensors(model, fake)
+    patches.replace(model, "configure_model", lambda: None)  # it is done
+    patches.replace(model, "log", lambda *_, **__: None)  # there is nothing to log
+    patches.replace(precision, "convert_module", lambda module: module)  # it is done, and torch can't with fake tensors
+    _let_be_alone(strategy)
+    return model, trainer
+
+
+def _let_be_alone(strategy: Strategy) -> None:
+    """Let a strategy neither move fake tensors nor wait for other ranks."""
+    patches.replace(strategy, "model_to_device", lambda: None)
+    patches.replace(strategy, "teardown", lambda: None)
+    patches.replace(strategy, "broadcast", lambda obj, src=0: obj)
+    if isinstance(strategy, DDPStrategy):
+        patches.replace(strategy, "_setup_model", lambda model: _replica(model, strategy))
+
+
+def _replica(model: nn.Module, strategy: Any) -> FakeDDP:
+    options = strategy._ddp_kwargs
+    sent = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(getattr(strategy, "comm_hook", None) or "")
+    return FakeDDP(
+        model,
+        2**20 * (options.get("bucket_cap_mb") or 25),
+        bool(options.get("gradient_as_bucket_view")),
+        sent,
+    )
+
+
+class _Alone(Callback):
+    """Callback that lets a strategy expect nothing of other ranks but collectives, which are those of a fake group."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        unused = getattr(trainer.strategy, "_unused", None)
+        if isinstance(unused, Unused):
+            unused.world_size = 1
+
+
+class _Batches:
+    """A loader of micro batches, each of new tensors, as one that reads samples yields."""
+
+    def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode) -> None:
+        self._sizes = [size for size in sizes for _ in range(work.accumulation)]
+        self._fake = fake
+        self._batches = {size: work.batch(size) for size in set(self._sizes)}
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        for size in self._sizes:
+            yield tree_map_only(Tensor, self._copy, self._batches[size])
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        with self._fake:
+            return self._fake.from_tensor(tensor).clone()
+
+
+@contextmanager
+def _processes(strategy: Strategy, world: World) -> Iterator[None]:
+    alone = isinstance(strategy, SingleDeviceStrategy)
+    with nullcontext() if alone else fake_group(world):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which libraries and strategies tell nothing: what they say is of a run."""
+    levels = {name: logging.getLogger(name).level for name in _QUIET}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _optimizer_bytes(trainer: Trainer, parameters: int) -> int:
+    """Return the bytes of the optimizer's whole state, of which this rank holds a part."""
+    of_groups = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
+    held = sum(_whole(parameter).numel() for parameter in of_groups)
+    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
+    bytes = sum(_whole(value).nbytes for value in states if isinstance(value, Tensor) and value.ndim)
+    return round(bytes * parameters / max(1, held))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, without memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,139 @@
+"""How the memory of a device changes in a step, and its peak: arithmetic alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+Kind = Literal[
+    "parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"
+]
+KINDS: tuple[Kind, ...] = (
+    *("parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Bytes taken, or given back.
+
+    Attributes:
+        phase: of the step: forward, backward or optimizer.
+        where: path of the module at work.
+    """
+
+    kind: Kind
+    bytes: float
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device holds at once, and when that is.
+
+    Attributes:
+        by_kind: bytes, which add up to ``bytes``.
+        phase, where: see `Change`.
+    """
+
+    bytes: float
+    by_kind: Mapping[Kind, float]
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What is held when a step starts, and how that changes until it ends."""
+
+    before: Mapping[Kind, float]  # bytes
+    changes: tuple[Change, ...]
+
+    def held(self) -> list[float]:
+        """Return the bytes that are held at the start and after each change."""
+        return list(accumulate((change.bytes for change in self.changes), initial=sum(self.before.values())))
+
+    def peak(self) -> Peak:
+        """Return the first of the moments at which most is held."""
+        held = self.held()
+        at = max(range(len(held)), key=held.__getitem__)
+        by_kind: dict[Kind, float] = defaultdict(float, self.before)
+        for change in self.changes[:at]:
+            by_kind[change.kind] += change.bytes
+        last = self.changes[at - 1] if at else None
+        shown = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
+        return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
+
+    def accumulating(self) -> Timeline:
+        """Return the step as if another micro batch had come before: whole gradients are there, and more are added.
+
+        A gradient is freed once it is added, which is when the next one is made.
+        """
+        changes, pending = [], 0.0
+        for change in self.changes:
+            if change.kind != "gradients":
+                changes.append(change)
+                continue
+            made = max(0.0, change.bytes)
+            changes.append(replace(change, bytes=made - pending if made else 0.0))
+            pending = made or pending
+        return Timeline(self.before, tuple(changes))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A step at two micro batches, from which any other follows: each storage's bytes are affine in the samples.
+
+    A peak is not: at more samples it may stand elsewhere. So storages are extended, and the peak is found anew.
+
+    Attributes:
+        samples: the two micro batches.
+        steps: the step at each.
+    """
+
+    samples: tuple[int, int]
+    steps: tuple[Timeline, Timeline]
+
+    @cached_property
+    def is_known(self) -> bool:
+        """Whether there are two, that do the same: a model may take another path at another batch size."""
+        one, other = self.steps
+        if self.samples[0] == self.samples[1]:
+            return False
+        return [change.kind for change in one.changes] == [change.kind for change in other.changes]
+
+    def at(self, samples: int) -> Timeline:
+        """Return the step at a micro batch of so many samples; the first, where growth is not known."""
+        one, other = self.steps
+        if samples == self.samples[0] or not self.is_known:
+            return one
+        weight = self._weight(samples)
+        changes = tuple(
+            replace(a, bytes=a.bytes + weight * (b.bytes - a.bytes))
+            for a, b in zip(one.changes, other.changes, strict=True)
+        )
+        before = {kind: bytes + weight * (other.before.get(kind, 0) - bytes) for kind, bytes in one.before.items()}
+        return Timeline(before, changes)
+
+    def accumulating(self) -> Growth:
+        """Return the growth of a step of several micro batches, of one of which this is; see `Timeline`."""
+        one, other = self.steps
+        return Growth(self.samples, (one.accumulating(), other.accumulating()))
+
+    def peak_bytes(self, samples: int) -> float:
+        """Return the bytes of the peak of `at`, in less time."""
+        weight = self._weight(samples)
+        return max(a + weight * (b - a) for a, b in self._held)
+
+    def _weight(self, samples: int) -> float:
+        return (samples - self.samples[0]) / (self.samples[1] - self.samples[0])
+
+    @cached_property
+    def _held(self) -> list[tuple[float, float]]:
+        """What is held after each change, in both steps; of moments with the same, one."""
+        return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))

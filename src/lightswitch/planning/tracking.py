@@ -1,0 +1,176 @@
+"""The ledger over a Trainer's steps: the same for fake tensors, by which a run is planned, and for real ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
+
+from lightswitch.planning.collectives import Collective
+from lightswitch.planning.ledger import Ledger, Mark
+from lightswitch.planning.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class TrackedStep:
+    """An optimizer step.
+
+    Attributes:
+        collectives: of each of its micro batches; those of the last one with clipping and the optimizer's.
+        flops: floating-point operations of this device.
+    """
+
+    timeline: Timeline
+    collectives: tuple[tuple[Collective, ...], ...]
+    flops: int
+
+
+class Tracking(Callback):
+    """Callback that keeps a ledger from before the strategy places the model until the training ends.
+
+    Args:
+        fake: the mode that training is to happen in; None where tensors are real.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        self._fake = fake
+        self._modules = Modules()
+        self.ledger = Ledger(fake, self._modules.at_work)
+        self._marks: list[list[Mark]] = []  # of each step: its start, and the end of each micro batch
+        self._open = ExitStack()
+
+    def steps(self) -> list[TrackedStep]:
+        """Return the steps that were made, in order."""
+        return [self._step(marks) for marks in self._marks]
+
+    def _step(self, marks: list[Mark]) -> TrackedStep:
+        collectives = tuple(
+            tuple(self.ledger.collectives[start.collectives : end.collectives]) for start, end in pairwise(marks)
+        )
+        timeline = self.ledger.between(marks[0], marks[-1])
+        return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._fake is not None:
+            self._open.enter_context(self._fake)
+        self._open.enter_context(self._modules)
+        self._open.enter_context(self.ledger)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._modules.know(pl_module)
+        for buffer in (*pl_module.buffers(), *_metric_states(pl_module)):
+            self.ledger.name(buffer, "buffers")
+        for parameter in pl_module.parameters():
+            self.ledger.name(parameter, "parameters")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._marks.append([self.ledger.mark()])
+        self.ledger.enter_phase("forward")
+        for tensor in _tensors(batch):
+            self.ledger.name(tensor, "activations")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self.ledger.enter_phase("backward")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.ledger.enter_phase("optimizer")
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                self.ledger.name(parameter.grad, "gradients")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._marks[-1].append(self.ledger.mark())
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                for tensor in _tensors(state):
+                    self.ledger.name(tensor, "optimizer")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the modes."""
+        self._open.close()
+
+
+class Modules:
+    """The module at work: in a forward pass the innermost, in a backward pass that whose operator is undone."""
+
+    def __init__(self) -> None:
+        self._paths: dict[nn.Module, str] = {}
+        self._running: list[str] = []
+        self._starts: list[int] = []  # numbers of autograd's nodes at which another module was at work, in order
+        self._after: list[str] = []  # the module from there on
+
+    def know(self, model: nn.Module) -> None:
+        """Note the paths of a model's modules."""
+        for path, module in model.named_modules():
+            self._paths[module] = path.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")
+
+    def at_work(self) -> str:
+        """Return the path of the module at work; empty where none is."""
+        if self._running:
+            return self._running[-1]
+        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
+        if node is None or not self._starts:
+            return ""
+        at = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._after[at] if at >= 0 else ""
+
+    def __enter__(self) -> Modules:
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if module in self._paths:
+            self._running.append(self._paths[module])
+            self._note()
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if module in self._paths:
+            self._running.pop()
+            self._note()
+
+    def _note(self) -> None:
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # torch's, untyped
+        if self._starts and number < self._starts[-1]:
+            return  # numbers are a thread's own
+        self._starts.append(number)
+        self._after.append(self._running[-1] if self._running else "")
+
+
+def _metric_states(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the states of metrics, and the values that they are reset to, which lie on the device as well."""
+    for part in model.modules():
+        if isinstance(part, Metric):
+            yield from _tensors([getattr(part, name) for name in part._defaults])
+            yield from _tensors(part._defaults)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,0 +1,83 @@
+"""mode=plan: what it prints and leaves, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from tests.engine.conftest import Train
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
+
+MODEL = (*LANGUAGE_MODEL, TEXT, "global_batch_size=16")
+H100 = ("plan.device=h100", "trainer.devices=8")
+
+
+def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -> None:
+    run = train("mode=plan", *MODEL, *H100)
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    best = plan["strategies"][0]["words"][0].removeprefix("strategy=")
+    names = {one["words"][0] for one in plan["strategies"]}
+    assert names >= {"strategy=ddp", "strategy=fsdp", "strategy=fsdp_grad_op", "strategy=fsdp_offload"}
+    assert "single is one device" in plan["refused"]["strategy=single"]
+    assert all(one["fits"] and one["bound_by"] for one in plan["strategies"])
+    (taken,) = (line for line in run.out.splitlines() if line.startswith("take"))
+    assert f"{best}, micro batch 2: " in taken
+    assert "of 79.2 GiB on H100" in taken
+    (command,) = (line for line in run.out.splitlines() if line.startswith("start"))
+    assert shlex.split(command)[3:] == [*(word for word in MODEL), "trainer.devices=8", f"strategy={best}"]
+    assert {path.name for path in run.run_dir.iterdir()} >= {"plan.json", "plan.svg", "plan_dark.svg"}
+    assert not (run.run_dir / "checkpoints").exists()
+
+
+def test_a_micro_batch_that_fits_is_found(train: Train) -> None:
+    """A sample's activations are 0.17 MiB: a device of 2.2 MiB beside its runtime holds no share of 16."""
+    words = ("strategy=ddp", "trainer.devices=1", "plan.device=h100")
+    whole = _only(train("mode=plan", *MODEL, *words))
+    less = (whole["bytes"] - whole["tensor_bytes"] / 3) / 0.99 / 2**30
+    found = _only(train("mode=plan", *MODEL, *words, f"plan.memory_gib={less}"))
+    assert found["fits"]
+    assert found["micro_batch"] < whole["micro_batch"] == 16
+    assert found["micro_batch"] * found["accumulation"] == 16
+    assert found["bytes"] <= found["usable_bytes"] == pytest.approx(less * 2**30 * 0.99)
+
+
+def _only(run: object) -> dict[str, object]:
+    (found,) = json.loads((run.run_dir / "plan.json").read_text())["strategies"]  # type: ignore[attr-defined]
+    return dict(found)
+
+
+def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
+    model = (
+        "model._target_=tests.engine.planning.modules.LooksAtValues",
+        "data._target_=tests.engine.data.pictures.Pictures",
+    )
+    run = train("mode=plan", *model, "strategy=ddp")
+    assert "asks a tensor for its values (aten._local_scalar_dense" in run.out
+    # 640 weights and 10 biases: 2600 bytes, as many of gradients, twice as many of Adam's state and two counters
+    assert "states     parameters 2.42e-06, gradients 2.42e-06, optimizer 4.85e-06 GiB" in run.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
+        (("plan.device=h300",), "device=h300: there is no such device. Did you mean h200?"),
+        ((*MODEL, "trainer.devices=3"), "global_batch_size 16 does not divide over 3 devices"),
+        ((*MODEL, "plan.memory_gib=-1"), "plan.memory_gib=-1: use a number greater than 0"),
+        ((*MODEL, "strategy=fsdp", "model.heads=3"), "a step of the model fails: "),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: str) -> None:
+    run = train("mode=plan", *words, check=False)
+    assert run.returncode == 2
+    assert len(run.err.strip().splitlines()) == 1
+    assert told in run.err
+    assert not list(run.folder.glob("runs/*/*"))
+
+
+def test_a_plan_is_made_by_one_process(train: Train) -> None:
+    run = train("mode=plan", *MODEL, ranks=2, check=False)
+    assert run.returncode == 2
+    assert "mode=plan is made by one process, and torchrun started this one beside others" in run.err
