@@ -98,7 +98,7 @@ MISTAKES = {
     "trainer.devices=two": "trainer.devices=two: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
     "cluster=manual cluster.node_rank=0": "cluster.main_address: there is no default; type cluster.main_address=VALUE",
     "model.width=${data.width}": "model.width: Interpolation key 'data.width' not found; "
-    "type model.width=VALUE, or make another choice",
+    "make another choice, or type model.width=VALUE",
     "stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
     "+stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
     "~stratgy": "~stratgy: there is no such key. Did you mean strategy?",

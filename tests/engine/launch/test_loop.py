@@ -54,6 +54,7 @@ def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> N
     torch.testing.assert_close(weights(shorten_loop), weights(lambda trainer: None), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # which Lightning says once a process
 def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_path: Path) -> None:
     class Replacing(PlainModel):
         def on_train_epoch_start(self) -> None:

@@ -60,7 +60,7 @@ class Saving(pl.Callback):
 class Late(pl.Callback):
     """Rank 1 ends its forward phase late, and the others wait for it in a collective."""
 
-    SECONDS = 0.08
+    SECONDS = 0.2
 
     def on_before_zero_grad(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         if trainer.global_rank == 1:

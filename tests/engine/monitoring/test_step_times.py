@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.autograd import DeviceType
@@ -92,6 +93,9 @@ def test_on_cpus_calls_that_only_start_or_wait_for_a_collective_compute_nothing(
     assert overlapped == {"forward": pytest.approx(10e-6)}
 
 
+SLACK = 0.1  # seconds; a loaded machine sleeps longer, and what is not in its phase is missing there
+
+
 def _paced(tmp_path: Path, **options: int) -> StepTimes:
     timer = StepTimer(str(tmp_path), skip_steps=2, steps=4)
     run = trainer(tmp_path, callbacks=[Reporting(), timer, Saving()], max_steps=12, limit_val_batches=0, **options)
@@ -103,25 +107,24 @@ def _paced(tmp_path: Path, **options: int) -> StepTimes:
 
 def test_each_phase_takes_the_time_that_it_takes(tmp_path: Path) -> None:
     """A save falls into the measured steps, and counts for none of them."""
-    before = time.time()
     found = _paced(tmp_path)
     expected = {"data": paced.DATA, "forward": paced.FORWARD, "backward": paced.BACKWARD, "optimizer": paced.OPTIMIZER}
     for phase, seconds in {**expected, "rest": paced.REST}.items():
-        assert seconds <= found.seconds[phase] < seconds + 0.012, phase  # a loaded machine sleeps longer
+        assert seconds <= found.seconds[phase] < seconds + SLACK, phase
     assert found.seconds["communication"] == 0
     assert (found.measured_steps, found.trained_steps, found.world_size) == (4, 12, 1)
-    assert paced.SAVE <= found.saving_seconds < 2 * paced.SAVE
+    assert paced.SAVE <= found.saving_seconds < paced.SAVE + 10 * SLACK
     assert found.saving_seconds_a_step == found.saving_seconds / 12
-    assert 0 < found.startup_seconds < time.time() - before + 300
+    assert 0 < found.startup_seconds < time.time() - psutil.Process().create_time()
     assert found.peak_bytes > 2**26  # what a process takes that has imported torch
 
 
 def test_a_step_of_two_micro_batches_has_the_phases_of_both(tmp_path: Path) -> None:
     found = _paced(tmp_path, accumulate_grad_batches=2)
     assert (found.measured_steps, found.trained_steps) == (4, 12)
-    assert 2 * paced.FORWARD <= found.seconds["forward"] < 3 * paced.FORWARD
-    assert 2 * paced.BACKWARD <= found.seconds["backward"] < 3 * paced.BACKWARD
-    assert paced.OPTIMIZER <= found.seconds["optimizer"] < 2 * paced.OPTIMIZER
+    assert 2 * paced.FORWARD <= found.seconds["forward"] < 2 * paced.FORWARD + SLACK
+    assert 2 * paced.BACKWARD <= found.seconds["backward"] < 2 * paced.BACKWARD + SLACK
+    assert paced.OPTIMIZER <= found.seconds["optimizer"] < paced.OPTIMIZER + SLACK
 
 
 def test_a_run_that_ends_too_early_has_no_phases(tmp_path: Path) -> None:
