@@ -31,7 +31,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     ),
     *("batches/test_combined.py", "deepspeed/test_strategy.py", "export/test_export.py", "fork/test_made.py"),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
-    "planning/test_truth.py",
+    *(f"planning/test_{name}.py" for name in ("plan", "simulation", "truth")),
 )
 PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
 PLAIN = (PLAIN_MODEL, PLAIN_DATA)
