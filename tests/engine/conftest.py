@@ -37,7 +37,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "fork/test_made.py",
     ),
     *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
-    "planning/test_truth.py",
+    *(f"planning/test_{name}.py" for name in ("plan", "simulation", "truth")),
 )
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (

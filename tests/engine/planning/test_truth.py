@@ -29,6 +29,7 @@ STRATEGIES = (
     *("ddp", "fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp1"),
     "fsdp trainer.strategy.activation_checkpointing=true",
     "ddp trainer.strategy.gradient_as_bucket_view=true",
+    "fsdp_tp trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel",
 )
 
 

@@ -1,0 +1,53 @@
+"""What follows from one simulation is what another one finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.strategies import Strategy
+
+from lightswitch.planning.estimate import Step
+from lightswitch.planning.fake_group import World
+from lightswitch.planning.simulation import Work, simulate
+from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.fsdp import FSDP
+from lightswitch.strategies.single import Single
+from tests.engine.models.language import LanguageModel
+
+
+def _step(strategy: Strategy, world: World, samples: int, accumulation: int = 1) -> Step:
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    ids = torch.zeros(1, 32, dtype=torch.long)
+    work = Work(
+        lambda: LanguageModel(adam),
+        lambda count: (ids.repeat(count, 1), ids.repeat(count, 1)),
+        is_cut=True,
+        samples=samples,
+        accumulation=accumulation,
+        options={"gradient_clip_val": 1.0},
+    )
+    return simulate(work, strategy, world)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [(Single, World(1, 1)), (FSDP, World(2, 8))])
+def test_any_micro_batch_follows_from_two(strategy: Callable[[], Strategy], world: World) -> None:
+    found, expected = (_step(strategy(), world, samples).growth for samples in (2, 11))
+    assert found.at(11).peak().bytes == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
+    assert found.peak_bytes(11) == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [(DDP, World(1, 2)), (FSDP, World(2, 8))])
+def test_a_step_that_accumulates_follows_from_one_that_does_not(strategy: Callable[[], Strategy], world: World) -> None:
+    found = _step(strategy(), world, 6).growth.accumulating().at(6).peak()
+    expected = _step(strategy(), world, 6, accumulation=2).growth.at(6).peak()
+    assert found.bytes == pytest.approx(expected.bytes, rel=0.02)
+
+
+def test_the_first_of_128_ranks_holds_a_row_or_two_of_each_matrix() -> None:
+    found = _step(FSDP(), World(16, 8), 1).growth.at(1).peak()
+    embeddings = 2 * 32 + 32  # 2 of 256 rows, 1 of 32 positions
+    block = 4 * 32 + 32 + 128 + 2 * 1  # a row of queries, keys, values, output, and of the MLP; a number of each norm
+    assert found.by_kind["parameters"] == 4 * (embeddings + 2 * block + 1)
