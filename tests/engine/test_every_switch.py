@@ -79,7 +79,7 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
 def test_every_strategy_makes_a_trainer_at_every_precision(strategy: str, precision: str, composed: Composed) -> None:
     own = ["trainer.strategy.config={zero_optimization:{stage:2}}"] if strategy == "deepspeed" else []
     cfg = composed(f"strategy={strategy}", *own, f"precision={precision}", "trainer.accelerator=cpu")
-    trainer = instantiate(cfg.trainer, **build._plugins(cfg, None, []), _convert_="all")
+    trainer = instantiate(cfg.trainer, **build.plugins(cfg, None, []), _convert_="all")
     assert trainer.precision == precision
     assert type(trainer.strategy).__name__ == STRATEGIES.get(strategy, ("DeepSpeed",))[0]
 
