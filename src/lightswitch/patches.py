@@ -253,6 +253,7 @@ PATCHES = (
     Patch("lightning.pytorch.strategies.Strategy", "teardown", "(self)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "broadcast", "(self, obj, src)", _FAKE),
     Patch("lightning.pytorch.strategies.DDPStrategy", "_setup_model", "(self, model)", f"{_FAKE}: DDP's reducer does"),
+    Patch("lightning.pytorch.strategies.DDPStrategy", "pre_backward", "(self, closure_loss)", f"{_FAKE}; so does this"),
     Patch("lightning.pytorch.plugins.Precision", "convert_module", "(self, module)", _FAKE),
     Patch("lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "_device", "device", _ON_META),
     Patch(

@@ -143,8 +143,8 @@ def _prepared(
         plugins=[FakeCluster(world), *work.options.get("plugins", ())],
         num_nodes=world.nodes,
         devices=world.devices_per_node,
-        callbacks=[tracking, FusedStep(), _Alone()],
-        max_steps=len(_sizes(work, strategy)),
+        callbacks=[tracking, FusedStep(), _Alone(len(_sizes(work, strategy)) * work.accumulation)],
+        max_epochs=1,
         accumulate_grad_batches=work.accumulation,
         limit_val_batches=0,
         num_sanity_val_steps=0,
@@ -153,7 +153,7 @@ def _prepared(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{name: value for name, value in work.options.items() if name != "plugins"},
+        **_options(work, model),
     )
     model.trainer = trainer
     with torch.device("meta"):
@@ -168,6 +168,12 @@ def _prepared(
     return model, trainer
 
 
+def _options(work: Work, model: LightningModule) -> dict[str, Any]:
+    """Return further arguments of the Trainer; a module that optimizes by hand is not clipped, as in a run."""
+    options = {name: value for name, value in work.options.items() if name != "plugins"}
+    return options if model.automatic_optimization else options | {"gradient_clip_val": None}
+
+
 def _let_be_alone(strategy: Strategy) -> None:
     """Let a strategy neither move fake tensors nor wait for other ranks."""
     patches.replace(strategy, "model_to_device", lambda: None)
@@ -175,6 +181,7 @@ def _let_be_alone(strategy: Strategy) -> None:
     patches.replace(strategy, "broadcast", lambda obj, src=0: obj)
     if isinstance(strategy, DDPStrategy):
         patches.replace(strategy, "_setup_model", lambda model: _replica(model, strategy))
+        patches.replace(strategy, "pre_backward", lambda loss: None)  # of a module that optimizes by hand
 
 
 def _replica(model: nn.Module, strategy: Any) -> FakeDDP:
@@ -189,7 +196,18 @@ def _replica(model: nn.Module, strategy: Any) -> FakeDDP:
 
 
 class _Alone(Callback):
-    """Callback that lets a strategy expect nothing of other ranks but collectives, which are those of a fake group."""
+    """Callback that lets a strategy expect nothing of other ranks but collectives, which are those of a fake group.
+
+    It ends the run after so many micro batches, before the end of the epoch: a schedule there may go by a metric.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.should_stop = batch_idx + 1 == self._batches
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         unused = getattr(trainer.strategy, "_unused", None)
@@ -202,6 +220,7 @@ class _Batches:
 
     def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode) -> None:
         self._sizes = [size for size in sizes for _ in range(work.accumulation)]
+        self._sizes.append(self._sizes[-1])  # which is not reached
         self._fake = fake
         self._batches = {size: work.batch(size) for size in set(self._sizes)}
 

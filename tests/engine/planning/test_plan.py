@@ -24,7 +24,7 @@ def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -
     assert all(one["fits"] and one["bound_by"] for one in plan["strategies"])
     (taken,) = (line for line in run.out.splitlines() if line.startswith("take"))
     assert f"{best}, micro batch 2: " in taken
-    assert "of 79.2 GiB on H100" in taken
+    assert "of 78.8 GiB on H100" in taken
     (command,) = (line for line in run.out.splitlines() if line.startswith("start"))
     assert shlex.split(command)[3:] == [*(word for word in MODEL), "trainer.devices=8", f"strategy={best}"]
     assert {path.name for path in run.run_dir.iterdir()} >= {"plan.json", "plan.svg", "plan_dark.svg"}
@@ -46,6 +46,15 @@ def test_a_micro_batch_that_fits_is_found(train: Train) -> None:
 def _only(run: object) -> dict[str, object]:
     (found,) = json.loads((run.run_dir / "plan.json").read_text())["strategies"]  # type: ignore[attr-defined]
     return dict(found)
+
+
+@pytest.mark.parametrize("name", ["ManualModel", "PlateauModel", "CycleModel", "NormedModel"])
+def test_modules_as_people_write_them_have_a_plan(name: str, train: Train) -> None:
+    """Two optimizers by hand, a schedule by epochs that goes by a metric, one that asks for the length of the run."""
+    model = (f"model._target_=tests.engine.plain.{name}", "data._target_=tests.engine.plain.PlainData")
+    found = _only(train("mode=plan", *model, "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=3"))
+    assert found["fits"]
+    assert found["micro_batch"] == 32
 
 
 def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
