@@ -98,7 +98,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         logger=_switched_on(loggers),
         **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
-        **_clipping(model, run, refusals),
+        **_clipping(model, cfg, run, refusals),
         accumulate_grad_batches=plan.accumulation,
     )
     raise_all(refusals)
@@ -143,9 +143,11 @@ def _is_of_user(error: BaseException) -> bool:
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
 
 
-def _clipping(model: LightningModule, run: RunContext, refusals: list[Refused]) -> dict[str, Any]:
+def _clipping(
+    model: LightningModule | None, cfg: DictConfig, run: RunContext, refusals: list[Refused]
+) -> dict[str, Any]:
     """Return the Trainer's clipping for a module that optimizes by hand: none, as Lightning can't do it there."""
-    if model.automatic_optimization:
+    if model is None or model.automatic_optimization or not cfg.trainer.get("gradient_clip_val"):
         return {}
     if _is_typed(run, key := "trainer.gradient_clip_val"):
         told = f"{type(model).__name__} optimizes by hand, which Lightning does not clip"

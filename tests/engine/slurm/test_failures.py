@@ -48,7 +48,7 @@ def test_the_jobs_of_lost_nodes_end_and_name_them(slurm_cluster: Cluster, checko
         assert {job.wait(60) for job in jobs} <= {"FAILED", "NODE_FAIL"}
     finally:
         slurm_cluster.mend(2)
-    assert time.monotonic() - since < 40
+    assert time.monotonic() - since < 60
     assert re.search(r"^rank 1 of 2 on node2 was lost: nothing heard for 5 s", jobs[0].output(), re.MULTILINE)
     assert re.search(r"^rank 1 of 2 on node4 (failed|was lost): ", jobs[1].output(), re.MULTILINE)
 
