@@ -249,6 +249,7 @@ PATCHES = (
         "AttributeDict",
         "loggers are given hyperparameters without secrets; the module keeps its own",
     ),
+    Patch("lightning.pytorch.Trainer", "should_stop", "bool", "a plan's steps end before their epoch does"),
     Patch("lightning.pytorch.strategies.Strategy", "model_to_device", "(self)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "teardown", "(self)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "broadcast", "(self, obj, src)", _FAKE),

@@ -21,7 +21,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "test_survives.py",
     ),
     *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
-    *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "preemption", "rounds")),
+    *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "not_finite", "preemption", "rounds")),
     *(
         f"strategies/test_{name}.py"
         for name in (
@@ -36,7 +36,13 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "export/test_export.py",
         "fork/test_made.py",
     ),
-    *("launch/test_choices.py", "launch/test_torchrun.py", "runs/test_record.py", "sweeps/test_sweeps.py"),
+    *(
+        "launch/test_choices.py",
+        "launch/test_habits.py",
+        "launch/test_torchrun.py",
+        "runs/test_record.py",
+        "sweeps/test_sweeps.py",
+    ),
     *(f"planning/test_{name}.py" for name in ("plan", "simulation", "truth")),
 )
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between

@@ -147,7 +147,7 @@ def _clipping(
     model: LightningModule | None, cfg: DictConfig, run: RunContext, refusals: list[Refused]
 ) -> dict[str, Any]:
     """Return the Trainer's clipping for a module that optimizes by hand: none, as Lightning can't do it there."""
-    if model is None or model.automatic_optimization or not cfg.trainer.get("gradient_clip_val"):
+    if getattr(model, "automatic_optimization", True) or not cfg.trainer.get("gradient_clip_val"):
         return {}
     if _is_typed(run, key := "trainer.gradient_clip_val"):
         told = f"{type(model).__name__} optimizes by hand, which Lightning does not clip"

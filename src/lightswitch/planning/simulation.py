@@ -207,7 +207,8 @@ class _Alone(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        trainer.should_stop = batch_idx + 1 == self._batches
+        if batch_idx + 1 == self._batches:
+            patches.replace(trainer, "should_stop", True)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         unused = getattr(trainer.strategy, "_unused", None)
