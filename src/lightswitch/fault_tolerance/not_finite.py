@@ -74,7 +74,7 @@ class FiniteLoss(Callback):
     def _tell_skipped(self, trainer: Trainer) -> None:
         self._skipped_steps += 1
         if trainer.is_global_zero and self._skipped_steps & (self._skipped_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th…
-            count = "" if self._skipped_steps == 1 else f", the {self._skipped_steps}th so far"
+            count = "" if self._skipped_steps == 1 else f", {self._skipped_steps} such steps so far"
             log.warning("skips      step %d, whose loss is not finite%s", trainer.global_step, count)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
