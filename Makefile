@@ -12,6 +12,7 @@ PYTHON = $(VENV)/bin/python
 WORKERS ?= 3
 INSTALLED := .venv/installed
 LOWEST_INSTALLED := .venv-lowest/installed
+SCHEMAS := .vscode/schemas/config.json
 LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/test_matrix.py \
   tests/engine/checkpoints tests/engine/launch tests/engine/strategies
 PIP_INSTALL = $(PYTHON) -m pip install -qq --disable-pip-version-check
@@ -28,7 +29,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-quick test-lowest lint types format bench gpu constraints tables clean
+.PHONY: help train fork test test-quick test-lowest lint types format bench gpu constraints tables completion clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -49,7 +50,7 @@ test-quick: lint types ## run what takes few minutes, while working on something
 test-lowest: $(LOWEST_INSTALLED) ## run parity, checkpoints, launch and strategies on the lowest versions that pyproject.toml allows
 	.venv-lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),$(LOWEST_TESTS))
 
-lint: $(INSTALLED) ## check format, lint and shell scripts
+lint: $(INSTALLED) $(SCHEMAS) ## check format, lint and shell scripts
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	.venv/bin/shellcheck .ci/run slurm/*.sh
@@ -85,6 +86,12 @@ tables: $(INSTALLED) ## run every strategy at every precision, from each to each
 	$(PYTHON) -m tests.engine.tables.matrix
 	$(PYTHON) -m tests.engine.tables.resume
 	$(PYTHON) -m tests.engine.tables.failures
+
+$(SCHEMAS): $(INSTALLED) $(shell find conf -name '*.yaml') # what an editor knows of conf
+	$(PYTHON) -m lightswitch.reference.schema conf .vscode/schemas
+
+completion: $(INSTALLED) ## let bash, zsh and fish complete train.py: groups, choices, keys, values
+	$(PYTHON) -m lightswitch.reference.completion --install
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -20,9 +20,21 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 
 # From the top down: a package imports those below it alone, and so does a file.
 PACKAGES = (
-    *("fork", "doctor", "launch", "compare", "sweeps", "preflight", "planning", "fault_tolerance", "runs", "config"),
+    *(
+        "fork",
+        "doctor",
+        "reference",
+        "launch",
+        "compare",
+        "sweeps",
+        "preflight",
+        "planning",
+        "fault_tolerance",
+        "runs",
+        "config",
+    ),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
-    *("figures", "patches", "trees", "versions", "errors"),  # files beside the packages
+    *("command", "figures", "patches", "trees", "versions", "errors"),  # files beside the packages
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.

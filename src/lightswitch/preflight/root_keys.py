@@ -10,12 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.plan import scaled_learning_rate
 from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS, key_and_value
+from lightswitch.config.values import ALLOWED
 from lightswitch.errors import nearest
 from lightswitch.preflight import targets
 
-MATMUL_PRECISIONS = ("highest", "high", "medium")
-ON_NAN = ("stop", "skip", "ignore")
-MODES = ("fit", "validate", "test", "predict", "plan")
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "run_id": (str, int),
@@ -76,12 +74,9 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     for key, kinds in _KINDS.items():
         if type(cfg[key]) not in kinds:
             yield f"{key}={cfg[key]}: found {type(cfg[key]).__name__}, expected {targets.names(kinds)}"
-    if cfg["mode"] not in MODES:
-        yield f"mode={cfg['mode']}: use one of {', '.join(MODES)}"
-    if (precision := cfg["matmul_precision"]) not in MATMUL_PRECISIONS:
-        yield f"matmul_precision={precision}: use one of {', '.join(MATMUL_PRECISIONS)}"
-    if (on_nan := cfg["on_nan"]) not in ON_NAN:
-        yield f"on_nan={on_nan}: use one of {', '.join(ON_NAN)}"
+    for key, allowed in ALLOWED.items():
+        if cfg[key] not in allowed:
+            yield f"{key}={cfg[key]}: use one of {', '.join(allowed)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
     yield from no_switch("compare", cfg.get("compare", False))  # a config of an earlier version has no such key

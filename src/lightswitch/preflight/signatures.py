@@ -19,11 +19,18 @@ class Parameter:
 
     Attributes:
         name: of the parameter.
+        default: as the source has it; None where there is none.
     """
 
     name: str
+    default: str | None
     _scope: _Scope
     _annotation: ast.expr | None
+
+    @property
+    def annotation(self) -> str:
+        """As the source has it."""
+        return "" if self._annotation is None else ast.unparse(self._annotation).strip("'")
 
     @property
     def kinds(self) -> frozenset[type] | None:
@@ -170,12 +177,16 @@ def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:
     if not isinstance(node, ast.FunctionDef):
         return None
     positional = [*node.args.posonlyargs, *node.args.args]
-    without_default = positional[skip : len(positional) - len(node.args.defaults)]
-    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    without_default += [argument for argument, default in keywords if default is None]
+    without = len(positional) - len(node.args.defaults)
+    arguments = [*positional, *node.args.kwonlyargs][skip:]
+    defaults = [*[None] * without, *node.args.defaults, *node.args.kw_defaults][skip:]
+    parameters = [
+        Parameter(argument.arg, None if default is None else ast.unparse(default), scope, argument.annotation)
+        for argument, default in zip(arguments, defaults, strict=True)
+    ]
     return Signature(
-        parameters={a.arg: Parameter(a.arg, scope, a.annotation) for a in positional[skip:] + node.args.kwonlyargs},
-        required=frozenset(a.arg for a in without_default),
+        parameters={parameter.name: parameter for parameter in parameters},
+        required=frozenset(parameter.name for parameter in parameters if parameter.default is None),
         open_ended=node.args.kwarg is not None,
     )
 

@@ -200,7 +200,7 @@ def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Pa
 
 
 def test_an_editor_debugs_one_process_and_two(train: Train) -> None:
-    settings = json.loads((CHECKOUT / "template/files/.vscode/launch.json").read_text())
+    settings = json.loads((CHECKOUT / ".vscode/launch.json").read_text())
     one, two = ([*configuration["args"], "trainer.max_steps=2"] for configuration in settings["configurations"])
     train(*one)
     two.remove("trainer.devices=2")
