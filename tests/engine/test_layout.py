@@ -22,7 +22,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 PACKAGES = (
     *("fork", "doctor", "launch", "compare", "sweeps", "preflight", "planning", "fault_tolerance", "runs", "config"),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
-    *("figures", "patches", "trees", "versions", "errors"),  # files beside the packages
+    *("command", "figures", "patches", "trees", "versions", "errors"),  # files beside the packages
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
@@ -58,6 +58,7 @@ WITHOUT_TORCH = (
     "lightswitch.preflight.strategies",
     "lightswitch.figures",
     "lightswitch.compare.__main__",
+    "lightswitch.fork.__main__",
 )
 
 

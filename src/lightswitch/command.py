@@ -1,0 +1,28 @@
+"""The commands beside train.py: what is typed after `python -m lightswitch.NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from lightswitch.errors import ExitCode
+
+
+class Command(argparse.ArgumentParser):
+    """Parser of a command's arguments, which refuses as train.py does: a line on stderr, and exit code 2.
+
+    Args:
+        name: of the module that is run.
+        description: its docstring, printed by --help as it is.
+    """
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(
+            f"python -m {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the message, and without argparse's lines of usage."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(ExitCode.REFUSED)
