@@ -70,6 +70,7 @@ WITHOUT_TORCH = (
     "lightswitch.preflight.strategies",
     "lightswitch.figures",
     "lightswitch.compare.__main__",
+    "lightswitch.fork.__main__",
 )
 
 

@@ -11,39 +11,27 @@ as Markdown beside the page, an HTML file that needs nothing else.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from lightswitch.command import Command
 from lightswitch.compare import files
-from lightswitch.errors import ExitCode, Refused
+from lightswitch.errors import Refused
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
     try:
         for told in files.write(arguments.runs, arguments.output):
             print(told, flush=True)
     except (OSError, Refused) as error:
-        _exit_with(str(error))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _exit_with(message)
-
-
-def _exit_with(problem: str) -> NoReturn:
-    print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(ExitCode.REFUSED)
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "python -m lightswitch.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command("lightswitch.compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, or a sweep's: all its jobs")
     parser.add_argument("-o", "--output", type=_page, metavar="FILE.html", help="compare.html beside the runs, if not")
     return parser

@@ -18,9 +18,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from lightswitch.errors import ExitCode, Refused
+from lightswitch.command import Command
+from lightswitch.errors import Refused
 from lightswitch.monitoring.terminal import Line
 
 if TYPE_CHECKING:
@@ -31,28 +32,17 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
     try:
         _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
         _export(arguments)
     except (OSError, Refused) as error:
-        _exit_with(str(error))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _exit_with(message)
-
-
-def _exit_with(problem: str) -> NoReturn:
-    print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(ExitCode.REFUSED)
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "python -m lightswitch.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command("lightswitch.export", __doc__)
     parser.add_argument(
         "source",
         type=Path,

@@ -11,37 +11,25 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from lightswitch.errors import ExitCode, Refused
+from lightswitch.command import Command
+from lightswitch.errors import Refused
 from lightswitch.fork import checkout, engine, names, repository, tree
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    asked = _parser().parse_args(words)
+    parser = _parser()
+    asked = parser.parse_args(words)
     try:
         _make(asked)
     except (OSError, Refused) as error:
-        exit_with(str(error))
-
-
-def exit_with(problem: str) -> NoReturn:
-    print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(ExitCode.REFUSED)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        exit_with(message)
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "python -m lightswitch.fork", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command("lightswitch.fork", __doc__)
     parser.add_argument("name", metavar="NAME", help="of the package below src")
     parser.add_argument("into", metavar="INTO", help="a new folder, or . for the checkout itself")
     parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from lightswitch.command import Command
 from lightswitch.errors import Refused, listed
 from lightswitch.fork import checkout, engine, source
-from lightswitch.fork.__main__ import exit_with
 from lightswitch.fork.news import news
 from lightswitch.fork.repository import File, write
 from lightswitch.fork.source import Source
@@ -31,12 +31,15 @@ from lightswitch.fork.text import with_pin
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not sys.argv[1] or sys.argv[1].startswith("-"):
-        exit_with("name the new engine: make update-engine FROM=PATH, a wheel, or git+https://…@REF")
+    parser = Command("lightswitch.fork.update", __doc__)
+    parser.add_argument("new", nargs="?", metavar="FROM", help="a checkout, a git address, a wheel or a version")
+    new = parser.parse_args().new
+    if not new:  # also as make hands it on where it was not typed
+        parser.error("name the new engine: make update-engine FROM=PATH, a wheel, or git+https://…@REF")
     try:
-        _update(sys.argv[1], Path.cwd())
+        _update(new, Path.cwd())
     except (OSError, Refused, zipfile.BadZipFile) as error:
-        exit_with(str(error))
+        parser.error(str(error))
 
 
 def _update(given: str, fork: Path) -> None:

@@ -182,7 +182,7 @@ def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
 
 def _with_timer(callbacks: list[Any], cfg: DictConfig, run: RunContext) -> list[Any]:
     """Return the callbacks with one that measures steps, if runs are to be compared and the config names none."""
-    if not cfg.get("compare") or any(isinstance(callback, StepTimer) for callback in callbacks):
+    if not cfg.compare or any(isinstance(callback, StepTimer) for callback in callbacks):
         return callbacks
     return [*callbacks, StepTimer(str(run.run_dir))]
 
