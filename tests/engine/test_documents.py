@@ -126,6 +126,9 @@ IN_PLAIN_ENGLISH = (
     "runs",
     "sweeps",
     "config",
+    "reference",
+    "command.py",
+    "fork",
 )
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(

@@ -20,6 +20,7 @@ from lightswitch.fork import checkout, engine, names, repository, tree
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
     parser = _parser()
     asked = parser.parse_args(words)
     try:

@@ -10,7 +10,7 @@ from lightswitch.errors import Refused, listed
 
 
 def root() -> Path:
-    """The folder of the checkout.
+    """Return the folder of the checkout.
 
     Raises:
         Refused: this is none: the engine was installed, or is in a fork already.
@@ -22,7 +22,11 @@ def root() -> Path:
 
 
 def git(root: Path, *arguments: str, given: str | None = None) -> str:
-    """
+    """Run git in a folder and return what it prints.
+
+    Args:
+        given: its standard input.
+
     Raises:
         Refused: with the first error that git tells, or the last line of what it says.
     """
@@ -38,7 +42,8 @@ def git(root: Path, *arguments: str, given: str | None = None) -> str:
 
 
 def check_clean(root: Path) -> None:
-    """
+    """Check that a fork of the last commit is a fork of what is here.
+
     Raises:
         Refused: something is not committed.
     """

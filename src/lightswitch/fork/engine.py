@@ -55,13 +55,13 @@ def is_of_this_machine(pin: str) -> bool:
 
 
 def manifest(files: Mapping[str, bytes], version: str, commit: str) -> bytes:
-    """Version, commit and the SHA-256 of every file, by its path in the folder."""
+    """Return the manifest of a folder: version, commit and the SHA-256 of every file, by its path there."""
     digests = {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
     return (json.dumps({"version": version, "commit": commit, "files": digests}, indent=1) + "\n").encode()
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Every file of the folder but the manifest and what Python and its tools left there."""
+    """Return every file of the folder but the manifest and what Python and its tools left there."""
     found = {}
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
@@ -71,7 +71,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def changed(folder: Path) -> list[str]:
-    """The files that are not as the manifest has them, by their path in the folder."""
+    """Return the paths in the folder of the files that are not as the manifest has them."""
     expected = named_in_manifest(folder)
     found = {path: hashlib.sha256(content).hexdigest() for path, content in read(folder).items()}
     return sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))

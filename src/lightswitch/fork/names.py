@@ -15,7 +15,8 @@ _IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "scikit-learn": "sklear
 
 
 def check(name: str, root: Path) -> None:
-    """
+    """Check that a fork's package may have a name.
+
     Raises:
         Refused: it is no name of a package, or another has it.
     """
@@ -30,7 +31,7 @@ def check(name: str, root: Path) -> None:
 
 
 def _pinned(root: Path) -> set[str]:
-    """What is installed with the project; it may not be yet."""
+    """Return the names of the packages that the project installs, which may not have been yet."""
     pins = re.findall(r"^([\w.-]+)==", (root / "constraints.txt").read_text(), re.MULTILINE)
     return {_IMPORTED_AS.get(pin.lower(), pin.lower().replace("-", "_")) for pin in pins}
 

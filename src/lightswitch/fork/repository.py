@@ -12,14 +12,17 @@ from lightswitch.fork.checkout import git
 
 @dataclass(frozen=True)
 class File:
+    """A file to write."""
+
     content: bytes
     is_executable: bool = False
 
 
 def check_empty(into: Path, root: Path) -> None:
-    """
+    """Check that a fork can be made in a folder.
+
     Raises:
-        Refused: a fork can't be made there.
+        Refused: it holds files, or lies in the checkout.
     """
     if into.resolve().is_relative_to(root):
         raise Refused(f"{into} lies in the checkout; name a folder beside it, as ../{into.name}, or . for the whole")
@@ -30,6 +33,7 @@ def check_empty(into: Path, root: Path) -> None:
 
 
 def create(into: Path, name: str, files: Mapping[str, File]) -> None:
+    """Make a repository of one commit that holds the files."""
     into.mkdir(parents=True, exist_ok=True)
     git(into, "init", "--quiet", "--initial-branch=main")
     _commit(into, name, files)
@@ -49,6 +53,7 @@ def replace(root: Path, name: str, files: Mapping[str, File]) -> None:
 
 
 def write(root: Path, files: Mapping[str, File]) -> None:
+    """Write the files below a folder, by their paths."""
     for path, file in files.items():
         where = root / path
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +68,7 @@ def _commit(root: Path, name: str, files: Mapping[str, File]) -> None:
 
 
 def _identity(root: Path, name: str) -> list[str]:
-    """Whom the commit is by, where git does not know."""
+    """Return git's options that name an author, where it knows none."""
     try:
         git(root, "var", "GIT_COMMITTER_IDENT")
     except Refused:
@@ -72,7 +77,7 @@ def _identity(root: Path, name: str) -> list[str]:
 
 
 def _remove_bytecode(root: Path, folders: set[Path]) -> None:
-    """Or what Python compiled would keep folders alive whose code is gone."""
+    """Remove what Python compiled, which would keep folders alive whose code is gone."""
     for folder in sorted(folders, reverse=True):
         cache = root / folder / "__pycache__"
         for compiled in cache.glob("*.pyc"):

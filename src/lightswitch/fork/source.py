@@ -17,7 +17,8 @@ _BESIDE = ("conf", "slurm", "Makefile", "train.py")  # what a fork took once, an
 
 @dataclass(frozen=True)
 class Source:
-    """
+    """An engine to update a fork to.
+
     Attributes:
         files: of the engine, by their path in its folder.
         commit: of the checkout; nothing of a wheel.

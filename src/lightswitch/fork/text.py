@@ -20,7 +20,8 @@ update-engine: $(INSTALLED) ## put a newer engine in, and run the tests: make up
 
 @dataclass(frozen=True)
 class Fork:
-    """
+    """What the text of a fork's files depends on.
+
     Attributes:
         pin: the engine's requirement, or None where it is a folder.
         removed: the paths of examples that were left out.
@@ -41,7 +42,7 @@ class Fork:
         return bool(self.removed)
 
     def choice(self, group: str) -> str:
-        """The default of a group of configs, or its first where that was left out."""
+        """Return the default of a group of configs, or its first where that was left out."""
         there = [choice for group_, choice in map(_config, self.paths) if group_ == group]
         return self.defaults[group] if self.defaults[group] in there else min(there)
 
@@ -51,6 +52,7 @@ def renamed_path(path: str, name: str) -> str:
 
 
 def edited(path: str, text: str, fork: Fork) -> str:
+    """Return the text of a file as the fork has it."""
     if path in _AS_THEY_ARE:
         return text
     if path == "pyproject.toml":
@@ -76,18 +78,18 @@ def _renamed(text: str, name: str) -> str:
 
 
 def _sorted(imports: str) -> str:
-    """As ruff wants them, by the new name."""
+    """Return imports in the order that ruff wants, which is by the new name."""
     return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
 
 
 def _config(path: str) -> tuple[str, str]:
-    """Group and choice of a config's path."""
+    """Return the group and the choice of a config's path; nothing for another file's."""
     parts = PurePosixPath(path).parts
     return (parts[1], PurePosixPath(path).stem) if len(parts) == 3 and parts[0] == "conf" else ("", "")
 
 
 def _without_examples(text: str, fork: Fork) -> str:
-    """Commands name no choice that was left out; one that would show it alone goes."""
+    """Return a text whose commands name no choice that was left out; one that would show it alone goes."""
     gone = [_config(path) for path in fork.removed if _config(path)[0] in ("model", "data", "experiment")]
     for group in ("model", "data"):
         default = "|".join(choice for group_, choice in gone if group_ == group)
@@ -100,7 +102,7 @@ def _without_examples(text: str, fork: Fork) -> str:
 
 
 def _filled(text: str, fork: Fork) -> str:
-    """Sections of a template, from a line {{#WHEN}} to {{/WHEN}}, kept or left out, and values for {{WORDS}}."""
+    """Return a template with its sections, {{#WHEN}} to {{/WHEN}}, kept or left out, and values for {{WORDS}}."""
     shown = {"examples": not fork.is_bare, "bare": fork.is_bare, "folder": fork.pin is None, "package": bool(fork.pin)}
     for when, is_shown in shown.items():
         kept = r"\1" if is_shown else ""
@@ -113,7 +115,7 @@ def _filled(text: str, fork: Fork) -> str:
 
 
 def _braced(paths: Sequence[str]) -> list[str]:
-    """As a shell expands them: files of a folder and a suffix together."""
+    """Return patterns that a shell expands to the paths: one for the files of a folder and a suffix."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path in map(PurePosixPath, paths):
         groups.setdefault((str(path.parent), path.suffix), []).append(path.stem)
@@ -124,7 +126,7 @@ def _braced(paths: Sequence[str]) -> list[str]:
 
 
 def _without_lowest(makefile: str) -> str:
-    """Without what runs the engine's own tests on the lowest versions."""
+    """Return a Makefile without what runs the engine's own tests on the lowest versions."""
     makefile = re.sub(r"^test-lowest:.*\n(\t.*\n)+\n", "", makefile, flags=re.MULTILINE).replace(" test-lowest", "")
     for words in (" and the lowest", " $(LOWEST_INSTALLED):", " .venv-lowest"):
         makefile = makefile.replace(words, ":" if words.endswith(":") else "")
@@ -176,7 +178,7 @@ def _pyproject(text: str, fork: Fork) -> str:
 
 
 def _with_engine_as_package(text: str, pin: str) -> str:
-    """The engine brings what it needs, in the versions that it needs; so do its extras."""
+    """Return a pyproject.toml whose engine brings what it needs, as do its extras."""
     listed = "".join(f'    "{one}",\n' for one in (pin, "lightning", "numpy", "torch", "torchmetrics"))
     text = _replaced(text, r"^dependencies = \[\n(    .*\n)*\]\n", f"dependencies = [\n{listed}]\n")
     text = re.sub(r"^\[tool.setuptools.package-data\]\n.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -188,12 +190,13 @@ def _with_engine_as_package(text: str, pin: str) -> str:
 
 
 def with_pin(pyproject: str, pin: str) -> str:
-    """The engine's requirement in a fork's pyproject.toml, replaced."""
+    """Return a fork's pyproject.toml with another requirement of the engine."""
     return _replaced(pyproject, r'^( +)"lightswitch[ =][^"]*",$', lambda line: f'{line[1]}"{pin}",')
 
 
 def _replaced(text: str, pattern: str, by: str | Callable[[re.Match[str]], str]) -> str:
-    """
+    """Return a text in which a pattern is replaced, once or more.
+
     Raises:
         AssertionError: the pattern is not there, so that a fork would keep what it speaks of.
     """

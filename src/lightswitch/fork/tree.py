@@ -18,7 +18,14 @@ from lightswitch.fork.repository import File
 
 
 def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, File]:
-    """By path. `pin` is the engine's requirement, or None for its folder."""
+    """Return the files of a fork by their paths.
+
+    Args:
+        root: of the checkout.
+        name: of the fork's package.
+        bare: with one small model and dataset in place of the examples.
+        pin: the engine's requirement; None for its folder.
+    """
     template = root / "template"
     taken = _chosen(checkout.tracked(root), _listed(template / "taken.txt"))
     examples = _chosen(taken, _listed(template / "examples.txt"))
@@ -55,7 +62,7 @@ def _edited(path: str, file: File, fork: text.Fork) -> File:
 
 
 def _engine(root: Path) -> dict[str, File]:
-    """The folder as it is, the changelog in it, and the manifest."""
+    """Return the engine's folder as it is, with the changelog in it, and the manifest."""
     inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
     files = _read(root, inside)
     content = {path.removeprefix(f"{engine.FOLDER}/"): file.content for path, file in files.items()}

@@ -31,6 +31,7 @@ from lightswitch.fork.text import with_pin
 
 
 def main() -> None:
+    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
     parser = Command("lightswitch.fork.update", __doc__)
     parser.add_argument("new", nargs="?", metavar="FROM", help="a checkout, a git address, a wheel or a version")
     new = parser.parse_args().new
@@ -72,7 +73,8 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
 
 
 def _refuse_changed(folder: Path, fork: Path) -> None:
-    """
+    """Check that nobody has changed the engine, as that would be lost.
+
     Raises:
         Refused: the folder is not as its manifest has it; the difference is printed before.
     """
@@ -138,7 +140,7 @@ def _beside(new: Source, commit: str, fork: Path) -> Iterator[str]:
 
 
 def _code(train: str) -> str:
-    """Without the docstring, which is the fork's own."""
+    """Return train.py's code without its docstring, which is the fork's own."""
     return train.split('"""', 2)[-1]
 
 

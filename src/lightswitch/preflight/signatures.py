@@ -29,7 +29,7 @@ class Parameter:
 
     @property
     def annotation(self) -> str:
-        """As the source has it."""
+        """Source text of its annotation."""
         return "" if self._annotation is None else ast.unparse(self._annotation).strip("'")
 
     @property

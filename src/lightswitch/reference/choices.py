@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """What is typed to choose it."""
+        """The word that chooses it."""
         return self.path.stem
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class Choice:
 
     @functools.cached_property
     def keys(self) -> tuple[Key, ...]:
-        """Its keys in their order, each node's followed by what its code takes besides."""
+        """The keys in the file's order, each node's followed by what its code takes besides."""
         root = yaml.compose(self._text, _Loader)
         return tuple(self._below(root, self.package)) if isinstance(root, yaml.MappingNode) else ()
 
