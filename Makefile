@@ -29,7 +29,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-quick test-lowest lint types format bench gpu constraints tables completion clean
+.PHONY: help train fork test test-quick test-lowest lint types format bench gpu constraints tables completion docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -92,6 +92,10 @@ $(SCHEMAS): $(INSTALLED) $(shell find conf -name '*.yaml') # what an editor know
 
 completion: $(INSTALLED) ## let bash, zsh and fish complete train.py: groups, choices, keys, values
 	$(PYTHON) -m lightswitch.reference.completion --install
+
+docs: $(INSTALLED) ## build the documentation site in site/; make docs SERVE=1 serves it
+	$(PYTHON) -m tests.engine.tables.reference
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs $(if $(SERVE),serve,build)
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

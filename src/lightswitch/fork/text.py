@@ -20,7 +20,7 @@ update-engine: $(INSTALLED) ## put a newer engine in, and run the tests: make up
 
 @dataclass(frozen=True)
 class Fork:
-    """What the text of a fork's files depends on.
+    """Properties of a fork that the text of its files depends on.
 
     Attributes:
         pin: the engine's requirement, or None where it is a folder.
