@@ -19,6 +19,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "test_gpu.py",
         "test_matrix.py",
         "test_survives.py",
+        "test_tutorial.py",
     ),
     *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "not_finite", "preemption", "rounds")),
