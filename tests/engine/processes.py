@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,6 +59,18 @@ def said(process: subprocess.Popen[str]) -> str:
     out = process.stdout.read()
     process.wait()
     return out
+
+
+def shown_by(controller: int, is_enough: Callable[[str], bool], timeout_seconds: float = 20) -> str:
+    """What a terminal shows until it is enough, or for so long."""
+    shown, end = "", time.monotonic() + timeout_seconds
+    while not is_enough(shown) and time.monotonic() < end:
+        if select.select([controller], [], [], 0.1)[0]:
+            try:
+                shown += os.read(controller, 4096).decode(errors="replace")
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+    return shown
 
 
 @pytest.fixture

@@ -60,8 +60,6 @@ class Progress(ProgressBar):
         return self._enabled
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._line is not None:
-            self._line.clear()
         print(*args, **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,15 +1,20 @@
-"""One line of a terminal, redrawn in place."""
+"""One line of a terminal, redrawn in place, and what is printed meanwhile."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import sys
-from typing import TextIO
+from contextlib import redirect_stdout
+from typing import Any, TextIO
 
 
 class Line:
-    """Line that a terminal's cursor is on, redrawn in place; records logged to the same terminal appear above it."""
+    """Line that a terminal's cursor is on, redrawn in place; what is logged or printed meanwhile appears above it.
+
+    Args:
+        stream: of the terminal.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -17,6 +22,9 @@ class Line:
         self._handlers = _terminal_handlers()
         for handler in self._handlers:
             handler.addFilter(self._make_room)
+        self._printed = _Printed(sys.stdout, self)
+        self._printing: redirect_stdout[Any] = redirect_stdout(self._printed)
+        self._printing.__enter__()
 
     def draw(self, label: str, done: int, total: int | None, status: str) -> None:
         """Draw `train  37% |███████             | 370/1000 · loss 2.31`, with as long a bar as fits."""
@@ -26,6 +34,8 @@ class Line:
         else:
             before, after = f"{label} {100 * done // total:3}% ", f" {done}/{total}{status}"
             text = before + bar(done / total, width - len(before) - len(after)) + after
+        if self._printed.is_open:
+            self._printed.write("\n")
         encoding = self._stream.encoding or "ascii"
         shown = text[:width].encode(encoding, "replace").decode(encoding)
         self._write(f"\r{shown}\x1b[K")  # the escape erases what is left of a longer text
@@ -39,6 +49,7 @@ class Line:
 
     def end(self) -> None:
         """Leave the text where it is and go to the next line."""
+        self._printing.__exit__(None, None, None)
         for handler in self._handlers:
             handler.removeFilter(self._make_room)
         if self._drawn:
@@ -52,6 +63,23 @@ class Line:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+class _Printed:
+    """Stream of what a user's code prints beside a line, which it never continues."""
+
+    def __init__(self, stream: TextIO, line: Line) -> None:
+        self._stream, self._line = stream, line
+        self.is_open = False  # whether a line is begun and not ended
+
+    def write(self, text: str) -> int:
+        """Write a text where the line is, which is drawn again below it."""
+        self._line.clear()
+        self.is_open = not text.endswith("\n") if text else self.is_open
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def bar(fraction: float, room: int) -> str:

@@ -126,13 +126,20 @@ class Signals:
         while numbers := heard.recv(64):
             interrupts += numbers.count(signal.SIGINT)
             asked = [number for number in numbers if number in CAUGHT]
+            if interrupts == 1 and self._is_deferred and self.is_first and sys.stderr.isatty():
+                self._say("stopping   at the end of this step; Ctrl+C again stops at once")
             if asked and not failed.is_set() and (interrupts > 1 or not (self._is_deferred or self._is_forwarded)):
                 time.sleep(_PATIENCE_SECONDS)
                 if (interrupts > 1 or not self._is_deferred) and not failed.is_set():
                     by = self.received or signal.Signals(asked[0])
                     if self.is_first:
-                        os.write(sys.stderr.fileno(), f"stopped    by {by.name}, at once\n".encode())
+                        self._say(f"stopped    by {by.name}, at once")
                     self.process.leave_now(Stopped(by).exit_code)
+
+    def _say(self, text: str) -> None:
+        """Write a line while the main thread may be anywhere, also in a write of its own."""
+        erasing = "\r\x1b[K" if sys.stderr.isatty() else ""  # of a progress bar that the cursor is behind
+        os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
 
     def _in_forked_child(self) -> None:
         self._is_deferred = self._is_forwarded = False

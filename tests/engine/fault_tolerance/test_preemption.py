@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.engine.fault_tolerance.pace import PACE_TARGET
+from tests.engine.processes import TRAIN_PY, shown_by
 
 STEPS = 40
 RUN = (
@@ -120,6 +124,32 @@ def test_ctrl_c_twice_does_not_wait_for_the_step(train: Train, tmp_path: Path) -
     stopped = train(*run, check=False, meanwhile=asks, timeout_seconds=60)
     assert stopped.returncode == 130
     assert time.monotonic() - began < 40
+
+
+def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends(tmp_path: Path) -> None:
+    run = (*RUN, "callbacks.pace.seconds=1000", "strategy=single", "trainer.num_sanity_val_steps=0")
+    controller, terminal = pty.openpty()
+    started = tmp_path / "runs/plainmodel/mine/config.yaml"
+    command = ("setsid", "--ctty", sys.executable, TRAIN_PY, *run)
+    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as it:
+        os.close(terminal)
+        try:
+            shown = shown_by(controller, lambda _: started.exists(), 60)
+            time.sleep(4)  # until the first step has begun
+            os.write(controller, b"\x03")
+            asked = time.monotonic()
+            shown = shown_by(controller, lambda text: "stops at once" in text, 20)
+            assert "stopping   at the end of this step; Ctrl+C again stops at once" in shown
+            assert time.monotonic() - asked < 5
+            os.write(controller, b"\x03")
+            assert "stopped    by SIGINT, at once" in shown_by(controller, lambda text: "at once\r" in text, 30)
+            assert it.wait(20) == 130
+        finally:
+            it.kill()
+            os.close(controller)
 
 
 def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, tmp_path: Path) -> None:

@@ -124,6 +124,24 @@ def test_records_logged_meanwhile_get_lines_of_their_own(tmp_path: Path) -> None
     assert "half of it" in terminal_frames(fit)
 
 
+def test_what_a_module_prints_stands_on_lines_of_its_own(tmp_path: Path) -> None:
+    class Prints(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 20:
+                print("half", "of it")
+            if trainer.global_step == 30:
+                print("more than", end=" half")
+
+    def fit() -> None:
+        run_of(tmp_path, Slow(0.02), Prints(), max_steps=40).fit(Regression(), loader(), loader(16))
+        print("printed after it")
+
+    frames = terminal_frames(fit)
+    assert {"half of it", "more than half", "printed after it"} <= set(frames)
+    below = filter(None, frames[frames.index("more than half") + 1 :])
+    assert next(below).startswith("train ")
+
+
 def test_evaluation_alone_has_its_own_bar_and_clears_it(tmp_path: Path) -> None:
     class SlowTest(Callback):
         def on_test_batch_start(self, *_: Any) -> None:

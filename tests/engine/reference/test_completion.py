@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from lightswitch.reference.completion import after, candidates, install
 from tests.engine.conftest import CHECKOUT
+from tests.engine.processes import shown_by
 
 CONF = CHECKOUT / "conf"
 
@@ -97,19 +97,10 @@ def test_the_shell_completes_a_word_at_a_tab(shell: str, tmp_path: Path) -> None
     try:
         time.sleep(1)  # a shell drops what is typed before its prompt
         os.write(controller, b"python train.py strategy=fsdp_gr\t")
-        assert "ad_op" in _shown(controller, "ad_op")
+        assert "ad_op" in shown_by(controller, lambda text: "ad_op" in text)
         os.write(controller, b" trainer.max_st\t")
-        assert "eps=" in _shown(controller, "eps=")
+        assert "eps=" in shown_by(controller, lambda text: "eps=" in text)
     finally:
         process.kill()
         process.wait()
         os.close(controller)
-
-
-def _shown(controller: int, awaited: str, timeout_seconds: float = 20) -> str:
-    """What the terminal shows until the text is there."""
-    shown, end = "", time.monotonic() + timeout_seconds
-    while awaited not in shown and time.monotonic() < end:
-        if select.select([controller], [], [], 0.2)[0]:
-            shown += os.read(controller, 4096).decode(errors="replace")
-    return shown
