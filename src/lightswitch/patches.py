@@ -69,13 +69,6 @@ _ON_META = "a module that was made on the meta device, to be planned, is simulat
 
 PATCHES = (
     Patch(
-        "hydra.core.config_store.ConfigStore",
-        "__deepcopy__",
-        _ABSENT,
-        "Hydra copies its store of built-in configs for each group that --help lists, half its time",
-        for_process=True,
-    ),
-    Patch(
         "hydra._internal.hydra.Hydra",
         "get_mode",
         "(self, config_name, overrides)",

@@ -23,10 +23,10 @@ PACKAGES = (
     *(
         "fork",
         "doctor",
-        "reference",
         "launch",
         "compare",
         "sweeps",
+        "reference",
         "preflight",
         "planning",
         "fault_tolerance",

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 from hydra._internal.hydra import Hydra
-from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -20,7 +19,6 @@ from lightswitch.errors import RefusedRequest
 
 def patch_composition() -> None:
     """Have Hydra compose a config once, and copy no more than it must."""
-    _share_store()
     _compose_once()
 
 
@@ -36,14 +34,6 @@ def check_names(cfg: DictConfig) -> None:
         return
     if problems := list(names.problems(given)):
         raise RefusedRequest(problems)
-
-
-def _share_store() -> None:
-    """Keep Hydra from copying its store of configs for each group that `--help` lists, which takes half of its time.
-
-    A process has one store, which returns copies of what it holds, so the store itself need not be copied.
-    """
-    patches.replace(ConfigStore, "__deepcopy__", lambda store, memo: store)
 
 
 def _compose_once() -> None:

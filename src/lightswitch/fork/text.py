@@ -61,9 +61,6 @@ def edited(path: str, text: str, fork: Fork) -> str:
         text = _makefile(text, fork)
     if path.startswith("slurm/"):
         text = re.sub(r"(--job-name=)lightswitch", rf"\1{fork.name}", text)
-    if text.startswith("# What `python train.py --help` prints."):
-        text = _replaced(text, r"^app_name: .*$", f"app_name: {fork.name}")
-        text = _replaced(text, r"^header: .*$", f"header: Train {fork.name}.")
     if fork.is_bare:
         text = _without_examples(text, fork)
     return _filled(_renamed(text, fork.name), fork)

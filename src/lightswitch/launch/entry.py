@@ -30,6 +30,7 @@ from lightswitch.preflight import environment
 from lightswitch.process import signals
 from lightswitch.process.signals import Signals, stopped_with
 from lightswitch.process.state import Process
+from lightswitch.reference import help
 from lightswitch.runs import claim
 from lightswitch.sweeps import job, multirun
 
@@ -103,6 +104,9 @@ class Entry:
         resolvers.register(found)
         if found.launcher == "local" and "LOCAL_RANK" in os.environ:
             self.process.follow_parent()
+        if (about := help.asked(sys.argv[1:])) is not None:
+            print(help.text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
+            return
         sys.argv[1:] = normalised(sys.argv[1:], found.rank)
         check_flags(sys.argv[1:])
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]

@@ -23,12 +23,14 @@ class Key:
     Attributes:
         path: from the config's root, as it is typed: `trainer.strategy.tensor_parallel_size`.
         value: as the file has it; None for an argument that the file leaves to the code.
+        is_node: whether the file has other keys below it.
         sentence: the comment beside it, or nothing.
         parameter: that it is given to; None where no code is known to take it.
     """
 
     path: str
     value: str | None
+    is_node: bool
     sentence: str
     parameter: Parameter | None
 
@@ -96,10 +98,11 @@ class Choice:
         takes = _parameters(given["_target_"][1].value if "_target_" in given else "")
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
-            yield Key(below, self._source(value), self._comment(key, value), takes.get(name))
-            if isinstance(value, yaml.MappingNode):
+            is_node = isinstance(value, yaml.MappingNode)
+            yield Key(below, self._source(value), is_node, self._comment(key, value), takes.get(name))
+            if is_node:
                 yield from self._below(value, below)
-        yield from (Key(f"{path}.{name}", None, "", takes[name]) for name in takes if name not in given)
+        yield from (Key(f"{path}.{name}", None, False, "", takes[name]) for name in takes if name not in given)
 
     def _source(self, value: yaml.Node) -> str:
         return self._text[value.start_mark.index : value.end_mark.index].strip()

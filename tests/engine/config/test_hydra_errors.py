@@ -172,7 +172,7 @@ def test_help_shows_commands_and_choices_and_imports_no_torch(answered: dict[str
     answer = answered["--help"]
     assert (answer.returncode, answer.err, answer.imported, answer.left) == (0, "", [], [])
     assert "python train.py strategy=ddp trainer.devices=2" in answer.out
-    assert f"strategy: {STRATEGIES}" in answer.out
+    assert " ".join(answer.out.split()).count(STRATEGIES.replace(",", "")) == 1
 
 
 def test_what_is_named_in_place_of_lightnings_strategies_is_there() -> None:

@@ -55,7 +55,7 @@ def _choices() -> str:
         "A key that several choices share is listed with the first of them."
     )
     conf = CHECKOUT / "conf"
-    keys = [key for key in config(conf).keys if not _is_node(key)]
+    keys = [key for key in config(conf).keys if not key.is_node]
     parts = [f"## Of the whole run\n\n{_keys(keys)}"]
     parts += [_group(name, choices) for name, choices in groups(conf).items()]
     return _page("Choices and keys", intro, *parts)
@@ -66,16 +66,11 @@ def _group(name: str, choices: list[Choice]) -> str:
     told: set[str] = set()
     sections = []
     for choice in choices:
-        keys = [key for key in choice.keys if not _is_node(key) and (key.value is not None or key.path not in told)]
+        keys = [key for key in choice.keys if not key.is_node and (key.value is not None or key.path not in told)]
         told |= {key.path for key in keys}
         if keys:
             sections.append(f"### {name}={choice.name}\n\n{_keys(keys)}")
     return "\n\n".join((f"## {name}", sentences, *sections))
-
-
-def _is_node(key: Key) -> bool:
-    """Return whether a key holds others, which are listed themselves."""
-    return key.value is not None and re.match(r"\w+:\s", key.value) is not None
 
 
 def _keys(keys: Iterable[Key]) -> str:

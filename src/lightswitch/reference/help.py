@@ -1,0 +1,133 @@
+"""What `--help` prints: choices and keys by what they are for, on one screen, and more of one group."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lightswitch.errors import RefusedRequest, nearest
+from lightswitch.preflight.signatures import Parameter
+from lightswitch.reference.choices import Choice, Key, config, groups
+
+_PURPOSES = {
+    "What is trained": ("model", "data"),
+    "How it learns": (
+        "optimizer",
+        "scheduler",
+        "global_batch_size",
+        "micro_batch_size",
+        "seed",
+        "on_nan",
+        "lr_scaling",
+    ),
+    "What it runs on": ("strategy", "precision", "compile", "cluster", "matmul_precision", "watch"),
+    "How far, from where": ("trainer", "name", "run_id", "resume", "init_from", "ckpt_path"),
+    "What it shows": ("callbacks", "logger", "compare", "objective"),
+    "In place of a fit": ("mode", "plan", "device"),
+    "Whole recipes": ("experiment", "debug"),
+}
+_OTHER = "Besides"
+_MORE = """\
+GROUP=CHOICE, KEY=VALUE. Any argument of the model, the data, the Trainer or a callback can be given.
+
+  python train.py --help strategy        the choices of a group, and the keys of its default
+  python train.py --help strategy=fsdp   the keys of a choice
+  python train.py strategy=ddp --cfg job the whole config
+  python train.py --hydra-help           Hydra's own options"""
+
+
+def asked(arguments: Sequence[str]) -> str | None:
+    """Return what help is asked for: nothing for all of it, a group or a choice; None where no help is."""
+    flags = [number for number, word in enumerate(arguments) if word in ("--help", "-h")]
+    if not flags:
+        return None
+    return " ".join(arguments[flags[0] + 1 : flags[0] + 2])
+
+
+def text(about: str, script: Path, folder: Path) -> str:
+    """Return the help on a group, a choice, or all of them.
+
+    Args:
+        about: as `asked` returns it.
+        script: whose docstring says what it does, and how it is called.
+        folder: of the configs.
+
+    Raises:
+        RefusedRequest: there is no such group or choice.
+    """
+    found = groups(folder)
+    if not about:
+        return "\n".join((_docstring(script), "", *_overview(found, config(folder)), "", _MORE))
+    group, _, name = about.partition("=")
+    if group not in found:
+        raise RefusedRequest([f"--help {about}: there is no group {group}.{nearest(group, found)}"])
+    names = [choice.name for choice in found[group]]
+    chosen = name or config(folder).defaults.get(group) or ""
+    if name and name not in names:
+        raise RefusedRequest([f"--help {about}: {group} has no {name}.{nearest(name, names)}"])
+    listed = () if name else (*_aligned((f"{group}={one.name}", one.sentence) for one in found[group]), "")
+    shown = [choice for choice in found[group] if choice.name == chosen]
+    return "\n".join((*listed, *(line for choice in shown for line in _keys(choice))))
+
+
+def _docstring(script: Path) -> str:
+    return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or script.name
+
+
+def _overview(found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
+    """Yield the lines of all groups and keys at the config's root, by purpose."""
+    keys = {key.path: key for key in root.keys if "." not in key.path}
+    placed = {name for names in _PURPOSES.values() for name in names}
+    others = tuple(name for name in (*found, *keys) if name not in placed)
+    for purpose, names in (*_PURPOSES.items(), (_OTHER, others)):
+        there = [name for name in names if name in found or name in keys]
+        if there:
+            yield f"{purpose}:"
+            yield from _aligned((_offer(name, found, keys) for name in there), indent="  ")
+
+
+def _offer(name: str, found: Mapping[str, list[Choice]], keys: Mapping[str, Key]) -> tuple[str, str]:
+    if name == "trainer":
+        return "trainer.", "devices, num_nodes, max_steps, max_epochs and every other argument of Lightning's Trainer"
+    if name in found:
+        return f"{name}=", " ".join(choice.name for choice in found[name])
+    key = keys[name]
+    return (f"{name}." if key.is_node else f"{name}={key.value}"), key.sentence
+
+
+def _keys(choice: Choice) -> Iterator[str]:
+    """Yield the keys of a choice: as the file sets them, then those that it leaves to the code."""
+    keys = [key for key in choice.keys if not key.is_node and not key.name.startswith("_")]
+    yield f"{choice.group}={choice.name}: {choice.sentence}"
+    yield from _aligned((_told(key) for key in keys), indent="  ")
+
+
+def _told(key: Key) -> tuple[str, str]:
+    default = key.value if key.value is not None else _as_typed(key.parameter)
+    kind = key.parameter.annotation if key.parameter else ""
+    told = "; ".join(part for part in (key.sentence, kind) if part)
+    return f"{key.path}={' '.join(default.split())}", told
+
+
+def _as_typed(parameter: Parameter | None) -> str:
+    """Return the code's default as it is typed."""
+    default = (parameter.default if parameter else None) or ""
+    return {"None": "null", "True": "true", "False": "false"}.get(default, default.strip("'"))
+
+
+def _aligned(rows: Iterable[tuple[str, str]], indent: str = "") -> Iterator[str]:
+    """Yield pairs as two columns, the second wrapped within the terminal."""
+    pairs = list(rows)
+    width = min(34, max((len(first) for first, _ in pairs), default=0)) + 2
+    room = max(40, shutil.get_terminal_size((120, 40)).columns - len(indent) - width)
+    for first, second in pairs:
+        lines = textwrap.wrap(second, room, break_long_words=False, break_on_hyphens=False) or [""]
+        if len(first) + 2 > width:
+            yield f"{indent}{first}"
+        else:
+            lines[0] = f"{first:<{width}}{lines[0]}".rstrip()
+            yield f"{indent}{lines.pop(0)}"
+        yield from (f"{indent}{' ' * width}{line}".rstrip() for line in lines if line)

@@ -1,0 +1,67 @@
+"""What --help says: all that can be typed on one screen, and more of a group or a choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightswitch.errors import RefusedRequest
+from lightswitch.reference import help
+from lightswitch.reference.choices import config, groups
+from tests.engine.conftest import CHECKOUT
+
+TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
+
+
+def _text(about: str) -> str:
+    return help.text(about, TRAIN, CONF)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (["--help"], ""),
+        (["-h", "strategy"], "strategy"),
+        (["--help", "strategy=fsdp"], "strategy=fsdp"),
+        (["strategy=ddp", "--help"], ""),
+        (["strategy=ddp"], None),
+        (["--hydra-help"], None),
+    ],
+)
+def test_help_is_asked_for_by_a_flag(arguments: list[str], about: str | None) -> None:
+    assert help.asked(arguments) == about
+
+
+def test_all_of_it_fits_on_a_screen_and_leaves_out_no_group_and_no_key() -> None:
+    lines = _text("").splitlines()
+    assert len(lines) < 65
+    assert max(map(len, lines)) <= 120
+    first = {line.strip().partition("=")[0].partition(".")[0] for line in lines if line.startswith("  ")}
+    assert set(groups(CONF)) <= first
+    assert {key.path for key in config(CONF).keys if "." not in key.path} <= first
+
+
+@pytest.mark.parametrize("group", groups(CONF))
+def test_a_group_shows_its_choices_with_their_sentences(group: str) -> None:
+    shown = " ".join(_text(group).split())
+    for choice in groups(CONF)[group]:
+        assert f"{group}={choice.name}" in shown
+        assert " ".join(choice.sentence.split()) in shown
+
+
+def test_a_choice_shows_what_its_code_takes_as_well() -> None:
+    shown = _text("optimizer=sgd")
+    assert "optimizer.momentum=0.9" in shown
+    assert "optimizer.maximize=false" in shown
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ("stratgy", "--help stratgy: there is no group stratgy. Did you mean strategy?"),
+        ("strategy=fdsp", "--help strategy=fdsp: strategy has no fdsp. Did you mean fsdp?"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_a_line(about: str, told: str) -> None:
+    with pytest.raises(RefusedRequest) as refused:
+        _text(about)
+    assert refused.value.problems == [told]
