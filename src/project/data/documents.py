@@ -74,7 +74,11 @@ def json_text(line: str, key: str, address: str, begin: int) -> str:
             "line, as in {" + f'"{key}": "a document"' + "}"
         ) from error
     if not isinstance(row, dict) or key not in row:
-        has = f"an object with {', '.join(row) or 'no keys'}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        has = (
+            f"an object with {', '.join(row) or 'no keys'}"
+            if isinstance(row, dict)
+            else f"a value of type {type(row).__name__}"
+        )
         raise ValueError(
             f"{address}, line {line_number(address, begin)}: found {has}; expected the text at the key {key}; "
             "name another by key"
@@ -126,7 +130,7 @@ def checked(value: object, key: str, place: str, number: int, lines_of: str | No
     if not isinstance(value, str):
         number = number if lines_of is None else line_number(lines_of, number)
         raise ValueError(
-            f"{place} {number}: found a {type(value).__name__} at {key}; expected text; name another by key"
+            f"{place} {number}: found a value of type {type(value).__name__} at {key}; expected text; name another by key"
         )
     return value
 

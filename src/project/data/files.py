@@ -39,8 +39,8 @@ def found(patterns: Sequence[str], argument: str) -> list[File]:
         matches = matching(pattern)
         if not matches:
             raise FileNotFoundError(
-                f"{argument}: no file matches {pattern}; give paths, addresses or globs of files, as in "
-                f"'{argument}=[~/books/*.txt]'"
+                f"{argument}: no file matches {pattern}; give paths or globs of files, here or at an address "
+                f"that fsspec opens, as in '{argument}=[~/books/*.txt]'"
             )
         files |= {file.address: file for file in matches}
     return sorted(files.values(), key=lambda file: (zlib.crc32(file.name.encode()), file.address))

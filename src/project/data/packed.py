@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from project.data.tokenizer import Bytes, Tokenizer, named, smallest
 
@@ -50,10 +49,6 @@ class Packed:
 
     def size_bytes(self, shard: Shard) -> int:
         return shard.tokens * np.dtype(self.dtype).itemsize
-
-    def mapped(self, shard: Shard) -> NDArray[np.unsignedinteger]:
-        tokens: NDArray[np.unsignedinteger] = np.memmap(self.path(shard), dtype=self.dtype, mode="r")
-        return tokens
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.of(split))

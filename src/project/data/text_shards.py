@@ -11,9 +11,9 @@ from project.data.documents import Piece, Reading, documents, split
 from project.data.files import File, found
 from project.data.loaders import BatchedData, BatchedDataset, Pair
 from project.data.packed import Packed
-from project.data.text_stream import TextStream, Tokens, with_end
+from project.data.text_stream import TextStream, with_end
 from project.data.tokenizer import Tokenizer, named
-from project.data.windows import ManyWindows, Mixture
+from project.data.windows import ManyWindows, Mixture, ShardWindows
 
 SPLITS = ("train", "val", "test")
 Splits = dict[str, list[Piece]]
@@ -86,13 +86,15 @@ class TextShards(BatchedData):
     def mapped(self, split: str) -> BatchedDataset:
         """The windows of packed folders; those of training by weight."""
         folders = [folder for folder in self.given if isinstance(folder, Packed)]
-        sets = [
-            self.windows([folder.mapped(shard) for shard in folder.of(split) if shard.tokens], split, folder.folder)
-            for folder in folders
-        ]
         if self.weights is not None and split == "train":
-            return Mixture(sets, self.weights)
-        return self.windows([tokens for windows in sets for tokens in windows.sequences], split, folders[0].folder)
+            return Mixture([self.shards([folder], split) for folder in folders], self.weights)
+        return self.shards(folders, split)
+
+    def shards(self, folders: Sequence[Packed], split: str) -> ManyWindows:
+        shards = [(folder, shard) for folder in folders for shard in folder.of(split) if shard.tokens > self.context]
+        if not shards:
+            raise ValueError(self.too_little(folders[0].folder, split))
+        return ShardWindows([folder.path(shard) for folder, shard in shards], folders[0].dtype, self.context)
 
     def stream(self) -> TextStream:
         sources = [splits["train"] for splits in self.given if isinstance(splits, dict)]
@@ -103,16 +105,15 @@ class TextShards(BatchedData):
         """Held-out documents, tokenized and in memory; files that every source shares are read once."""
         pieces = dict.fromkeys(piece for splits in self.given if isinstance(splits, dict) for piece in splits[split])
         tokens = [with_end(document, self.tokenizer) for piece in pieces for document in documents(piece, self.reading)]
-        return self.windows([np.concatenate(tokens)] if tokens else [], split, "data.sources")
+        if sum(map(len, tokens)) <= self.context:
+            raise ValueError(self.too_little("data.sources", split))
+        return ManyWindows([np.concatenate(tokens)], self.context)
 
-    def windows(self, sequences: Sequence[Tokens], split: str, name: object) -> ManyWindows:
-        windows = ManyWindows(sequences, self.context) if sequences else None
-        if not windows:
-            raise ValueError(
-                f"{name} has {sum(map(len, sequences))} tokens for {split}, in {len(sequences)} shards; expected a "
-                f"window of {self.context} and the token after it; give more text, or a smaller model.context"
-            )
-        return windows
+    def too_little(self, name: object, split: str) -> str:
+        return (
+            f"{name} has less than a window of {self.context} tokens, and the one after it, for {split}; give more "
+            "text, or a smaller model.context"
+        )
 
 
 def listed(names: str | Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Sequences of tokens as data sets of windows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -52,6 +53,18 @@ class ManyWindows(BatchedDataset):
         ]
         tokens = np.concatenate(rows).reshape(len(rows), length).astype(np.int64)
         return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # each (batch, context)
+
+
+class ShardWindows(ManyWindows):
+    """The windows of memory-mapped files of token ids, which a process that is given them maps anew."""
+
+    def __init__(self, files: Sequence[Path], dtype: type[np.unsignedinteger], context: int) -> None:
+        self.files, self.dtype = files, dtype
+        # as plain arrays: a slice of numpy's own class of mapped ones takes longer
+        super().__init__([np.asarray(np.memmap(file, dtype=dtype, mode="r")) for file in files], context)
+
+    def __reduce__(self) -> tuple[type["ShardWindows"], tuple[object, ...]]:
+        return ShardWindows, (self.files, self.dtype, self.context)
 
 
 class Mixture(BatchedDataset):
