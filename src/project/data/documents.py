@@ -130,7 +130,8 @@ def checked(value: object, key: str, place: str, number: int, lines_of: str | No
     if not isinstance(value, str):
         number = number if lines_of is None else line_number(lines_of, number)
         raise ValueError(
-            f"{place} {number}: found a value of type {type(value).__name__} at {key}; expected text; name another by key"
+            f"{place} {number}: found a value of type {type(value).__name__} at {key}; expected text; "
+            "name another by key"
         )
     return value
 

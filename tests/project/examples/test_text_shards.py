@@ -85,7 +85,7 @@ def test_what_is_held_out_is_read_by_no_other_split(corpus: Path) -> None:
     made = data(corpus)
     parts = held_out(found([f"{corpus}/*.jsonl"], ""), Reading(), 200, ["val", "test"])
     sets = [[d.text for piece in parts[name] for d in documents(piece, Reading())] for name in ("train", "val", "test")]
-    assert sorted(sum(sets, [])) == sorted(WORDS)
+    assert sorted(text for texts in sets for text in texts) == sorted(WORDS)
     assert made.decode(made.splits["val"].__getitems__([0])[0][0].tolist()) in "\0".join(sets[1])  # type: ignore[attr-defined]
 
 
@@ -97,32 +97,27 @@ def test_another_epoch_and_another_seed_are_another_order_and_the_same_are_the_s
     assert texts_of(stream_of(corpus, seed=4)) != first
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    at=st.integers(0, 250),
-    context=st.integers(1, 40),
-    buffer_windows=st.integers(1, 50),
-    weights=st.none() | st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    at=st.integers(0, 60),
+    context=st.integers(20, 60),
+    buffer_windows=st.integers(1, 30),
+    weights=st.sampled_from([None, [1, 1], [3, 1]]),
     epoch=st.integers(0, 3),
 )
 def test_a_stream_goes_on_at_the_sample_where_its_state_was_taken(
     corpus: Path, at: int, context: int, buffer_windows: int, weights: list[float] | None, epoch: int
 ) -> None:
-    sources = [f"{corpus}/{number}.jsonl" for number in range(4)]
+    sources = [f"{corpus}/0.jsonl", f"{corpus}/[12].jsonl"]
     options = {"sources": sources, "weights": weights, "context": context, "buffer_windows": buffer_windows}
     whole, resumed = stream_of(corpus, **options), stream_of(corpus, **options)
     whole.set_epoch(epoch)
     samples = iter(whole)
-    before = list(islice(samples, at))
+    before = [inputs.tolist() for inputs, _ in islice(samples, at)]
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     resumed.set_epoch(epoch)
-    for one, other in zip(samples, resumed, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
-    assert len(before) <= at
-    assert [pair[0].tolist() for pair in resumed][:at] == [
-        pair[0].tolist() for pair in before
-    ]  # an epoch from its start
+    assert [targets.tolist() for _, targets in resumed] == [targets.tolist() for _, targets in samples]
+    assert [inputs.tolist() for inputs, _ in islice(resumed, at)] == before  # an epoch from its beginning
 
 
 def test_the_state_of_another_stream_is_refused(corpus: Path) -> None:
@@ -303,13 +298,13 @@ def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sources": "none/*.jsonl"}, r"data\.sources: no file matches none/\*\.jsonl; give paths, addresses or globs"),
+        ({"sources": "none/*.jsonl"}, r"data\.sources: no file matches none/\*\.jsonl; give paths or globs"),
         ({"sources": []}, r"data\.sources is empty"),
         ({"sources": "nonsense://a"}, r"nonsense"),
         ({"weights": [1, 2]}, r"data\.weights is \[1, 2\] for 1 sources \(.*\); expected a number above 0 for each"),
         ({"weights": [0]}, r"data\.weights is \[0\] for 1 sources"),
         ({"key": "body"}, r"\.jsonl, line 1: found an object with text, id; expected the text at the key body"),
-        ({"key": "id"}, r"\.jsonl, line 1: found a int at id; expected text"),
+        ({"key": "id"}, r"\.jsonl, line 1: found a value of type int at id; expected text"),
         ({"vocab_size": 100}, r"the tokenizer has 256 ids, .* ends at 99; set model\.vocab_size=256"),
         ({"context": 10_000}, r"less than a window of 10000 tokens, .* for val; give more text"),
         ({"tokenizer": "gone.json"}, r"found no file gone\.json; give bytes, or the path of a tokenizer\.json"),
@@ -326,7 +321,7 @@ def test_what_does_not_fit_is_told_in_a_line(corpus: Path, options: dict[str, An
     ("content", "message"),
     [
         (b'{"text": "a"}\n\n{"text": "b"\n', r"a\.jsonl, line 3: found what is no JSON"),
-        (b'{"text": "a"}\n["b"]\n', r"a\.jsonl, line 2: found a list; expected the text at the key text"),
+        (b'{"text": "a"}\n["b"]\n', r"a\.jsonl, line 2: found a value of type list; expected the text at the key text"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl, line 2: found the byte 0xff, which is no UTF-8"),
     ],
 )
@@ -354,8 +349,8 @@ def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) 
     (tmp_path / "packed" / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"a folder that was not packed, or not to the end; start its packing again"):
         data(corpus, sources=f"{tmp_path}/packed")
+    pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
     with pytest.raises(ValueError, match=r"has a packed folder, .*, beside files, .*; pack those, too"):
-        pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
         data(corpus, sources=[f"{tmp_path}/packed", f"{corpus}/*.jsonl"])
 
 
