@@ -21,6 +21,13 @@ class Reading:
     key: str = "text"
     separator: str | None = None
 
+    @classmethod
+    def typed(cls, key: str, separator: str | None) -> "Reading":
+        """As a command line gives it, where a line's end is typed as \\n and a tab as \\t."""
+        if separator == "":
+            raise ValueError(r"the separator of documents is empty; give one, as in separator='\n\n'")
+        return cls(key, separator and separator.replace(r"\n", "\n").replace(r"\t", "\t"))
+
 
 @dataclass(frozen=True)
 class Piece:

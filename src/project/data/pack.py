@@ -89,7 +89,6 @@ def parsed() -> argparse.Namespace:
     given = parser.parse_args()
     if bool(given.files) == given.verify:
         parser.error("give files to pack, or --verify alone")
-    given.separator = given.separator and given.separator.encode().decode("unicode_escape")
     return given
 
 
@@ -98,7 +97,7 @@ def request(given: argparse.Namespace) -> Request:
         found(patterns, name) if patterns else [] for patterns, name in ((given.val, "--val"), (given.test, "--test"))
     )
     tokenizer = named(given.tokenizer, given.document_end)
-    reading = Reading(given.key, given.separator)
+    reading = Reading.typed(given.key, given.separator)
     return Request(found(given.files, "files"), val, test, reading, tokenizer, given.held_out_bytes)
 
 

@@ -62,7 +62,7 @@ class TextShards(BatchedData):
             self.tokenizer = common_tokenizer(self.given, tokenizer, {"val": val, "test": test})
         else:
             self.tokenizer = named(tokenizer or "bytes", document_end)
-            self.reading = Reading(key, separator)
+            self.reading = Reading.typed(key, separator)
             val_files, test_files = of_split(val, "data.val"), of_split(test, "data.test")
             groups = [names] if weights is None else [[name] for name in names]
             self.given = [

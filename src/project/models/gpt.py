@@ -82,7 +82,7 @@ class GPT(LightningModule):
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
                 f"found a batch of {ids.dtype} of shape {tuple(ids.shape)}; expected token ids (batch, time), "
-                "as data=python_source, text and tokens have them"
+                "as data=python_source, text and text_shards have them"
             )
         time = ids.shape[1]
         if time > self.context:

@@ -101,7 +101,9 @@ def test_every_optimizer_and_scheduler_fits_a_model(optimizer: str, scheduler: s
 def test_images_given_to_a_language_model_are_told_by_what_it_takes() -> None:
     model = instantiate(composed("model=gpt").model, _convert_="all")
     model.configure_model()
-    with pytest.raises(ValueError, match=r"expected token ids \(batch, time\), as data=python_source, text and tokens"):
+    with pytest.raises(
+        ValueError, match=r"expected token ids \(batch, time\), as data=python_source, text and text_shards"
+    ):
         model(torch.zeros(2, 1, 8, 8))
 
 

@@ -309,6 +309,7 @@ def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: P
         ({"context": 10_000}, r"less than a window of 10000 tokens, .* for val; give more text"),
         ({"tokenizer": "gone.json"}, r"found no file gone\.json; give bytes, or the path of a tokenizer\.json"),
         ({"buffer_windows": 0}, r"data\.buffer_windows is 0; expected at least 1"),
+        ({"separator": ""}, r"the separator of documents is empty"),
         ({"val": "none.txt"}, r"data\.val: no file matches none\.txt"),
     ],
 )
@@ -335,7 +336,7 @@ def test_one_document_cannot_be_three_splits(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one text\n" * 100)
     with pytest.raises(ValueError, match=r"a\.txt: none is left for train and test; .* or the separator"):
         TextShards(f"{tmp_path}/a.txt", context=8, vocab_size=256)
-    lines = TextShards(f"{tmp_path}/a.txt", context=8, vocab_size=256, separator="\n")
+    lines = TextShards(f"{tmp_path}/a.txt", context=8, vocab_size=256, separator=r"\n")
     lines.setup("fit")
     assert texts_of(lines.splits["train"]).count("\0") > 70
 
