@@ -30,7 +30,7 @@ from project.data.pack import Request, pack
 from project.data.text_shards import TextShards
 from project.data.text_stream import TextStream
 from project.data.tokenizer import Bytes, named
-from project.data.windows import Mixture, Windows
+from project.data.windows import Mixture, ShardWindows, Windows
 
 WORDS = [f"{number:03} " + "abcdefghij"[number % 10] * (number % 23) for number in range(400)]
 Write = Callable[..., str]
@@ -212,6 +212,25 @@ def test_a_process_that_is_given_shards_maps_them_anew(corpus: Path, tmp_path: P
     sent = pickle.dumps(windows)
     assert len(sent) < 1000
     assert torch.equal(pickle.loads(sent)[3][0], windows[3][0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is read from /proc")
+def test_reading_shards_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "zeros.bin").touch()
+    os.truncate(tmp_path / "zeros.bin", 2**27)
+    windows = ShardWindows([tmp_path / "zeros.bin"], np.uint16, 1024)
+    order = np.random.default_rng(0).permutation(len(windows)).tolist()
+    windows.__getitems__(order[:64])
+    before = own_bytes()
+    for begin in range(0, len(order), 64):
+        windows.__getitems__(order[begin : begin + 64])
+    assert own_bytes() - before < 2**23  # of 128 MiB
+
+
+def own_bytes() -> int:
+    """Resident memory without the pages of mapped files, which the kernel can take back."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
 
 
 @pytest.fixture
