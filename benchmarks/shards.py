@@ -76,11 +76,11 @@ def resident_mib() -> dict[str, float]:
 
 def training(files: list[Path], quick: bool) -> Row:
     """Steps of the smallest model of conf: any other spends less of its time on data."""
-    return compare("training, 64 × 64", files, 64, "≥ 0.9", quick, 50, Stepping())
+    return compare("training, 64 × 64", files, 64, "≥ 0.9", quick, 20, Stepping())
 
 
 def loading(files: list[Path], quick: bool) -> Row:
-    return compare("loading alone, 64 × 1024", files, 1024, "", quick, 500, lambda batch: None)
+    return compare("loading alone, 64 × 1024", files, 1024, "", quick, 200, lambda batch: None)
 
 
 def compare(
