@@ -12,10 +12,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -69,6 +71,14 @@ def main() -> None:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenProcessPool:
+        print(
+            "error: a process was killed, as where memory is short; start again with fewer --workers", file=sys.stderr
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def parsed() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from project.data import packed
 from project.data.documents import Piece, Reading, cut, documents, held_out
 from project.data.files import found
-from project.data.pack import Request, pack
+from project.data.pack import Request, main, pack
 from project.data.text_shards import TextShards
 from project.data.text_stream import TextStream
 from project.data.tokenizer import Bytes, named
@@ -358,6 +358,27 @@ def test_one_document_cannot_be_three_splits(tmp_path: Path) -> None:
     lines = TextShards(f"{tmp_path}/a.txt", context=8, vocab_size=256, separator=r"\n")
     lines.setup("fit")
     assert texts_of(lines.splits["train"]).count("\0") > 70
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("packed none*", "error: files: no file matches none*"),
+        ("packed *.jsonl --key body", "0.jsonl, line 1: found an object with text, id"),
+        ("packed *.jsonl --tokenizer gone.json", "error: tokenizer: found no file gone.json"),
+        ("packed --verify", "error: packed has no manifest.json"),
+        ("packed", "give files to pack, or --verify alone"),
+    ],
+)
+def test_the_packer_refuses_in_a_line(
+    corpus: Path, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(corpus)
+    monkeypatch.setattr(sys, "argv", ["pack", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
