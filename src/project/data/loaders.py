@@ -1,12 +1,12 @@
 """The loaders that the data modules share, over data sets that hand out whole batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, of one sample or of a batch
 
@@ -33,14 +33,14 @@ class BatchedData(LightningDataModule, ABC):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        self.splits: dict[str, BatchedDataset] = {}
+        self.splits: dict[str, Dataset[Pair]] = {}
 
     @abstractmethod
-    def load(self) -> dict[str, BatchedDataset]:
+    def load(self) -> Mapping[str, Dataset[Pair]]:
         """The data sets of `train`, `val` and `test`."""
 
     def setup(self, stage: str) -> None:
-        self.splits = self.splits or self.load()
+        self.splits = self.splits or dict(self.load())
 
     def train_dataloader(self) -> DataLoader[Pair]:
         return self.loader("train", shuffle=True)
@@ -58,7 +58,7 @@ class BatchedData(LightningDataModule, ABC):
         return DataLoader(
             self.splits[split],
             batch_size=self.batch_size,
-            shuffle=shuffle,
+            shuffle=shuffle and not isinstance(self.splits[split], IterableDataset),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,

@@ -1,14 +1,13 @@
 """Text files as bytes: 256 tokens, no tokenizer."""
 
 import sysconfig
-import zlib
 from collections.abc import Sequence
-from glob import glob
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from project.data.files import found
 from project.data.loaders import BatchedData, BatchedDataset
 from project.data.windows import Windows
 
@@ -16,7 +15,8 @@ HELD_OUT_BYTES = 2**18  # at most, for validation and for test each: enough for 
 
 
 class TextFiles(BatchedData):
-    """The bytes of the files that `files` names: paths or globs (`**` for any depth).
+    """The bytes of the files that `files` names: paths, globs (`**` for any depth), or addresses that fsspec
+    opens.
 
     The files are joined in an order that depends on their names only and looks random, and the end of the whole is
     held out. Raises FileNotFoundError for a pattern without a file, ValueError for too little text.
@@ -32,8 +32,8 @@ class TextFiles(BatchedData):
     ) -> None:
         super().__init__(batch_size, num_workers, pin_memory)
         self.context = context
-        self.files = found([files] if isinstance(files, str) else files)
-        self.check_length(sum(file.stat().st_size for file in self.files))
+        self.files = found([files] if isinstance(files, str) else files, "data.files")
+        self.check_length(sum(file.size_bytes for file in self.files))
 
     def check_length(self, text_bytes: int) -> None:
         if held_out_bytes(text_bytes) <= self.context:
@@ -58,20 +58,6 @@ class PythonSource(TextFiles):
         # Names with a leading underscore are left out: _sysconfigdata_* holds this machine's paths and flags.
         pattern = Path(sysconfig.get_path("stdlib"), "[!_]*.py")
         super().__init__(str(pattern), context, batch_size, num_workers, pin_memory)
-
-
-def found(patterns: Sequence[str]) -> list[Path]:
-    """Each file once, in the order of a hash of its name: neighbours in the alphabet are often alike."""
-    files: set[Path] = set()
-    for pattern in patterns:
-        matches = {Path(match) for match in glob(str(Path(pattern).expanduser()), recursive=True)}
-        if not (matches := {match for match in matches if match.is_file()}):
-            raise FileNotFoundError(
-                f"data.files: no file matches {pattern}; give paths or globs of text files, as in "
-                "'data.files=[~/books/*.txt]'"
-            )
-        files |= matches
-    return sorted(files, key=lambda file: (zlib.crc32(file.name.encode()), file))
 
 
 def held_out_bytes(text_bytes: int) -> int:

@@ -1,6 +1,7 @@
-"""A sequence of tokens as a data set of windows."""
+"""Sequences of tokens as data sets of windows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,3 +27,69 @@ class Windows(BatchedDataset):
     def __getitems__(self, indices: Sequence[int]) -> Pair:
         tokens = self.windows[indices].astype(np.int64)
         return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # each (batch, context)
+
+
+class ManyWindows(BatchedDataset):
+    """The windows of several sequences, one after another; none spans two of them."""
+
+    def __init__(self, sequences: Sequence[NDArray[np.unsignedinteger]], context: int) -> None:
+        self.sequences, self.context = sequences, context
+        counts = [max(0, len(tokens) - 1) // context for tokens in sequences]
+        self.ends = np.cumsum(counts)
+        self.begins = self.ends - counts
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        places = np.asarray(indices)
+        numbers = np.searchsorted(self.ends, places, side="right")
+        offsets = (places - self.begins[numbers]) * self.context
+        length = self.context + 1
+        # A slice of each in a loop: indexing once for each sequence takes longer, where they are many.
+        rows = [
+            self.sequences[number][at : at + length]
+            for number, at in zip(numbers.tolist(), offsets.tolist(), strict=True)
+        ]
+        tokens = np.concatenate(rows).reshape(len(rows), length).astype(np.int64)
+        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # each (batch, context)
+
+
+class ShardWindows(ManyWindows):
+    """The windows of memory-mapped files of token ids, which a process that is given them maps anew."""
+
+    def __init__(self, files: Sequence[Path], dtype: type[np.unsignedinteger], context: int) -> None:
+        self.files, self.dtype = files, dtype
+        # as plain arrays: a slice of numpy's own class of mapped ones takes longer
+        super().__init__([np.asarray(np.memmap(file, dtype=dtype, mode="r")) for file in files], context)
+
+    def __reduce__(self) -> tuple[type["ShardWindows"], tuple[object, ...]]:
+        return ShardWindows, (self.files, self.dtype, self.context)
+
+
+class Mixture(BatchedDataset):
+    """Data sets by weight: each has its share of the samples, and is repeated until the last one was read once."""
+
+    def __init__(self, datasets: Sequence[BatchedDataset], weights: Sequence[float]) -> None:
+        self.datasets = datasets
+        shares = np.array(weights) / sum(weights)
+        sizes = np.array([len(dataset) for dataset in datasets])
+        self.sizes = sizes
+        # of the data set that lasts longest each sample is read once, of the others at least once
+        self.ends = np.cumsum(np.maximum(sizes, np.rint((sizes / shares).max() * shares)).astype(np.int64))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        places = np.asarray(indices)
+        numbers = np.searchsorted(self.ends, places, side="right")
+        order = np.argsort(numbers, kind="stable")
+        pairs = []
+        for number in np.unique(numbers):
+            begin = self.ends[number - 1] if number else 0
+            chosen = (places[numbers == number] - begin) % self.sizes[number]
+            pairs.append(self.datasets[number].__getitems__(chosen.tolist()))
+        back = torch.from_numpy(np.argsort(order))
+        inputs, targets = (torch.cat(parts)[back] for parts in zip(*pairs, strict=True))
+        return inputs, targets

@@ -21,7 +21,8 @@ Batch = tuple[Tensor, Tensor]  # token ids and the ids that follow them, each (b
 class GPT(LightningModule):
     """The defaults are today's; `conf/model/gpt2.yaml` names GPT-2's.
 
-    `sample_tokens` is the length of the text shown at the end of a test run; 0 shows none.
+    `sample_tokens` is the length of the text shown at the end of a test run; 0 shows none. With `document_end`, the id
+    that ends a document, a token attends to its own document alone.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class GPT(LightningModule):
         init_std: float = 0.02,
         gradient_checkpointing: bool = False,
         sample_tokens: int = 256,
+        document_end: int | None = None,
     ) -> None:
         super().__init__()
         self.shape = Shape(
@@ -63,6 +65,7 @@ class GPT(LightningModule):
         self.optimizer, self.scheduler = optimizer, scheduler
         self.evaluation_loss = MeanMetric()
         self.sample_tokens = sample_tokens
+        self.document_end = document_end
         self.sample: Tensor | None = None
 
     def configure_model(self) -> None:
@@ -82,7 +85,7 @@ class GPT(LightningModule):
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
                 f"found a batch of {ids.dtype} of shape {tuple(ids.shape)}; expected token ids (batch, time), "
-                "as data=python_source, text and tokens have them"
+                "as data=python_source, text and text_shards have them"
             )
         time = ids.shape[1]
         if time > self.context:
@@ -95,7 +98,8 @@ class GPT(LightningModule):
             x = x + self.positions(torch.arange(time, device=ids.device))
         else:
             rotation = rotary(time, self.shape.head_width, like=x)
-        x = self.transformer(self.dropout(x), rotation)
+        mask = None if self.document_end is None else same_document(ids, self.document_end)
+        x = self.transformer(self.dropout(x), rotation, mask)
         logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
         return logits
 
@@ -178,6 +182,13 @@ class GPT(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return configured(self, self.optimizer, self.scheduler)
+
+
+def same_document(ids: Tensor, document_end: int) -> Tensor:
+    """Which tokens are before another, or are it, and in its document: (batch, 1, time, time)."""
+    ends = (ids == document_end).long()
+    document = ends.cumsum(1) - ends  # the token that ends one is of it
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def check_sizes(shape: Shape, vocab_size: int, context: int, position: str) -> None:

@@ -71,9 +71,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
         self.norm = norm(shape)
 
-    def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:  # (batch, time, width)
+    def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """`x` is (batch, time, width); a mask, (batch, 1, time, time), takes the place of causality."""
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x, rotation, mask)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -87,15 +88,15 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.gradient_checkpointing = shape.gradient_checkpointing
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, mask: Tensor | None = None) -> Tensor:
         # Inside the block, so that hooks which gather the block's parameters lie outside what is computed again.
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self.residual, x, rotation, use_reentrant=False)
+            y: Tensor = checkpoint(self.residual, x, rotation, mask, use_reentrant=False)
             return y
-        return self.residual(x, rotation)
+        return self.residual(x, rotation, mask)
 
-    def residual(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
+    def residual(self, x: Tensor, rotation: Tensor | None, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, mask)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -112,12 +113,13 @@ class Attention(nn.Module):
         self.output = Linear(shape.width, shape.width, bias=shape.bias, std=shape.residual_std)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, mask: Tensor | None = None) -> Tensor:
         q, k, v = (self.heads(project(x)) for project in (self.queries, self.keys, self.values))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         dropout = self.shape.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.shape.causal)
+        causal = self.shape.causal and mask is None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         z: Tensor = self.dropout(self.output(y.transpose(1, 2).flatten(2)))
         return z
 

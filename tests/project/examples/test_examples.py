@@ -20,7 +20,7 @@ from lightswitch.launch import resolvers
 from lightswitch.preflight import targets
 
 CONF = Path(__file__).parents[3] / "conf"
-LANGUAGE_DATA = ("python_source", "text", "tokens")
+LANGUAGE_DATA = ("python_source", "text", "text_shards", "tokens")
 IMAGES = ("digits", "fashion_mnist")
 
 
@@ -53,9 +53,10 @@ def composed(*overrides: str) -> DictConfig:
 
 def files_for(data: str, folder: Path) -> list[str]:
     """The override that names the files which data needs, once they are written."""
-    if data == "text":
-        (folder / "book.txt").write_text("It was a bright cold day in April. " * 3000)
-        return [f"data.files={folder}/book.txt"]
+    if data in ("text", "text_shards"):
+        for number in range(3):
+            (folder / f"{number}.txt").write_text("It was a bright cold day in April. " * 3000)
+        return [f"data.{'files' if data == 'text' else 'sources'}={folder}/*.txt"]
     if data == "tokens":
         for split in ("train", "val"):
             (np.arange(30_000, dtype=np.uint16) % 256).tofile(folder / f"{split}.bin")
@@ -100,7 +101,9 @@ def test_every_optimizer_and_scheduler_fits_a_model(optimizer: str, scheduler: s
 def test_images_given_to_a_language_model_are_told_by_what_it_takes() -> None:
     model = instantiate(composed("model=gpt").model, _convert_="all")
     model.configure_model()
-    with pytest.raises(ValueError, match=r"expected token ids \(batch, time\), as data=python_source, text and tokens"):
+    with pytest.raises(
+        ValueError, match=r"expected token ids \(batch, time\), as data=python_source, text and text_shards"
+    ):
         model(torch.zeros(2, 1, 8, 8))
 
 

@@ -189,3 +189,11 @@ def test_an_impossible_temperature_is_refused(gpt):
 def test_an_optimizer_without_groups_of_its_own_takes_the_groups(gpt):
     optimizer = gpt(optimizer=partial(torch.optim.SGD, lr=0.1)).configure_optimizers()
     assert len(optimizer.param_groups) == 2
+
+
+def test_a_document_end_keeps_attention_inside_of_a_document(gpt):
+    model = gpt(document_end=7).eval()
+    window = torch.tensor([[1, 2, 7, 3, 4, 5]])
+    apart = torch.cat([model(window[:, :3]), model(window[:, 3:])], dim=1)
+    torch.testing.assert_close(model(window), apart)
+    assert not torch.allclose(gpt(document_end=None).eval()(window), apart)

@@ -1,0 +1,170 @@
+"""Many files of text: tokenized while they are read, or packed before by `python -m project.data.pack`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from project.data import packed
+from project.data.documents import Piece, Reading, documents, split
+from project.data.files import File, found
+from project.data.loaders import BatchedData, BatchedDataset, Pair
+from project.data.packed import Packed
+from project.data.text_stream import TextStream, with_end
+from project.data.tokenizer import Tokenizer, named
+from project.data.windows import ManyWindows, Mixture, ShardWindows
+
+SPLITS = ("train", "val", "test")
+Splits = dict[str, list[Piece]]
+
+
+class TextShards(BatchedData):
+    """Documents as windows of `context` tokens; each document ends with the tokenizer's token for that.
+
+    `sources` are folders that were packed, or paths, addresses and globs of text, JSON lines (`.jsonl`) and Parquet
+    files. With `weights`, one a source, training takes windows of each by its weight; without, the sources are one.
+    Files that are not packed are a stream: their order is drawn by (seed, epoch), and windows are shuffled within
+    blocks of `buffer_windows`. Validation and test read each window of their documents once, whatever the weights.
+
+    Raises FileNotFoundError for a pattern without files, ModuleNotFoundError for a library that is not installed, and
+    ValueError for what does not fit together or can't be read.
+    """
+
+    def __init__(
+        self,
+        sources: str | Sequence[str],
+        context: int,
+        vocab_size: int,
+        seed: int = 0,
+        weights: Sequence[float] | None = None,
+        tokenizer: str | None = None,
+        document_end: str | None = None,
+        key: str = "text",
+        separator: str | None = None,
+        val: str | Sequence[str] = (),
+        test: str | Sequence[str] = (),
+        held_out_bytes: int = 2**18,
+        buffer_windows: int = 1024,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(batch_size, num_workers, pin_memory)
+        self.context, self.vocab_size, self.seed, self.buffer_windows = context, vocab_size, seed, buffer_windows
+        if buffer_windows < 1:
+            raise ValueError(f"data.buffer_windows is {buffer_windows}; expected at least 1")
+        names = listed(sources)
+        self.weights = checked_weights(weights, names)
+        self.given: list[Packed] | list[Splits]
+        if are_packed(names):
+            self.given = [packed.read(Path(name).expanduser()) for name in names]
+            self.tokenizer = common_tokenizer(self.given, tokenizer, {"val": val, "test": test})
+        else:
+            self.tokenizer = named(tokenizer or "bytes", document_end)
+            self.reading = Reading.typed(key, separator)
+            val_files, test_files = of_split(val, "data.val"), of_split(test, "data.test")
+            groups = [names] if weights is None else [[name] for name in names]
+            self.given = [
+                split(found(group, "data.sources"), val_files, test_files, self.reading, held_out_bytes // len(groups))
+                for group in groups
+            ]
+        if self.tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary ends at "
+                f"{vocab_size - 1}; set model.vocab_size={self.tokenizer.vocab_size}, or choose the model that fits"
+            )
+
+    def load(self) -> dict[str, Dataset[Pair]]:
+        if isinstance(self.given[0], Packed):
+            return {split: self.mapped(split) for split in SPLITS}
+        return {"train": self.stream(), "val": self.read("val"), "test": self.read("test")}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def mapped(self, split: str) -> BatchedDataset:
+        """The windows of packed folders; those of training by weight."""
+        folders = [folder for folder in self.given if isinstance(folder, Packed)]
+        if self.weights is not None and split == "train":
+            return Mixture([self.shards([folder], split) for folder in folders], self.weights)
+        return self.shards(folders, split)
+
+    def shards(self, folders: Sequence[Packed], split: str) -> ManyWindows:
+        shards = [(folder, shard) for folder in folders for shard in folder.of(split) if shard.tokens > self.context]
+        if not shards:
+            raise ValueError(self.too_little(folders[0].folder, split))
+        return ShardWindows([folder.path(shard) for folder, shard in shards], folders[0].dtype, self.context)
+
+    def stream(self) -> TextStream:
+        sources = [splits["train"] for splits in self.given if isinstance(splits, dict)]
+        weights = self.weights or [1.0]
+        return TextStream(sources, weights, self.reading, self.tokenizer, self.context, self.seed, self.buffer_windows)
+
+    def read(self, split: str) -> BatchedDataset:
+        """Held-out documents, tokenized and in memory; files that every source shares are read once."""
+        pieces = dict.fromkeys(piece for splits in self.given if isinstance(splits, dict) for piece in splits[split])
+        tokens = [with_end(document, self.tokenizer) for piece in pieces for document in documents(piece, self.reading)]
+        if sum(map(len, tokens)) <= self.context:
+            raise ValueError(self.too_little("data.sources", split))
+        return ManyWindows([np.concatenate(tokens)], self.context)
+
+    def too_little(self, name: object, split: str) -> str:
+        return (
+            f"{name} has less than a window of {self.context} tokens, and the one after it, for {split}; give more "
+            "text, or a smaller model.context"
+        )
+
+
+def listed(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def of_split(names: str | Sequence[str], argument: str) -> list[File]:
+    return found(listed(names), argument) if names else []
+
+
+def checked_weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float] | None:
+    if not names:
+        raise ValueError("data.sources is empty; give packed folders, paths or globs")
+    if weights is None:
+        return None
+    if len(weights) != len(names) or not all(weight > 0 for weight in weights):
+        raise ValueError(
+            f"data.weights is {list(weights)} for {len(names)} sources ({', '.join(names)}); expected a number above 0 "
+            "for each"
+        )
+    return list(weights)
+
+
+def are_packed(names: Sequence[str]) -> bool:
+    """Raises ValueError where some are and some are not, or a folder's packing was not finished."""
+    folders = [name for name in names if packed.is_packed(name)]
+    files = [name for name in names if name not in folders]
+    if unpacked := [name for name in files if Path(name).expanduser().is_dir()]:
+        raise ValueError(
+            f"data.sources: {unpacked[0]} is a folder that was not packed, or not to the end; start its packing again, "
+            f"or name its files, as in '{unpacked[0]}/*.txt'"
+        )
+    if folders and files:
+        raise ValueError(f"data.sources has a packed folder, {folders[0]}, beside files, {files[0]}; pack those, too")
+    return bool(folders)
+
+
+def common_tokenizer(folders: Sequence[Packed], given: str | None, own: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer that made all of the folders.
+
+    Raises ValueError where there are several, where `given` is another, and for files of a split's own, which packed
+    folders have already.
+    """
+    first = folders[0]
+    for folder in folders[1:]:
+        if (folder.tokenizer, folder.document_end) != (first.tokenizer, first.document_end):
+            raise ValueError(
+                f"{first.folder} and {folder.folder} were packed with different tokenizers; pack one of them again"
+            )
+    if given is not None and named(given).name != first.tokenizer:
+        raise ValueError(f"{first.folder} was packed with another tokenizer than {given}; leave data.tokenizer out")
+    if files := [name for name, value in own.items() if value]:
+        raise ValueError(f"data.{files[0]} is for files that are not packed; give it to the packer, as --{files[0]}")
+    return first.open_tokenizer()

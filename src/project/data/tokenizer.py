@@ -1,0 +1,101 @@
+"""Text as token ids: bytes, or a tokenizer.json of the `tokenizers` library (GPT-2's BPE and most others)."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# what ends a document, as tokenizers name it
+DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """`name` is equal for two that give the same ids: `bytes`, or the SHA-256 of a file."""
+
+    name: str
+    vocab_size: int
+    document_end: int
+    file: Path | None
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """The bytes of UTF-8: 256 ids, of which 0, a byte that no text has, ends a document."""
+
+    name = "bytes"
+    vocab_size = 256
+    document_end = 0
+    file: Path | None = None
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger]:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class TokenizerFile:
+    """A tokenizer.json, which `tokenizers` reads; `document_end` names the token that ends a document, if it is not one
+    of the usual.
+
+    Raises FileNotFoundError without the file, ModuleNotFoundError without the library, and ValueError for a file that
+    is none, or has no token that ends a document.
+    """
+
+    def __init__(self, file: Path, document_end: str | None = None) -> None:
+        self.file: Path | None = file
+        try:
+            from tokenizers import Tokenizer as Library
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{file} is read by the package tokenizers, which is not installed; type pip install tokenizers"
+            ) from error
+        content = read(file)
+        try:
+            self.library = Library.from_str(content.decode())
+        except Exception as error:  # the library raises no other class
+            raise ValueError(f"{file}: found what is no tokenizer.json: {error}") from error
+        self.name = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = self.library.get_vocab_size()
+        self.document_end = self.find_end(document_end)
+
+    def find_end(self, given: str | None) -> int:
+        choices = DOCUMENT_ENDS if given is None else (given,)
+        ids = [self.library.token_to_id(token) for token in choices]
+        if found := [number for number in ids if number is not None]:
+            return int(found[0])
+        raise ValueError(
+            f"{self.file} has no token {' and no '.join(choices)}; name the one that ends a document by document_end"
+        )
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger]:
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=smallest(self.vocab_size))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.library.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def named(name: str, document_end: str | None = None) -> Tokenizer:
+    """`bytes`, or a path: of a tokenizer.json, or of a folder that has one."""
+    if name == Bytes.name:
+        return Bytes()
+    path = Path(name).expanduser()
+    return TokenizerFile(path / "tokenizer.json" if path.is_dir() else path, document_end)
+
+
+def smallest(vocab_size: int) -> type[np.unsignedinteger]:
+    """The smallest type that holds every id."""
+    return next(kind for kind in (np.uint8, np.uint16, np.uint32) if vocab_size - 1 <= np.iinfo(kind).max)
+
+
+def read(file: Path) -> bytes:
+    if not file.is_file():
+        raise FileNotFoundError(f"tokenizer: found no file {file}; give bytes, or the path of a tokenizer.json")
+    return file.read_bytes()

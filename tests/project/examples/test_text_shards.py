@@ -1,0 +1,401 @@
+"""Many files of text: each document once, mixed by weight, gone on with at the sample, and packed to the same bytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from project.data import packed
+from project.data.documents import Piece, Reading, cut, documents, held_out
+from project.data.files import found
+from project.data.pack import Request, main, pack
+from project.data.text_shards import TextShards
+from project.data.text_stream import TextStream
+from project.data.tokenizer import Bytes, named
+from project.data.windows import Mixture, ShardWindows, Windows
+
+WORDS = [f"{number:03} " + "abcdefghij"[number % 10] * (number % 23) for number in range(400)]
+Write = Callable[..., str]
+
+
+def write_lines(file: Path, texts: Sequence[str], **more: object) -> str:
+    file.write_text("".join(json.dumps({"text": text, **more}) + "\n" for text in texts))
+    return str(file)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Four files of a hundred documents each."""
+    for number in range(4):
+        write_lines(tmp_path / f"{number}.jsonl", WORDS[number::4], id=number)
+    return tmp_path
+
+
+def data(folder: Path, **options: Any) -> TextShards:
+    given = {"sources": f"{folder}/*.jsonl", "context": 16, "vocab_size": 256, "held_out_bytes": 200, "seed": 3}
+    made = TextShards(**{**given, **options})
+    made.setup("fit")
+    return made
+
+
+def pack_into(folder: Path, files: str, workers: int = 1, tokenizer: str = "bytes", **options: Any) -> str:
+    asked = {"val": [], "test": [], "reading": Reading(), "held_out_bytes": 200, **options}
+    return pack(folder, Request(found([files], "files"), tokenizer=named(tokenizer), **asked), workers)
+
+
+def texts_of(windows: Any) -> str:
+    """The text of windows in their order, each token but the first of all once."""
+    return bytes(int(token) for _, targets in windows for token in targets).decode()
+
+
+def stream_of(folder: Path, **options: Any) -> TextStream:
+    stream = data(folder, **options).splits["train"]
+    assert isinstance(stream, TextStream)
+    return stream
+
+
+def test_an_epoch_reads_each_document_of_training_once_and_ends_it(corpus: Path) -> None:
+    stream = stream_of(corpus, buffer_windows=1)
+    read = texts_of(stream).split("\0")
+    kept = [document.text for piece in stream.sources[0] for document in documents(piece, stream.reading)]
+    assert Counter(read[1:-1]) <= Counter(kept)  # the first has lost its first token
+    left_out = sum(map(len, kept)) + len(kept) - sum(map(len, read)) - len(read)
+    assert 0 <= left_out <= 16 + 1
+
+
+def test_what_is_held_out_is_read_by_no_other_split(corpus: Path) -> None:
+    made = data(corpus)
+    parts = held_out(found([f"{corpus}/*.jsonl"], ""), Reading(), 200, ["val", "test"])
+    sets = [[d.text for piece in parts[name] for d in documents(piece, Reading())] for name in ("train", "val", "test")]
+    assert sorted(text for texts in sets for text in texts) == sorted(WORDS)
+    assert made.decode(made.splits["val"].__getitems__([0])[0][0].tolist()) in "\0".join(sets[1])  # type: ignore[attr-defined]
+
+
+def test_another_epoch_and_another_seed_are_another_order_and_the_same_are_the_same(corpus: Path) -> None:
+    stream = stream_of(corpus)
+    first, again = texts_of(stream), texts_of(stream)
+    stream.set_epoch(1)
+    assert first == again != texts_of(stream)
+    assert texts_of(stream_of(corpus, seed=4)) != first
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    at=st.integers(0, 60),
+    context=st.integers(20, 60),
+    buffer_windows=st.integers(1, 30),
+    weights=st.sampled_from([None, [1, 1], [3, 1]]),
+    epoch=st.integers(0, 3),
+)
+def test_a_stream_goes_on_at_the_sample_where_its_state_was_taken(
+    corpus: Path, at: int, context: int, buffer_windows: int, weights: list[float] | None, epoch: int
+) -> None:
+    sources = [f"{corpus}/0.jsonl", f"{corpus}/[12].jsonl"]
+    options = {"sources": sources, "weights": weights, "context": context, "buffer_windows": buffer_windows}
+    whole, resumed = stream_of(corpus, **options), stream_of(corpus, **options)
+    whole.set_epoch(epoch)
+    samples = iter(whole)
+    before = [inputs.tolist() for inputs, _ in islice(samples, at)]
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    resumed.set_epoch(epoch)
+    assert [targets.tolist() for _, targets in resumed] == [targets.tolist() for _, targets in samples]
+    assert [inputs.tolist() for inputs, _ in islice(resumed, at)] == before  # an epoch from its beginning
+
+
+def test_the_state_of_another_stream_is_refused(corpus: Path) -> None:
+    state = stream_of(corpus).state_dict()
+    with pytest.raises(ValueError, match=r"of a stream of other sources, .* start a new run .* init_from=PATH"):
+        stream_of(corpus, context=8).load_state_dict(state)
+
+
+def test_a_stream_is_mixed_by_weight_and_a_short_source_is_repeated(tmp_path: Path) -> None:
+    for letter, times in (("a", 300), ("b", 40)):
+        write_lines(tmp_path / f"{letter}.jsonl", [letter * 15] * times)
+    sources = [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    stream = stream_of(tmp_path, sources=sources, weights=[3, 1], buffer_windows=40)
+    letters = [chr(max(inputs)) for inputs, _ in stream]
+    assert all(letters[block : block + 40].count("b") == 10 for block in range(0, len(letters) // 40 * 40, 40))
+    assert letters.count("a") in range(280, 301)
+    assert letters.count("b") == pytest.approx(letters.count("a") / 3, abs=2)
+
+
+@given(sizes=st.lists(st.integers(1, 60), min_size=2, max_size=4), data=st.data())
+def test_packed_sources_are_mixed_by_weight(sizes: list[int], data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes)))
+    sources = [Windows(np.full(size * 4 + 1, number, np.uint8), 4) for number, size in enumerate(sizes)]
+    mixed = Mixture(sources, weights)
+    inputs, _ = mixed.__getitems__(range(len(mixed)))
+    counts = np.bincount(inputs[:, 0], minlength=len(sizes))
+    assert counts == pytest.approx(len(mixed) * np.array(weights) / sum(weights), abs=len(sizes))
+    assert all(counts >= sizes)
+    assert any(counts <= np.array(sizes) + 1)
+    shuffled = np.random.default_rng(0).permutation(len(mixed))
+    assert torch.equal(mixed.__getitems__(shuffled.tolist())[0], inputs[shuffled])
+
+
+def test_text_json_lines_and_parquet_at_any_address_are_the_same_documents(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet, table
+
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in WORDS)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    parquet.write_table(table({"id": range(400), "body": WORDS}), tmp_path / "a.parquet", row_group_size=70)
+    (tmp_path / "a.txt").write_text("<end>".join(WORDS))
+    with fsspec.open("memory://shards/a.jsonl", "w") as file:
+        file.write(lines)
+    reading = Reading(key="body", separator="<end>")
+    for address in (*(f"{tmp_path}/a.{end}" for end in ("jsonl.gz", "parquet", "txt")), "memory://shards/*.jsonl"):
+        (file,) = found([address], "files")
+        assert [document.text for document in documents(Piece(file.address), reading)] == WORDS
+        parts = [part for part, _ in cut(Piece(file.address), file.size_bytes, reading, 500)]
+        assert len(parts) > 2 or address.endswith(".gz")
+        assert [document.text for part in parts for document in documents(part, reading)] == WORDS
+
+
+@given(texts=st.lists(st.text("ab\n", max_size=9), min_size=1, max_size=30), most=st.integers(1, 40))
+def test_a_file_is_cut_between_documents(texts: list[str], most: int) -> None:
+    with fsspec.open("memory://cut/a.txt", "w") as file:
+        file.write(";".join(texts))
+    reading = Reading(separator=";")
+    size_bytes = sum(map(len, texts)) + len(texts) - 1
+    parts = cut(Piece("memory://cut/a.txt"), size_bytes, reading, most)
+    assert [d.text for part, _ in parts for d in documents(part, reading)] == [text for text in texts if text]
+    assert sum(part_bytes for _, part_bytes in parts) == size_bytes
+
+
+def test_packed_is_what_is_read(corpus: Path, tmp_path: Path) -> None:
+    said = pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
+    assert "3 shards of 400 documents; tokens: train " in said
+    ready, read = data(corpus, sources=str(tmp_path / "packed")), data(corpus)
+    for split in ("val", "test"):
+        for one, other in zip(ready.loader(split), read.loader(split), strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+    kept = stream_of(corpus).sources[0]
+    tokens = np.fromfile(tmp_path / "packed" / "train_00000.bin", np.uint8)
+    assert bytes(tokens).decode() == "".join(f"{d.text}\0" for piece in kept for d in documents(piece, Reading()))
+
+
+def test_packed_folders_bring_the_same_batches_from_worker_processes(corpus: Path, tmp_path: Path) -> None:
+    pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
+    alone = data(corpus, sources=[f"{tmp_path}/packed"] * 2, weights=[2, 1], batch_size=8)
+    for here, there in zip(alone.loader("train"), list(data_with_workers(alone)), strict=True):
+        assert torch.equal(here[0], there[0])
+
+
+def data_with_workers(made: TextShards) -> Any:
+    made.num_workers = 1
+    return made.loader("train")
+
+
+def test_a_process_that_is_given_shards_maps_them_anew(corpus: Path, tmp_path: Path) -> None:
+    pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
+    windows = data(corpus, sources=f"{tmp_path}/packed").splits["train"]
+    sent = pickle.dumps(windows)
+    assert len(sent) < 1000
+    assert torch.equal(pickle.loads(sent)[3][0], windows[3][0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is read from /proc")
+def test_reading_shards_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "zeros.bin").touch()
+    os.truncate(tmp_path / "zeros.bin", 2**27)
+    windows = ShardWindows([tmp_path / "zeros.bin"], np.uint16, 1024)
+    order = np.random.default_rng(0).permutation(len(windows)).tolist()
+    windows.__getitems__(order[:64])
+    before = own_bytes()
+    for begin in range(0, len(order), 64):
+        windows.__getitems__(order[begin : begin + 64])
+    assert own_bytes() - before < 2**23  # of 128 MiB
+
+
+def own_bytes() -> int:
+    """Resident memory without the pages of mapped files, which the kernel can take back."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Some megabytes, that become several shards."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(6):
+        write_lines(folder / f"{number}.jsonl", [f"{number} {line} " + "some words " * 50 for line in range(1500)])
+    return folder
+
+
+def start_packing(folder: Path, files: Path, workers: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "project.data.pack", str(folder), f"{files}/*.jsonl", "--workers", str(workers)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE)
+
+
+def test_packing_that_was_killed_goes_on_and_is_the_same_at_any_number_of_processes(many: Path, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start_packing(killed, many, workers=2)
+    end = time.monotonic() + 60
+    while not list(killed.glob("*.bin")) and time.monotonic() < end:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "manifest.json").exists()
+    lines = (killed / "progress.jsonl").read_text().splitlines()[1:]
+    done = {shard: (killed / shard).stat().st_mtime_ns for shard in (json.loads(line)["name"] for line in lines)}
+    options = {"held_out_bytes": 2**18}
+    assert pack_into(killed, f"{many}/*.jsonl", **options) == pack_into(whole, f"{many}/*.jsonl", **options).replace(
+        "whole", "killed"
+    )
+    for path in whole.glob("*.bin"):
+        assert path.read_bytes() == (killed / path.name).read_bytes()
+    assert (whole / "manifest.json").read_text() == (killed / "manifest.json").read_text()
+    assert {name: (killed / name).stat().st_mtime_ns for name in done} == done
+
+
+def test_damage_is_found_and_only_what_is_missing_is_packed_again(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    pack_into(folder, f"{corpus}/*.jsonl")
+    shard, manifest = folder / "train_00000.bin", packed.read(folder)
+    good = shard.read_bytes()
+    shard.write_bytes(good[:100] + b"?" + good[101:])
+    problems = [packed.damage(manifest, each) for each in manifest.shards]
+    assert [problem for problem in problems if problem] == [
+        f"{shard} is damaged: its checksum is not the manifest's; remove that file, and pack again as before: what is "
+        "missing is made"
+    ]
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"train_00000\.bin is missing; remove that file, and pack again"):
+        data(corpus, sources=str(folder))
+    pack_into(folder, f"{corpus}/*.jsonl")
+    assert shard.read_bytes() == good
+
+
+def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    trained = library.Tokenizer(library.models.BPE())
+    trained.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator(WORDS, trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    size = trained.get_vocab_size()
+    pack_into(tmp_path / "packed", f"{corpus}/*.jsonl", tokenizer=f"{tmp_path}/tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
+    made = data(corpus, sources=f"{tmp_path}/packed", vocab_size=size)
+    (ids, _), *_ = made.splits["test"]  # type: ignore[misc]
+    assert set(made.decode(ids.tolist()).replace("<|endoftext|>", "").split()) & set(" ".join(WORDS).split())
+    with pytest.raises(ValueError, match=rf"has {size} ids, .* ends at 255; set model\.vocab_size={size}"):
+        data(corpus, sources=f"{tmp_path}/packed")
+    pack_into(tmp_path / "bytes", f"{corpus}/*.jsonl")
+    with pytest.raises(ValueError, match=r"were packed with different tokenizers; pack one of them again"):
+        data(corpus, sources=[f"{tmp_path}/packed", f"{tmp_path}/bytes"], vocab_size=size)
+    with pytest.raises(ValueError, match=r"packed with another tokenizer than bytes; leave data\.tokenizer out"):
+        data(corpus, sources=f"{tmp_path}/packed", tokenizer="bytes", vocab_size=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": "none/*.jsonl"}, r"data\.sources: no file matches none/\*\.jsonl; give paths or globs"),
+        ({"sources": []}, r"data\.sources is empty"),
+        ({"sources": "nonsense://a"}, r"nonsense"),
+        ({"weights": [1, 2]}, r"data\.weights is \[1, 2\] for 1 sources \(.*\); expected a number above 0 for each"),
+        ({"weights": [0]}, r"data\.weights is \[0\] for 1 sources"),
+        ({"key": "body"}, r"\.jsonl, line 1: found an object with text, id; expected the text at the key body"),
+        ({"key": "id"}, r"\.jsonl, line 1: found a value of type int at id; expected text"),
+        ({"vocab_size": 100}, r"the tokenizer has 256 ids, .* ends at 99; set model\.vocab_size=256"),
+        ({"context": 10_000}, r"less than a window of 10000 tokens, .* for val; give more text"),
+        ({"tokenizer": "gone.json"}, r"found no file gone\.json; give bytes, or the path of a tokenizer\.json"),
+        ({"buffer_windows": 0}, r"data\.buffer_windows is 0; expected at least 1"),
+        ({"separator": ""}, r"the separator of documents is empty"),
+        ({"val": "none.txt"}, r"data\.val: no file matches none\.txt"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_line(corpus: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        data(corpus, **options)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n\n{"text": "b"\n', r"a\.jsonl, line 3: found what is no JSON"),
+        (b'{"text": "a"}\n["b"]\n', r"a\.jsonl, line 2: found a value of type list; expected the text at the key text"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl, line 2: found the byte 0xff, which is no UTF-8"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(documents(Piece(f"{tmp_path}/a.jsonl"), Reading()))
+
+
+def test_one_document_cannot_be_three_splits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one text\n" * 100)
+    with pytest.raises(ValueError, match=r"a\.txt: none is left for train and test; .* or the separator"):
+        TextShards(f"{tmp_path}/a.txt", context=8, vocab_size=256)
+    lines = TextShards(f"{tmp_path}/a.txt", context=8, vocab_size=256, separator=r"\n")
+    lines.setup("fit")
+    assert texts_of(lines.splits["train"]).count("\0") > 70
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("packed none*", "error: files: no file matches none*"),
+        ("packed *.jsonl --key body", "0.jsonl, line 1: found an object with text, id"),
+        ("packed *.jsonl --tokenizer gone.json", "error: tokenizer: found no file gone.json"),
+        ("packed --verify", "error: packed has no manifest.json"),
+        ("packed", "give files to pack, or --verify alone"),
+    ],
+)
+def test_the_packer_refuses_in_a_line(
+    corpus: Path, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(corpus)
+    monkeypatch.setattr(sys, "argv", ["pack", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not empty: it has 0\.jsonl, 1\.jsonl, 2\.jsonl; name a new folder"):
+        pack_into(corpus, f"{corpus}/*.jsonl")
+    pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
+    with pytest.raises(ValueError, match=r"holds what was packed from other files, .*; name a new folder"):
+        pack_into(tmp_path / "packed", f"{corpus}/1.jsonl")
+    (tmp_path / "packed" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"a folder that was not packed, or not to the end; start its packing again"):
+        data(corpus, sources=f"{tmp_path}/packed")
+    pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
+    with pytest.raises(ValueError, match=r"has a packed folder, .*, beside files, .*; pack those, too"):
+        data(corpus, sources=[f"{tmp_path}/packed", f"{corpus}/*.jsonl"])
+
+
+def test_bytes_have_an_id_that_ends_a_document_and_no_text_has() -> None:
+    text = "Größe 漢字\n"
+    assert Bytes().decode(Bytes().encode(text).tolist()) == text
+    assert Bytes.document_end not in Bytes().encode(text)
