@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -24,6 +26,8 @@ from lightswitch.batches.position import STREAMS, Position, rewrite_loops, save_
 from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.batches.stream_loader import evaluation_stream, training_stream
 from lightswitch.errors import Refused, listed
+from lightswitch.monitoring.progress import Progress
+from lightswitch.monitoring.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class GlobalBatch(Callback):
         self._epoch_start = self._resumed
         self._optimizer_steps = 0  # of the Trainer, at the epoch's start
         self._batches = 0  # micro batches finished in this epoch
+        self._own_batch: int | None = None  # samples a step of a loader that runs as it is
         self._validated_step = 0
         self._loss: Tensor | None = None
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
@@ -93,6 +98,7 @@ class GlobalBatch(Callback):
                 _set_epoch(loader, self._resumed.epoch)
             _say_what_does_not_hold(trainer, reason, training)
             return loader
+        assert isinstance(loader, DataLoader)
         rank = _data_rank(trainer)
         if is_stream(loader):
             shared = self._share_stream(trainer, loader, rank, training)
@@ -104,8 +110,13 @@ class GlobalBatch(Callback):
             pin(shared)
         return shared
 
-    def _split(self, loader: DataLoader[Any]) -> str | None:
-        return "data.sharded_by=dataset" if is_stream(loader) and not self.shares_streams else None
+    def _split(self, loader: Any) -> str | None:
+        """Return why a stream is taken to split itself by ranks; None where it does not."""
+        if not is_stream(loader):
+            return None
+        if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
+            return "its dataset splits itself by ranks"
+        return None if self.shares_streams else "its dataset splits itself by ranks (data.sharded_by=dataset)"
 
     def _share_stream(self, trainer: Trainer, loader: DataLoader[Any], rank: int, training: bool) -> DataLoader[Any]:
         gather = functools.partial(_gather, trainer)
@@ -164,6 +175,8 @@ class GlobalBatch(Callback):
             _set_epoch(loader, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._loaders.others and not self._loaders.slices:
+            self._count_own_batch(trainer, batch)
         seed = mix(self.seed, self._epoch_start.global_step, self._batches, _data_rank(trainer))
         seed_generators(seed, trainer.strategy.root_device)
 
@@ -189,6 +202,25 @@ class GlobalBatch(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_samples(trainer)
+
+    def _count_own_batch(self, trainer: Trainer, batch: Any) -> None:
+        """Tell how many samples a step takes where its batches are the loader's own, also to what shows the speed."""
+        if self._own_batch is not None:
+            return
+        try:
+            micro = extract_batch_size(batch)
+        except MisconfigurationException:  # a batch without tensors
+            micro = 0
+        plan = self.plan
+        self._own_batch = micro * plan.replicas * plan.accumulation
+        if micro == 0 or self._own_batch == plan.global_batch:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, Throughput | Progress):
+                callback.count(self._own_batch)
+        if trainer.global_rank == 0:
+            own = replace(plan, global_batch=self._own_batch, micro_batch=micro)
+            log.info("batch      %s, as the data loader makes them", own)
 
     def _weight(self) -> float:
         """Return the weight of this micro batch's mean in the mean over its global batch; 1.0 for an even cut."""
@@ -295,8 +327,10 @@ def _gather(trainer: Trainer, number: int) -> list[int]:
     """Return what each rank has, in the order of ranks."""
     if trainer.world_size == 1:
         return [number]
-    gathered = trainer.strategy.all_gather(torch.tensor(number, device=trainer.strategy.root_device))
-    return [int(one) for one in gathered.flatten()]
+    own = torch.tensor(number, device=trainer.strategy.root_device)
+    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
+    torch.distributed.all_gather(gathered, own)
+    return [int(one) for one in gathered]
 
 
 def _set_epoch(loader: object, epoch: int) -> None:

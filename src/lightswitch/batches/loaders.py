@@ -26,8 +26,6 @@ def obstacle(loader: object) -> str | None:
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if loader.batch_sampler is None:
         return "it has batch_size=None, so that its dataset makes the batches"
-    if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
-        return "its dataset is split by node"
     if is_stream(loader):
         return None
     if type(_plain(loader.batch_sampler)) is not BatchSampler:

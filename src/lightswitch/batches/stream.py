@@ -138,7 +138,8 @@ class Cursor:
         self._holder: Any = None  # dataset or iterator that tells its state
         self._next_state_seconds = 0.0
         self._skip: Resume | None = None
-        self._is_new = True
+        self._is_new = True  # the pass, of which nothing is read
+        self._digest: int | None = None
 
     def cut(self, dataset: Any, place: Place) -> Cut:
         """Return this rank's samples of a micro batch, and what training is to know of its step."""
@@ -152,8 +153,7 @@ class Cursor:
         index = place.micro * self.plan.replicas + self.rank
         begin, end = samples * index // slices, samples * (index + 1) // slices
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
-        digest = _digest(self._group[:_COMPARED_SAMPLES]) if self._is_new else None
-        self._is_new = False
+        digest, self._digest = self._digest, None
         seed_generators(mix(self.seed, place.key, place.step, index))  # for a collation that draws
         return Cut(place._replace(resume=None), chosen, samples, state, digest, skipped)
 
@@ -189,6 +189,8 @@ class Cursor:
         while self._step < step:
             self._group = next(self._groups, [])
             self._step += 1
+            if self._is_new:
+                self._is_new, self._digest = False, _digest(self._group[:_COMPARED_SAMPLES])
         if skip is None or not self._group:
             return None
         return (skip.step - first) * self.plan.global_batch, perf_counter() - began

@@ -112,14 +112,16 @@ class Received:
 
         def next_batch() -> Any:
             nonlocal has_ended
-            cut = None if has_ended else plain()
-            if cut is None or not cut.samples:
-                if not has_ended and isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
-                    has_ended = not iterator._persistent_workers
-                    if has_ended:
-                        iterator._shutdown_workers()
+            if has_ended:
                 raise StopIteration
-            return self._take(cut)
+            cut = plain()
+            if cut.samples:
+                return self._take(cut)
+            self._slices.end(cut)
+            if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
+                has_ended = True
+                iterator._shutdown_workers()
+            raise StopIteration
 
         patches.replace(iterator, "_next_data", next_batch)
         return iterator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import repeat
@@ -15,6 +16,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.randomness import mix
 from lightswitch.batches.stream import Cut, Place, Resume, last_rounds
+from lightswitch.errors import Refused
+
+log = logging.getLogger(__name__)
 
 _ENDLESS = sys.maxsize  # samples of a stream whose length is unknown
 _UNFINISHED_STEPS = 2  # that a loader may be ahead of training, as Lightning looks one batch ahead
@@ -108,6 +112,26 @@ class StreamSlices(TrainingSlices):
         latest = max((one for one in self._states if one <= step + 1 - _UNFINISHED_STEPS), default=0)
         self._states = {one: state for one, state in self._states.items() if one >= latest}
 
+    def end(self, cut: Cut) -> None:
+        """Take it that the stream has ended before a step.
+
+        Raises:
+            Refused: it has none.
+        """
+        steps = cut.place.step - cut.place.begin
+        if steps == 0 and self._drop_last:
+            raise Refused(
+                f"the training stream has fewer than global_batch_size={self.plan.global_batch} samples, and its loader "
+                "drops the last batch; use a smaller global_batch_size"
+            )
+        if steps == 0:
+            raise Refused("the training stream has no samples")
+        if self._is_sized and self.rank == 0:
+            log.warning(
+                "a training stream has ended after %d samples, and its len() is %d: correct its dataset's __len__",
+                self.epoch_samples if self._short else steps * self.plan.global_batch, self.samples,
+            )  # fmt: skip
+
     def samples_of(self, step: int, micro: int) -> list[int]:
         """Return the positions in the stream, from 0, of this rank's samples in a micro batch."""
         begin, end = self._bounds(step, micro)
@@ -147,3 +171,6 @@ class StreamRounds(Sampler[Any]):
 
     def note(self, cut: Cut) -> None:
         """Take nothing: a round's samples count by the batch that they are in."""
+
+    def end(self, cut: Cut) -> None:
+        """Take nothing: each rank has made as many batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -48,9 +48,11 @@ def test_every_cut_of_a_stream_reads_the_same_samples_a_step(
     plan = BatchPlan(micro * replicas * accumulation, micro, replicas, accumulation)
     whole = BatchPlan(plan.global_batch, plan.global_batch, 1, 1)
     stream = Stream(range(samples), buffer)
+    if drop_last and samples < plan.global_batch:
+        return
     steps = _ids(_training(stream, whole, drop_last=drop_last))
     kept = samples // plan.global_batch * plan.global_batch if drop_last else samples
-    assert len(sum(steps, [])) == len({*sum(steps, [])}) == kept
+    assert len([*chain(*steps)]) == len({*chain(*steps)}) == kept
     loaders = [_training(stream, plan, rank, drop_last=drop_last) for rank in range(replicas)]
     batches: list[list[list[int]]] = []
     weights = []
@@ -83,14 +85,14 @@ def test_an_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     shared = [evaluation_stream(loader, plan, rank, 1, _alike) for rank in range(replicas)]
     ranks = [_ids(one) for one in shared]
     assert {len(batches) for batches in ranks} == {len(shared[0])}
-    assert sorted(sum(sum(ranks, []), [])) == list(range(samples))
+    assert sorted(chain(*chain(*ranks))) == list(range(samples))
     assert all(part for rank in ranks for part in rank)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", [Stream, WorkerSplit])
 def test_workers_change_nothing(kind: type[Stream], persistent: bool) -> None:
-    plan = BatchPlan(8, 2, 2, 2)
+    plan = BatchPlan(8, 4, 2, 1)
     alone = _training(kind(range(37), 5), plan, 1)
     shared = _training(kind(range(37), 5), plan, 1, num_workers=2, persistent_workers=persistent)
     for epoch in range(2):
@@ -177,3 +179,21 @@ def test_a_state_that_no_checkpoint_can_keep_is_told_and_skipped(caplog: pytest.
     assert len(_ids(loader)) == 5
     assert loader.sampler.state_at(3) is None
     assert "the stream's state holds a Generator" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "line"),
+    [(0, False, "has no samples"), (5, True, "has fewer than global_batch_size=8 samples")],
+)
+def test_a_training_stream_without_a_batch_is_refused(samples: int, drop_last: bool, line: str) -> None:
+    with pytest.raises(Refused, match=line):
+        _ids(_training(Stream(range(samples)), BatchPlan(8, 8, 1, 1), drop_last=drop_last))
+
+
+def test_a_stream_that_ends_before_its_len_says_so_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Boastful(Stream):
+        def __len__(self) -> int:
+            return 50
+
+    assert len(_ids(_training(Boastful(range(20)), BatchPlan(8, 8, 1, 1)))) == 3
+    assert "ended after 20 samples, and its len() is 50" in caplog.text
