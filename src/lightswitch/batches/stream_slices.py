@@ -121,8 +121,8 @@ class StreamSlices(TrainingSlices):
         steps = cut.place.step - cut.place.begin
         if steps == 0 and self._drop_last:
             raise Refused(
-                f"the training stream has fewer than global_batch_size={self.plan.global_batch} samples, and its loader "
-                "drops the last batch; use a smaller global_batch_size"
+                f"the training stream has fewer samples than global_batch_size={self.plan.global_batch}, and its "
+                "loader drops the last batch; use a smaller global_batch_size"
             )
         if steps == 0:
             raise Refused("the training stream has no samples")

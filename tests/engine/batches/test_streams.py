@@ -183,7 +183,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_told_and_skipped(caplog: pytest.
 
 @pytest.mark.parametrize(
     ("samples", "drop_last", "line"),
-    [(0, False, "has no samples"), (5, True, "has fewer than global_batch_size=8 samples")],
+    [(0, False, "has no samples"), (5, True, "has fewer samples than global_batch_size=8")],
 )
 def test_a_training_stream_without_a_batch_is_refused(samples: int, drop_last: bool, line: str) -> None:
     with pytest.raises(Refused, match=line):
