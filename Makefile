@@ -66,6 +66,7 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 	$(PYTHON) -m benchmarks.step
 	$(PYTHON) -m benchmarks.ddp
 	$(PYTHON) -m benchmarks.data
+	$(PYTHON) -m benchmarks.streams
 	$(PYTHON) -m benchmarks.save
 	$(PYTHON) -m benchmarks.missed
 

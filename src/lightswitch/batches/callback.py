@@ -96,7 +96,7 @@ class GlobalBatch(Callback):
             if training:
                 self._loaders.add_other(loader)
                 _set_epoch(loader, self._resumed.epoch)
-            _say_what_does_not_hold(trainer, reason, training)
+            _say_what_does_not_hold(trainer, reason, training, splits=obstacle(loader) is None)
             return loader
         assert isinstance(loader, DataLoader)
         rank = _data_rank(trainer)
@@ -386,8 +386,15 @@ def _validate(trainer: Trainer, logged_step: int) -> None:
     patches.replace(loop, "_batches_that_stepped", stepped)
 
 
-def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool) -> None:
-    if training:
+def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
+    if splits:
+        lost = (
+            "which samples a step takes follows it and the number of devices, a resumed run starts its epoch anew, and "
+            "ranks must end at the same batch; weights and checkpoints are as always"
+            if training
+            else "what each rank evaluates follows it"
+        )
+    elif training:
         lost = "batch size and order are its own, and a resumed run starts its epoch anew"
         shared = "; every rank reads the same samples unless it splits them itself" if trainer.world_size > 1 else ""
         lost += shared

@@ -237,15 +237,14 @@ def _without_worker_info() -> Iterator[None]:
 def _is_stateful(holder: Any) -> bool:
     """Return whether an object tells its state and goes on from it, at the very sample."""
     is_able = all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
-    return is_able and not _loses_a_buffer(holder)
+    return is_able and not _loses_a_buffer(getattr(holder, "_ex_iterable", None))
 
 
-def _loses_a_buffer(dataset: Any) -> bool:
-    """Return whether it is a Hugging Face dataset that shuffles in a buffer, whose samples its state leaves out."""
-    part = getattr(dataset, "_ex_iterable", None)
-    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
-        part = getattr(part, "ex_iterable", None)
-    return part is not None
+def _loses_a_buffer(part: Any) -> bool:
+    """Return whether a part of a Hugging Face dataset shuffles in a buffer, whose samples its state leaves out."""
+    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    known = type(part).__name__ == "BufferShuffledExamplesIterable"
+    return known or any(_loses_a_buffer(one) for one in inner if one is not None)
 
 
 def _digest(samples: Sequence[Any]) -> int:

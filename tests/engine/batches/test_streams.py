@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.stream_loader import evaluation_stream, training_stream
+from lightswitch.batches.stream_state import packed, unpacked
 from lightswitch.errors import Refused
-from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, WorkerSplit
+from lightswitch.planning.samples import first_samples
+from lightswitch.strategies.single import Single
+from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
+from tests.engine.plain import PlainModel
 
 ALONE = Position()
 
@@ -197,3 +206,58 @@ def test_a_stream_that_ends_before_its_len_says_so_is_told(caplog: pytest.LogCap
 
     assert len(_ids(_training(Boastful(range(20)), BatchPlan(8, 8, 1, 1)))) == 3
     assert "ended after 20 samples, and its len() is 50" in caplog.text
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_plan_takes_the_batch_of_a_stream_that_splits_itself(splits: bool) -> None:
+    found = first_samples(PlainModel(), StreamData(batch_size=5), shares_streams=not splits)
+    assert (found.is_cut, len(found.batch(3)[0])) == ((False, 5) if splits else (True, 3))
+
+
+class ByNode(Stream):
+    """As Hugging Face's split_dataset_by_node leaves it."""
+
+    _distributed = (0, 2)
+
+
+def test_a_stream_that_is_known_to_split_itself_is_left_as_it_is(tmp_path: Path) -> None:
+    batch = GlobalBatch(BatchPlan(8, 8, 1, 1), seed=0)
+    trainer = pl.Trainer(
+        strategy=Single(), accelerator="cpu", callbacks=[batch], logger=False, default_root_dir=tmp_path
+    )
+    trainer.strategy.connect(PlainModel())
+    batch.setup(trainer, trainer.lightning_module, "fit")
+    left = DataLoader(ByNode(range(9)), 3)
+    assert trainer.strategy.process_dataloader(left) is left
+    assert trainer.strategy.process_dataloader(DataLoader(Stream(range(9)), 3)) is not left
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    state = {
+        "file": 3,
+        "rng": np.random.RandomState(3).get_state(),
+        "seen": torch.arange(3),
+        "more": [None, (1.5, b"x")],
+    }
+    saved = io.BytesIO()
+    torch.save(packed(state), saved)
+    saved.seek(0)
+    found = unpacked(torch.load(saved, weights_only=True))
+    assert found["rng"][1].dtype == np.uint32
+    assert (found["rng"][1] == state["rng"][1]).all()
+    assert found["rng"][2:] == state["rng"][2:]
+    assert (found["file"], found["more"], found["seen"].tolist()) == (3, [None, (1.5, b"x")], [0, 1, 2])
+
+
+def test_the_buffer_that_a_hugging_face_dataset_shuffles_in_is_no_part_of_its_state() -> None:
+    class BufferShuffledExamplesIterable:
+        pass
+
+    class Mapped:
+        ex_iterable = BufferShuffledExamplesIterable()
+
+    stream = StatefulStream(range(9))
+    stream._ex_iterable = Mapped()
+    loader = _training(stream, BatchPlan(4, 4, 1, 1))
+    assert len(_ids(loader)) == 3
+    assert loader.sampler.state_at(2) is None

@@ -22,6 +22,7 @@ ROWS = {
     "ddp": ["MLP, two processes"],
     "save": ["a save", "a save"],
     "data": ["images, 128 of 28 × 28", "tokens, 64 × 256"],
+    "streams": ["stream", "stream, 1 of 4 devices", "stream, 2 workers"],
 }
 
 
