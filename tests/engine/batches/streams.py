@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tests.engine.plain import PlainData, Points
+from tests.engine.plain import PlainData, PlainModel, Points
 
 
 class Stream(IterableDataset):
@@ -72,6 +72,14 @@ class RankSplit(Stream):
         formed = torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if formed else (0, 1)
         return iter([self.samples[index] for index in range(rank, len(self.samples), world)])
+
+
+class AskingModel(PlainModel):
+    """Asks for the length of the run, for which Lightning reads a first batch before a checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
 
 
 KINDS = {"plain": Stream, "sized": SizedStream, "stateful": StatefulStream, "workers": WorkerSplit, "ranks": RankSplit}

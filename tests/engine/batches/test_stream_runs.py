@@ -62,6 +62,15 @@ def test_a_stream_goes_on_under_another_strategy_and_world_size(
     assert ("skipped    48 samples of a stream" in resumed.out) == (kind == "plain")
 
 
+def test_a_stream_goes_on_where_its_first_batch_was_read_before_the_checkpoint(
+    alone: dict[str, Finished], train: Train
+) -> None:
+    run = (*RUN, "model._target_=tests.engine.batches.streams.AskingModel", "trainer.max_epochs=9")
+    first = train(*run, STOPPED, "trainer.val_check_interval=6")
+    resumed = train(*run, *STEPS, folder=first.folder)
+    assert largest_difference(resumed, alone["plain"]) <= 1e-5
+
+
 def test_a_stream_is_predicted_once_over_all_ranks(train: Train) -> None:
     trained = train(*STREAM, "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
     checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
