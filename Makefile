@@ -68,6 +68,7 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 	$(PYTHON) -m benchmarks.ddp
 	$(PYTHON) -m benchmarks.data
 	$(PYTHON) -m benchmarks.shards
+	$(PYTHON) -m benchmarks.streams
 	$(PYTHON) -m benchmarks.save
 	$(PYTHON) -m benchmarks.missed
 

@@ -58,6 +58,7 @@ _LOG = (
 )
 _COUNTERS = "Lightning's counters are set to the run's position, which counts samples: it sets them only when it loads"
 _LOADER = "a copy of the loader reads this rank's samples: subclasses can't be made anew from their arguments"
+_STREAM = "a reader sends the size of a stream's step, and its state, beside a batch; training takes them off there"
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
 _LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and reads what was logged, in each batch"
@@ -263,6 +264,16 @@ PATCHES = (
     Patch("torch.utils.data.DataLoader", "pin_memory", "bool", f"{_LOADER}; and pins them for a GPU"),
     Patch("torch.utils.data.DataLoader", "collate_fn", "object", f"{_LOADER}; and pins them for a GPU"),
     Patch("torch.utils.data.DataLoader", "_iterator", "object", f"{_LOADER}; and it shares no workers"),
+    Patch("torch.utils.data.DataLoader", "_dataset_kind", "int", f"{_LOADER}; a stream is asked by place"),
+    Patch("torch.utils.data.DataLoader", "_get_iterator", "(self)", _STREAM),
+    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "_next_data", "(self)", _STREAM),
+    Patch(
+        "torch.utils.data._utils.worker",
+        "_worker_info",
+        "WorkerInfo | None",
+        "hidden while a worker reads a stream: a dataset that splits itself by workers then yields all of it",
+        for_process=True,
+    ),
     Patch(
         "torch.nn.Module",
         "forward",

@@ -32,6 +32,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     ),
     *(
         "batches/test_combined.py",
+        "batches/test_stream_runs.py",
         "compare/test_runs.py",
         "deepspeed/test_strategy.py",
         "export/test_export.py",

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightswitch import patches
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.loaders import evaluation_loader, obstacle, pin, training_loader
+from lightswitch.batches.loaders import evaluation_loader, is_stream, obstacle, pin, training_loader
 from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position, rewrite_loops, save_position, saved_position
+from lightswitch.batches.position import STREAMS, Position, rewrite_loops, save_position, saved_position
 from lightswitch.batches.randomness import mix, seed_generators
+from lightswitch.batches.stream_loader import evaluation_stream, training_stream
 from lightswitch.errors import Refused, listed
+from lightswitch.monitoring.progress import Progress
+from lightswitch.monitoring.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +42,22 @@ class GlobalBatch(Callback):
     Args:
         plan: how many samples a step takes, and how they are cut.
         seed: of the sample order and of all random numbers.
+        shares_streams: an IterableDataset is one stream for all ranks; else it splits itself, and its loaders run as
+            they are.
     """
 
-    def __init__(self, plan: BatchPlan, seed: int) -> None:
+    def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool = True) -> None:
         self.plan = plan
         self.seed = seed
+        self.shares_streams = shares_streams
         self._resumed = Position(seed=seed, global_batch=plan.global_batch)
+        self._states: list[Any] = []  # of the streams that a checkpoint was saved of
         self._loaders = Combined()
         self._are_shared = True  # of the loaders so far: the next one begins a new set
         self._epoch_start = self._resumed
         self._optimizer_steps = 0  # of the Trainer, at the epoch's start
         self._batches = 0  # micro batches finished in this epoch
+        self._own_batch: int | None = None  # samples a step of a loader that runs as it is
         self._validated_step = 0
         self._loss: Tensor | None = None
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
@@ -80,19 +92,55 @@ class GlobalBatch(Callback):
         training = trainer.state.stage == RunningStage.TRAINING
         if training and self._are_shared:
             self._loaders, self._are_shared = Combined(lambda: _mode(trainer)), False
-        if (reason := obstacle(loader)) is not None:
+        if (reason := obstacle(loader) or self._split(loader)) is not None:
             if training:
                 self._loaders.add_other(loader)
-            _say_what_does_not_hold(trainer, reason, training)
+                _set_epoch(loader, self._resumed.epoch)
+            _say_what_does_not_hold(trainer, reason, training, splits=obstacle(loader) is None)
             return loader
+        assert isinstance(loader, DataLoader)
         rank = _data_rank(trainer)
-        if training:
+        if is_stream(loader):
+            shared = self._share_stream(trainer, loader, rank, training)
+        elif training:
             shared = training_loader(loader, self.plan, rank, self.seed, self._resumed, self._loaders)
         else:
             shared = evaluation_loader(loader, self.plan, rank)
         if trainer.strategy.root_device.type == "cuda":
             pin(shared)
         return shared
+
+    def _split(self, loader: Any) -> str | None:
+        """Return why a stream is taken to split itself by ranks; None where it does not."""
+        if not is_stream(loader):
+            return None
+        if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
+            return "its dataset splits itself by ranks"
+        return None if self.shares_streams else "its dataset splits itself by ranks (data.sharded_by=dataset)"
+
+    def _share_stream(self, trainer: Trainer, loader: DataLoader[Any], rank: int, training: bool) -> DataLoader[Any]:
+        gather = functools.partial(_gather, trainer)
+        if not training:
+            return evaluation_stream(loader, self.plan, rank, self.seed, gather)
+        shared = training_stream(loader, self.plan, rank, self.seed, self._resumed, gather, self._loaders)
+        self._start_streams()
+        if not self._loaders.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
+            raise Refused(
+                "the module asks how long the run is, for a schedule, and the training stream has no len(): "
+                "trainer.max_epochs does not bound its steps; type trainer.max_steps=N, or give the dataset a __len__"
+            )
+        if trainer.global_rank == 0 and (readers := self.plan.replicas * max(1, loader.num_workers)) > 1:
+            log.info(
+                "stream     %d readers, %d for each device, read all of it, and keep a part each",
+                readers, max(1, loader.num_workers),
+            )  # fmt: skip
+        return shared
+
+    def _start_streams(self) -> None:
+        """Let loaders begin at the run's position; streams go on from the states that the checkpoint has, in order."""
+        states = [*self._states, *(None for _ in self._loaders.slices)]
+        for slices, state in zip(self._loaders.slices, states, strict=False):
+            slices.start_at(self._resumed.epoch, self._resumed.step, state)
 
     # Training
 
@@ -123,8 +171,12 @@ class GlobalBatch(Callback):
         self._epoch_start = replace(self._position(trainer), epoch=trainer.current_epoch, step=0)
         self._optimizer_steps = trainer.global_step
         self._batches = 0
+        for loader in self._loaders.others:
+            _set_epoch(loader, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._loaders.others and not self._loaders.slices:
+            self._count_own_batch(trainer, batch)
         seed = mix(self.seed, self._epoch_start.global_step, self._batches, _data_rank(trainer))
         seed_generators(seed, trainer.strategy.root_device)
 
@@ -150,6 +202,25 @@ class GlobalBatch(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_samples(trainer)
+
+    def _count_own_batch(self, trainer: Trainer, batch: Any) -> None:
+        """Tell how many samples a step takes where its batches are the loader's own, also to what shows the speed."""
+        if self._own_batch is not None:
+            return
+        try:
+            micro = extract_batch_size(batch)
+        except MisconfigurationException:  # a batch without tensors
+            micro = 0
+        plan = self.plan
+        self._own_batch = micro * plan.replicas * plan.accumulation
+        if micro == 0 or self._own_batch == plan.global_batch:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, Throughput | Progress):
+                callback.count(self._own_batch)
+        if trainer.global_rank == 0:
+            own = replace(plan, global_batch=self._own_batch, micro_batch=micro)
+            log.info("batch      %s, as the data loader makes them", own)
 
     def _weight(self) -> float:
         """Return the weight of this micro batch's mean in the mean over its global batch; 1.0 for an even cut."""
@@ -181,7 +252,9 @@ class GlobalBatch(Callback):
     # Position
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        save_position(checkpoint, replace(self._position(trainer), validation_due=self._validation_due(trainer)))
+        position = self._position(trainer)
+        save_position(checkpoint, replace(position, validation_due=self._validation_due(trainer)))
+        checkpoint[STREAMS] = [slices.state_at(position.step) for slices in self._loaders.slices]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
@@ -190,9 +263,10 @@ class GlobalBatch(Callback):
                 patches.replace(trainer.fit_loop.epoch_loop, "_batches_that_stepped", position.global_step)
         else:
             assert position is not None, "a run goes on from no other checkpoint"
-            self._resumed = position
-            for slices in self._loaders.slices:  # a module that asks how long the run is has had them made
-                slices.start_at(position.epoch, position.step)
+            self._resumed, self._states = position, checkpoint.get(STREAMS, [])
+            self._start_streams()
+            if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # a module has asked how long the run is
+                iter(fetcher)  # what it holds ahead is the first epoch's
             rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
 
     def describe_position(self, trainer: Trainer, most_samples: int | None = None) -> str:
@@ -234,7 +308,9 @@ class GlobalBatch(Callback):
         )
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:
-        return self._batches >= trainer.num_training_batches
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        is_last = progress.is_last_batch and self._batches >= progress.current.ready  # of a stream, known once fetched
+        return is_last or self._batches >= trainer.num_training_batches
 
     def _validation_due(self, trainer: Trainer) -> bool:
         fetcher, loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
@@ -245,6 +321,23 @@ class GlobalBatch(Callback):
         if finished < loop.batch_progress.current.ready:  # the next has begun, for which Lightning would answer
             return False
         return loop._should_check_val_fx(fetcher)
+
+
+def _gather(trainer: Trainer, number: int) -> list[int]:
+    """Return what each rank has, in the order of ranks."""
+    if trainer.world_size == 1:
+        return [number]
+    own = torch.tensor(number, device=trainer.strategy.root_device)
+    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
+    torch.distributed.all_gather(gathered, own)
+    return [int(one) for one in gathered]
+
+
+def _set_epoch(loader: object, epoch: int) -> None:
+    """Tell a dataset that shuffles by the epoch which one it is."""
+    set_epoch = getattr(getattr(loader, "dataset", None), "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 def _data_rank(trainer: Trainer) -> int:
@@ -293,8 +386,15 @@ def _validate(trainer: Trainer, logged_step: int) -> None:
     patches.replace(loop, "_batches_that_stepped", stepped)
 
 
-def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool) -> None:
-    if training:
+def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
+    if splits:
+        lost = (
+            "which samples a step takes follows it and the number of devices, a resumed run starts its epoch anew, and "
+            "ranks must end at the same batch; weights and checkpoints are as always"
+            if training
+            else "what each rank evaluates follows it"
+        )
+    elif training:
         lost = "batch size and order are its own, and a resumed run starts its epoch anew"
         shared = "; every rank reads the same samples unless it splits them itself" if trainer.world_size > 1 else ""
         lost += shared

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
@@ -24,6 +26,9 @@ class Slices(Protocol):
     own_steps: int
 
     @property
+    def is_sized(self) -> bool: ...
+
+    @property
     def steps(self) -> int: ...
 
     @property
@@ -32,7 +37,9 @@ class Slices(Protocol):
     @property
     def is_even(self) -> bool: ...
 
-    def start_at(self, epoch: int, step: int) -> None: ...
+    def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None: ...
+
+    def state_at(self, step: int) -> dict[str, Any] | None: ...
 
     def weight(self, step: int, micro: int) -> float: ...
 
@@ -49,22 +56,27 @@ class Combined:
     def __init__(self, mode: Callable[[], str] = _default_mode) -> None:
         self.mode = mode
         self.slices: list[Slices] = []
-        self._others: list[int] = []  # batches of the loaders that run as they are
+        self.others: list[Any] = []  # the loaders that run as they are
 
     def add(self, slices: Slices) -> int:
         """Add a loader that the engine cuts, and return its index. It sets apart the order of loaders of equal
         length."""
         self.slices.append(slices)
-        return len(self.slices) + len(self._others) - 1
+        return len(self.slices) + len(self.others) - 1
 
     def add_other(self, loader: Any) -> None:
         """Add a loader that runs as it is, which counts toward the length of an epoch alone."""
-        self._others.append(len(loader) if hasattr(loader, "__len__") else 0)
+        self.others.append(loader)
 
     @property
     def is_single(self) -> bool:
         """Whether the run has a single training loader."""
-        return len(self.slices) + len(self._others) == 1
+        return len(self.slices) + len(self.others) == 1
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of steps of an epoch is known before it ends."""
+        return all(slices.is_sized for slices in self.slices)
 
     def steps_of(self, own_steps: int) -> int:
         """Return how many optimizer steps a loader makes in an epoch, given how many its own samples are enough for.
@@ -75,7 +87,7 @@ class Combined:
         if self.is_single or self.mode() != CYCLE or not self.slices:
             return own_steps
         accumulation = self.slices[0].plan.accumulation
-        others = (-(-batches // accumulation) for batches in self._others)
+        others = (-(-(sized_len(loader) or 0) // accumulation) for loader in self.others)
         return max(*(slices.own_steps for slices in self.slices), *others, own_steps)
 
     @property
@@ -87,8 +99,9 @@ class Combined:
 
     @property
     def samples(self) -> int:
-        """Samples of all loaders together, by which a resumed run finds that its data are not the same."""
-        return sum(slices.samples for slices in self.slices)
+        """Samples of all loaders together, by which a resumed run finds that its data are not the same; 0 where no
+        number is known."""
+        return sum(slices.samples for slices in self.slices if slices.is_sized)
 
     def check(self) -> None:
         """Check that the loaders can be combined so that the run is the same at any world size.
@@ -102,15 +115,25 @@ class Combined:
                 "the training loaders are a CombinedLoader with mode=sequential, which no Trainer fits on; "
                 "use min_size, max_size_cycle or max_size"
             )
+        if self.is_single:
+            return
+        if not self.is_sized and self.mode() == CYCLE:
+            raise Refused(
+                "a training stream, one of several loaders, has no len(), so it is unknown which one ends last; give "
+                "its dataset a __len__, or use a CombinedLoader with mode=min_size or max_size"
+            )
         for slices in self.slices:
-            if not self.is_single and not slices.is_even:
+            if not slices.is_even:
                 raise Refused(_uneven(slices))
 
 
 def _uneven(slices: Slices) -> str:
     plan = slices.plan
-    last = slices.epoch_samples % plan.global_batch
+    which = "stream, one of several loaders, may end with a batch that"
+    if slices.is_sized:
+        last = slices.epoch_samples % plan.global_batch
+        which = f"loader of {slices.samples} samples, one of several, ends with a batch of {last}, which"
     return (
-        f"a training loader of {slices.samples} samples, one of several, ends with a batch of {last}, which does not "
+        f"a training {which} does not "
         f"divide over {plan.replicas} devices × accumulation {plan.accumulation}; give that loader drop_last=True"
     )

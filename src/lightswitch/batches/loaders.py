@@ -24,13 +24,18 @@ def obstacle(loader: object) -> str | None:
     """Return why a loader can't be re-made, for the user to read; None when it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if isinstance(loader.dataset, IterableDataset):
-        return "its dataset is an IterableDataset"
     if loader.batch_sampler is None:
-        return "it has batch_size=None"
+        return "it has batch_size=None, so that its dataset makes the batches"
+    if is_stream(loader):
+        return None
     if type(_plain(loader.batch_sampler)) is not BatchSampler:
         return f"it has a batch sampler of its own, {type(loader.batch_sampler).__name__}"
     return None
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's samples come in an order that is the dataset's alone."""
+    return isinstance(loader.dataset, IterableDataset)
 
 
 def training_loader(

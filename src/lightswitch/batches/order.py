@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,14 @@ class TrainingSlices(Sampler[Any]):
         self.index = self.combined.add(self)
 
     def __len__(self) -> int:
+        if not self.combined.is_sized:  # then Lightning looks a batch ahead, for the epoch's last one
+            raise TypeError("the length of an epoch is unknown: it ends with a stream")
         return self.steps * self.plan.accumulation
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of samples is known before they are read."""
+        return True
 
     @property
     def steps(self) -> int:
@@ -96,15 +103,23 @@ class TrainingSlices(Sampler[Any]):
         """Take the epoch whose order the next iterator yields; Lightning calls it."""
         self.epoch = epoch
 
-    def start_at(self, epoch: int, step: int) -> None:
-        """Start elsewhere than was known when this was made, before the first batch."""
+    def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Start elsewhere than was known when this was made, before the first batch.
+
+        Args:
+            state: what `state_at` has returned there.
+        """
         self.epoch, self._resumed = epoch, (epoch, step)
+
+    def state_at(self, step: int) -> dict[str, Any] | None:
+        """Return what a resume at a step of the epoch needs beside its number: nothing, but for a stream."""
+        return None
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
         # A generator, so that epoch and step are read when the first batch is asked for: with workers,
         # DataLoader makes two iterators and uses one.
         epoch = self.epoch
-        first = self._resumed[1] if epoch == self._resumed[0] else 0
+        first = self._first_step()
         cycle = -1
         for step in range(first, self.steps):
             if step // self.own_steps != cycle:
@@ -113,6 +128,9 @@ class TrainingSlices(Sampler[Any]):
                 order = epoch_order(self.base, self.samples, self.seed, key)
             for micro in range(self.plan.accumulation):
                 yield key, self._chosen(order, step, micro)
+
+    def _first_step(self) -> int:
+        return self._resumed[1] if self.epoch == self._resumed[0] else 0
 
     def samples_of(self, step: int, micro: int) -> list[Any]:
         """Return the indices of this rank's samples in a micro batch of the current epoch."""

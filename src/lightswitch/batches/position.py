@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 KEY = "position"  # of a checkpoint
+STREAMS = "streams"  # of a checkpoint: what `state_at` returns, of each training loader in turn
 
 
 @dataclass(frozen=True)

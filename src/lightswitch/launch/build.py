@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
@@ -32,6 +32,7 @@ from lightswitch.launch.loop import shorten_loop
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
 from lightswitch.monitoring.step_timer import StepTimer
+from lightswitch.preflight.targets import ENGINE_KEYS
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
@@ -77,7 +78,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     raise_all(refusals)
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
-    batch = GlobalBatch(plan, cfg.seed)
+    batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
@@ -108,6 +109,11 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     return model, data, install_launcher(trainer, run)
 
 
+def shards_itself(cfg: DictConfig) -> bool:
+    """Return whether the user has declared that datasets without indices split themselves by ranks."""
+    return bool(cfg.get("data") and cfg.data.get("sharded_by") == "dataset")
+
+
 def raise_all(refusals: list[Refused]) -> None:
     """Raise what was refused, all at once, if anything was.
 
@@ -122,7 +128,7 @@ def raise_all(refusals: list[Refused]) -> None:
 def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
     """Instantiate a config node, with lists and dicts as Python's own: OmegaConf's make checkpoints unsafe to read."""
     try:
-        return instantiate(cfg.get(name), **arguments, _convert_="all") if cfg.get(name) is not None else None
+        return instantiate(_node(cfg, name), **arguments, _convert_="all") if cfg.get(name) is not None else None
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, Refused):
@@ -135,6 +141,18 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
         details = full_traceback(cause) if _is_of_user(cause) else ""
         refusals.append(RefusedRequest([told if told.startswith(name) else f"{key}: {told}"], details))
         return None
+
+
+def _node(cfg: DictConfig, name: str) -> Any:
+    """Return a config node without the keys that are the engine's own."""
+    own = [key for key in ENGINE_KEYS.get(name, ()) if key in cfg[name]]
+    if not own:
+        return cfg[name]
+    node = cfg[name].copy()
+    with open_dict(node):
+        for key in own:
+            del node[key]
+    return node
 
 
 def _is_of_user(error: BaseException) -> bool:

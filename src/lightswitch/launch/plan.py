@@ -117,7 +117,7 @@ def _request(cfg: DictConfig) -> Request:
     owner = model if model is not None else LightningModule()
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     world = World(plain["num_nodes"], devices.count(plain))
-    return Request(cfg, device, world, first_samples(owner, data))
+    return Request(cfg, device, world, first_samples(owner, data, shares_streams=not build.shards_itself(cfg)))
 
 
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
 from lightswitch.context import RunContext
-from lightswitch.launch import commands
+from lightswitch.launch import build, commands
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 from lightswitch.runs import changes, finished, results
@@ -34,7 +34,10 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
         type(trainer.strategy).__name__, trainer.precision,
         trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
     )  # fmt: skip
-    log.info("batch      %s", plan)
+    if build.shards_itself(cfg):
+        log.info("batch      as each device's data loader makes it × accumulation %d", plan.accumulation)
+    else:
+        log.info("batch      %s", plan)
     log.info("run        %s", shown(run.run_dir))
     if start.path is not None and cfg.mode == "fit":
         changed = changes.since(_run_dir_of(start.path), cfg)

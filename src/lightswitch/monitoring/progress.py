@@ -38,7 +38,8 @@ class Progress(ProgressBar):
     def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
         super().__init__()
         self._unit = "samples" if tokens_per_sample is None else "tokens"
-        self._units_per_step = samples_per_step * (tokens_per_sample or 1)
+        self._units_per_sample = tokens_per_sample or 1
+        self.count(samples_per_step)
         self._enabled = True
         self._line: Line | None = None
         self._meter = Meter(window=300)  # 30 s of redrawing, or 300 steps where they take longer
@@ -48,6 +49,10 @@ class Progress(ProgressBar):
         self._validation: dict[str, float] = {}
         self._evaluated_batches = 0
         self._next_evaluation_seconds = math.inf
+
+    def count(self, samples_per_step: int) -> None:
+        """Take another number of samples a step: that of a data loader whose batches are its own."""
+        self._units_per_step = samples_per_step * self._units_per_sample
 
     def enable(self) -> None:
         self._enabled = True

@@ -26,6 +26,10 @@ class Throughput(Callback):
         self._tokens_per_sample = tokens_per_sample
         self._meter = Meter()
 
+    def count(self, samples_per_step: int) -> None:
+        """Take another number of samples a step: that of a data loader whose batches are its own."""
+        self._samples_per_step = samples_per_step
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter.start(trainer.global_step)
 

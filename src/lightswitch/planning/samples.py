@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightswitch.errors import Refused
@@ -29,8 +29,11 @@ class Samples:
     is_cut: bool
 
 
-def first_samples(model: LightningModule, data: LightningDataModule | None) -> Samples:
+def first_samples(model: LightningModule, data: LightningDataModule | None, shares_streams: bool = True) -> Samples:
     """Return the first samples of the training data, of the data module or, without one, of the module itself.
+
+    Args:
+        shares_streams: streams are cut, too; else a loader's own batch is a micro batch.
 
     Raises:
         Refused: there is no training data.
@@ -48,12 +51,19 @@ def first_samples(model: LightningModule, data: LightningDataModule | None) -> S
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.iterables
     cut: list[bool] = []
-    tree_map(lambda loader: cut.append(_is_cut(loader)), loaders)
-    return Samples(lambda count: tree_map(lambda loader: _batch(loader, count), loaders), all(cut))
+    own = {id(loader): None if shares_streams else _own_batch(loader) for loader in tree_leaves(loaders)}
+    tree_map(lambda loader: cut.append(_is_cut(loader) and own[id(loader)] is None), loaders)
+    return Samples(lambda count: tree_map(lambda loader: _batch(loader, own[id(loader)] or count), loaders), all(cut))
 
 
 def _is_cut(loader: object) -> bool:
     return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def _own_batch(loader: object) -> int | None:
+    """Return the samples of a batch of a stream that splits itself; None for other loaders."""
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return loader.batch_size if is_stream else None  # type: ignore[attr-defined]  # a DataLoader's
 
 
 def _batch(loader: Any, count: int) -> Any:

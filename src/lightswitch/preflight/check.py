@@ -114,6 +114,8 @@ def _batch(cfg: dict[str, Any]) -> Iterator[str]:
     for argument, source in _DERIVED.items():
         if argument in trainer:
             yield f"trainer.{argument} follows from {source}, and leave it out"
+    if (splits := (cfg.get("data") or {}).get("sharded_by")) not in (None, "dataset"):
+        yield f"data.sharded_by={splits}: expected dataset, of one that splits itself by ranks, or null"
     try:
         _plan(cfg)
     except BatchError as error:

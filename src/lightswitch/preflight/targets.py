@@ -9,6 +9,8 @@ from lightswitch.config import aliases
 from lightswitch.errors import nearest
 from lightswitch.preflight.signatures import Parameter, Signature, signature
 
+# Keys of nodes that are the engine's, and no arguments of the code that the node names
+ENGINE_KEYS = {"data": ("sharded_by",)}
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
@@ -54,7 +56,7 @@ def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
         return
     yield from _missing(path, node, accepted)
     for key, value in node.items():
-        if key in _HYDRA_KEYS:
+        if key in _HYDRA_KEYS or key in ENGINE_KEYS.get(path, ()):
             continue
         if key not in accepted.parameters:
             yield from _unknown(path, key, accepted, node)

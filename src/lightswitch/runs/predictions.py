@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 class PredictionWriter(BasePredictionWriter):
     """Write each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
 
-    Ranks hold contiguous shares: their files, in the order of ranks, are in the order of the data set.
+    Ranks hold contiguous shares: their files, in the order of ranks, are in the order of the data set. Over a stream
+    they take turns: the first batch of each file, in the order of ranks, then the second of each.
     """
 
     def __init__(self) -> None:

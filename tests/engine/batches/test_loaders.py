@@ -55,8 +55,9 @@ def test_the_users_loader_is_left_as_it_was() -> None:
     ("loader", "reason"),
     [
         ([1, 2], "it is a list, not a torch DataLoader"),
-        (DataLoader(Stream()), "its dataset is an IterableDataset"),
-        (DataLoader(DATA, batch_size=None), "it has batch_size=None"),
+        (DataLoader(DATA, batch_size=None), "it has batch_size=None, so that its dataset makes the batches"),
+        (DataLoader(Stream(), batch_size=None), "it has batch_size=None, so that its dataset makes the batches"),
+        (DataLoader(Stream()), None),
         (
             DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 3, False)),
             "it has a batch sampler of its own, Buckets",

@@ -23,6 +23,7 @@ ROWS = {
     "save": ["a save", "a save"],
     "shards": ["training, 64 × 64", "loading alone, 64 × 1024"],
     "data": ["images, 128 of 28 × 28", "tokens, 64 × 256"],
+    "streams": ["stream", "stream, 1 of 4 devices", "stream, 2 workers"],
 }
 
 

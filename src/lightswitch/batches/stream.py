@@ -1,0 +1,265 @@
+"""A stream of samples, an IterableDataset, in a process that reads all of it and keeps its rank's slices."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, _utils, get_worker_info
+
+from lightswitch import patches
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.randomness import mix, seed_generators
+from lightswitch.batches.stream_state import packed, unpacked
+
+_COMPARED_SAMPLES = 16  # of the first that a reader meets, whose digest is compared among readers
+_STATE_SHARE = 0.05  # of the time, at most, that a reader spends on asking the dataset for its state
+
+Groups = Callable[[Iterator[Any]], Iterator[list[Any]]]
+
+
+class Resume(NamedTuple):
+    """Where in a pass a run goes on, and the dataset's state at the nearest step before."""
+
+    step: int  # of the pass
+    state_step: int = 0
+    state: Any = None
+
+
+class Place(NamedTuple):
+    """A micro batch of a stream, as a loader asks a reader for it."""
+
+    turn: int  # which iteration over the loader: each begins at the stream's start, or where a run resumes
+    epoch: int  # that the dataset is told
+    key: int  # stands for the pass through the stream in its random numbers
+    begin: int  # steps of the epoch before this pass
+    step: int  # of the epoch
+    micro: int
+    resume: Resume | None = None  # beside the first place that a reader gets
+
+
+class Cut(NamedTuple):
+    """A micro batch on its way from a reader to training, which takes what is beside it."""
+
+    place: Place
+    batch: Any  # a list of samples; once collated, what the collation returns
+    samples: int  # of the whole step, over all ranks; 0 where the stream has ended
+    state: Any = None  # of the dataset after this step, packed; or Unkept
+    digest: int | None = None  # of the first samples that this reader has met, beside its first micro batch
+    skipped: tuple[int, float] | None = None  # samples, and seconds that they took, until a resumed run went on
+
+
+class Unkept(NamedTuple):
+    """Stands for a state that holds something which no checkpoint can."""
+
+    kind: str
+
+
+def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+    """Yield global batches, and read no sample ahead of the one that is asked for."""
+    while (batch := list(islice(samples, size))) and (len(batch) == size or not drop_last):
+        yield batch
+
+
+def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
+    """Yield what the ranks evaluate together, in such a way that each rank has a sample of each round.
+
+    So the last ones are of like size, as in `lightswitch.batches.order.EvaluationSlices`. A set of fewer samples than
+    ranks is yielded as it is.
+    """
+    ahead = list(islice(samples, size + replicas))
+    while len(ahead) == size + replicas:
+        yield ahead[:size]
+        ahead = ahead[size:] + list(islice(samples, size))
+    count = last_rounds(len(ahead), size, replicas)
+    for index in range(count):
+        yield ahead[len(ahead) * index // count : len(ahead) * (index + 1) // count]
+
+
+def last_rounds(samples: int, size: int, replicas: int) -> int:
+    """Return how many rounds so many samples make at a stream's end, fewer than ``size + replicas``."""
+    return max(1, min(-(-samples // size), samples // replicas)) if samples else 0
+
+
+class Reader(Dataset[Any]):
+    """Map-style dataset over a stream, whose keys are places: torch sends them to workers, also to persistent ones.
+
+    Args:
+        dataset: the user's, whose attributes are found, and set, here as well.
+    """
+
+    dataset: Any
+    cursor: Cursor
+
+    def __init__(self, dataset: Any, cursor: Cursor) -> None:
+        vars(self).update(dataset=dataset, cursor=cursor)
+
+    def __getitem__(self, place: Place) -> Cut:
+        return self.cursor.cut(self.dataset, place)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # unpickling: there is no dataset yet to ask
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # by a worker_init_fn, of the dataset that it is given
+        setattr(self.dataset, name, value)
+
+
+class Cursor:
+    """The point that a reader has come to in a stream.
+
+    Random numbers are drawn as a function of the position: whatever the stream shuffles by the generators of Python,
+    NumPy and torch is the same for every reader, and after a resume.
+
+    Args:
+        rank: among the ``plan.replicas`` that read different samples.
+        groups: cuts the stream into what all ranks read in a step.
+        seeded_samples: after so many, generators are seeded anew.
+    """
+
+    def __init__(self, plan: BatchPlan, rank: int, seed: int, groups: Groups, seeded_samples: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.seed = seed
+        self._groups_of, self._seeded_samples = groups, seeded_samples
+        self._pass: tuple[int, int] | None = None
+        self._groups: Iterator[list[Any]] = iter(())
+        self._group: list[Any] = []
+        self._step = -1  # of the pass, which the group is of
+        self._holder: Any = None  # dataset or iterator that tells its state
+        self._next_state_seconds = 0.0
+        self._skip: Resume | None = None
+        self._is_new = True  # the pass, of which nothing is read
+        self._digest: int | None = None
+
+    def cut(self, dataset: Any, place: Place) -> Cut:
+        """Return this rank's samples of a micro batch, and what training is to know of its step."""
+        with _without_worker_info():
+            if (place.turn, place.key) != self._pass:
+                self._start(dataset, place)
+            skipped = self._read_to(place.step - place.begin)
+            last = place.micro == self.plan.accumulation - 1
+            state = self._state() if last and self._group and self.rank == 0 else None
+        samples, slices = len(self._group), self.plan.replicas * self.plan.accumulation
+        index = place.micro * self.plan.replicas + self.rank
+        begin, end = samples * index // slices, samples * (index + 1) // slices
+        chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
+        digest, self._digest = self._digest, None
+        seed_generators(mix(self.seed, place.key, place.step, index))  # for a collation that draws
+        return Cut(place._replace(resume=None), chosen, samples, state, digest, skipped)
+
+    def _start(self, dataset: Any, place: Place) -> None:
+        self._pass = (place.turn, place.key)
+        self._is_new = True
+        seed_generators(mix(self.seed, place.key))
+        if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+            set_epoch(place.epoch)
+        samples, step = self._opened(dataset, place.resume)
+        self._skip = place.resume if place.resume and place.resume.step > step else None
+        self._step = step - 1
+        block = step * self.plan.global_batch // self._seeded_samples
+        self._groups = self._groups_of(_seeded(samples, self._seeded_samples, block, self.seed, place.key))
+
+    def _opened(self, dataset: Any, resume: Resume | None) -> tuple[Iterator[Any], int]:
+        """Return an iterator over the stream, and the step of the pass at which it begins."""
+        state = None if resume is None else unpacked(resume.state)
+        if state is not None and _is_stateful(dataset):
+            dataset.load_state_dict(state)
+        samples = iter(dataset)
+        self._holder = next((one for one in (dataset, samples) if _is_stateful(one)), None)
+        if resume is None or state is None or self._holder is None:
+            return samples, 0
+        if self._holder is samples:
+            self._holder.load_state_dict(state)
+        return samples, resume.state_step
+
+    def _read_to(self, step: int) -> tuple[int, float] | None:
+        """Read up to a step of the pass; return the samples and seconds that a resumed run has skipped to it."""
+        began = perf_counter()
+        first, skip, self._skip = self._step + 1, self._skip, None
+        while self._step < step:
+            self._group = next(self._groups, [])
+            self._step += 1
+            if self._is_new:
+                self._is_new, self._digest = False, _digest(self._group[:_COMPARED_SAMPLES])
+        if skip is None or not self._group:
+            return None
+        return (skip.step - first) * self.plan.global_batch, perf_counter() - began
+
+    def _state(self) -> Any:
+        now = perf_counter()
+        if self._holder is None or now < self._next_state_seconds:
+            return None
+        try:
+            return packed(self._holder.state_dict())
+        except TypeError as error:
+            self._holder = None
+            return Unkept(str(error))
+        finally:
+            seconds = perf_counter() - now
+            self._next_state_seconds = now + seconds / _STATE_SHARE
+
+
+def _seeded(samples: Iterator[Any], every_samples: int, block: int, seed: int, key: int) -> Iterator[Any]:
+    """Yield samples, with the generators seeded before each block of them."""
+    while True:
+        seed_generators(mix(seed, key, block))
+        for _ in range(every_samples):
+            try:
+                yield next(samples)
+            except StopIteration:
+                return
+        block += 1
+
+
+@contextmanager
+def _without_worker_info() -> Iterator[None]:
+    """Let a dataset that splits itself by workers yield its whole stream in this worker."""
+    if (worker := get_worker_info()) is None:
+        yield
+        return
+    patches.replace(_utils.worker, "_worker_info", None)
+    try:
+        yield
+    finally:
+        patches.replace(_utils.worker, "_worker_info", worker)
+
+
+def _is_stateful(holder: Any) -> bool:
+    """Return whether an object tells its state and goes on from it, at the very sample."""
+    is_able = all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
+    return is_able and not _loses_a_buffer(getattr(holder, "_ex_iterable", None))
+
+
+def _loses_a_buffer(part: Any) -> bool:
+    """Return whether a part of a Hugging Face dataset shuffles in a buffer, whose samples its state leaves out."""
+    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    known = type(part).__name__ == "BufferShuffledExamplesIterable"
+    return known or any(_loses_a_buffer(one) for one in inner if one is not None)
+
+
+def _digest(samples: Sequence[Any]) -> int:
+    """Return a checksum of samples, equal in every process; objects that are no data count by their type."""
+    digest = 0
+    for leaf in tree_leaves(samples):
+        digest = zlib.crc32(_content(leaf), digest)
+    return digest
+
+
+def _content(leaf: Any) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes()
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
+        return repr(leaf).encode()
+    return type(leaf).__name__.encode()
