@@ -6,7 +6,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import product
 from math import prod
 
@@ -101,6 +101,7 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
     counted = {name: (chunks[layout][0].copies.count, layout.bytes) for name, layout in tensors.items()}
     writers = owners({name: held for name, held in counted.items() if held[0] > 1})
     holders = {key: _holders(of_ranks) for key, of_ranks in chunks.items()}
+    bytes_of = cache(stored_bytes)
     planned, written, count = [0] * len(world), [0] * len(world), 0
     for rank in range(len(world)):
         for name, layout in tensors.items():
@@ -113,7 +114,7 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
             chosen = rank if len(alike) == 1 else min(alike, key=planned.__getitem__)
             shape = chunks[layout][alike[-1]].shape
             planned[chosen] += prod(shape) * layout.dtype.itemsize or 1
-            written[chosen] += stored_bytes(chunks[layout][chosen].shape, layout.dtype)
+            written[chosen] += bytes_of(chunks[layout][chosen].shape, layout.dtype)
             count += 1
     return Files(tuple(written), count, len(tensors))
 
@@ -125,7 +126,7 @@ def _chunks(layout: Layout, axes: Mapping[str, int], world: Iterable[Mapping[str
         return [_Chunk(Copies(len(ranks), rank), (0,) * len(layout.shape), layout.shape) for rank in range(len(ranks))]
     names, placements = zip(*layout.axes, strict=True)
     sizes = [axes[name] for name in names]
-    at = lru_cache(maxsize=None)(partial(_chunk, layout.shape, placements, tuple(sizes)))
+    at = cache(partial(_chunk, layout.shape, placements, tuple(sizes)))
     return [at(tuple(rank[name] for name in names)) for rank in ranks]
 
 
@@ -144,7 +145,6 @@ def _holders(chunks: Iterable[_Chunk]) -> dict[tuple[int, tuple[int, ...]], list
     return found
 
 
-@lru_cache(maxsize=None)
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return what a tensor takes in a file, by torch's own writer, which leaves its values out."""
     stream = _Counting()

@@ -1,4 +1,4 @@
-"""One rank of a world: its place in the mesh, what it keeps of each unit, its step, and what it stores."""
+"""One rank of a world: its place in the mesh, what it keeps of each unit, and what it stores."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ class Rank:
     data_rank: int
     axes: tuple[Axis, ...]
     units: tuple[Unit, ...]
-    step: Step
     stored: dict[str, Layout] | None
 
     @property
@@ -81,8 +80,11 @@ class Rank:
         return self.world.rank
 
 
-def rehearse(work: Work, strategy: Strategy, world: World) -> Rank:
-    """Return what a rank of a world is and does under a strategy.
+def rehearse(work: Work, strategy: Strategy, world: World) -> tuple[Rank, Step]:
+    """Return what a rank of a world is, and its step, under a strategy.
+
+    torch keeps shardings by their mesh, with the process groups of the rank that came first: a process is good for one
+    rank alone.
 
     Raises:
         NeedsValues, Refused: see `simulate`.
@@ -96,7 +98,7 @@ def rehearse(work: Work, strategy: Strategy, world: World) -> Rank:
         seen["stored"] = _stored(strategy)
 
     step = simulate(work, strategy, world, look)
-    return Rank(world=world, step=step, **seen)
+    return Rank(world=world, **seen), step
 
 
 def _axes(strategy: Strategy, world: World) -> Iterator[Axis]:
@@ -127,7 +129,8 @@ def _units(strategy: Strategy, model: nn.Module) -> Iterator[Unit]:
     counted: set[nn.Parameter] = set()
     found: list[Unit] = []
     for path, module in reversed(list(model.named_modules())):
-        if isinstance(module, FSDPModule) or module is model:
+        if module is model or isinstance(module, FSDPModule):
+            assert isinstance(module, nn.Module)
             own = [parameter for parameter in module.parameters() if parameter not in counted]
             counted.update(own)
             found.append(_unit(path, module, own))
@@ -170,4 +173,3 @@ def _stored(strategy: Strategy) -> dict[str, Layout] | None:
     }
     tensors, _ = split(state)
     return layouts(tensors, SHARD)
-

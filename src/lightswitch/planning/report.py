@@ -91,10 +91,11 @@ def gib(bytes: float) -> str:
 
 def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:
     """Return the whole plan as plain data: bytes, seconds, operations."""
-    return {"device": asdict(device), "strategies": [_data(one) for one in estimates], "refused": refused}
+    return {"device": asdict(device), "strategies": [of_estimate(one) for one in estimates], "refused": refused}
 
 
-def _data(one: Estimate) -> dict[str, Any]:
+def of_estimate(one: Estimate) -> dict[str, Any]:
+    """Return one estimate as plain data."""
     memory = one.memory
     return {
         "words": one.words,

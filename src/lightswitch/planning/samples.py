@@ -23,10 +23,14 @@ class Samples:
     Attributes:
         batch: returns so many samples, collated; the loader's own batch where it can't be cut.
         is_cut: whether it can be.
+        owner: of the loaders: the data module, set up, or the module.
+        loaders: of training, as Lightning is given them.
     """
 
     batch: Callable[[int], Any]
     is_cut: bool
+    owner: Any
+    loaders: Any
 
 
 def first_samples(model: LightningModule, data: LightningDataModule | None) -> Samples:
@@ -38,18 +42,17 @@ def first_samples(model: LightningModule, data: LightningDataModule | None) -> S
     owner = model if data is None else data
     if not is_overridden("train_dataloader", owner):
         raise Refused(
-            "mode=plan takes a batch of the training data, and there are none; type data=NAME, or "
+            "a plan takes a batch of the training data, and there are none; type data=NAME, or "
             "data._target_=CLASS of a LightningDataModule"
         )
     if data is not None:
         data.prepare_data()
         data.setup("fit")
-    loaders = owner.train_dataloader()
-    if isinstance(loaders, CombinedLoader):
-        loaders = loaders.iterables
+    given = owner.train_dataloader()
+    loaders = given.iterables if isinstance(given, CombinedLoader) else given
     cut: list[bool] = []
     tree_map(lambda loader: cut.append(_is_cut(loader)), loaders)
-    return Samples(lambda count: tree_map(lambda loader: _batch(loader, count), loaders), all(cut))
+    return Samples(lambda count: tree_map(lambda loader: _batch(loader, count), loaders), all(cut), owner, given)
 
 
 def _is_cut(loader: object) -> bool:

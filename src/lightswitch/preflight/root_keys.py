@@ -15,7 +15,7 @@ from lightswitch.preflight import targets
 
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 ON_NAN = ("stop", "skip", "ignore")
-MODES = ("fit", "validate", "test", "predict", "plan")
+MODES = ("fit", "validate", "test", "predict", "plan", "dry_run")
 _KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "run_id": (str, int),
