@@ -21,18 +21,19 @@ from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.collectives import exchanges
+from lightswitch.planning.device import GIB
 from lightswitch.planning.dry_run import DryRun, Rehearsed, as_data, page
 from lightswitch.planning.estimate import Estimate, Step, estimate
 from lightswitch.planning.files import Files, files
 from lightswitch.planning.rank import Rank, rehearse
 from lightswitch.planning.reads import check_evaluation, first_reads
+from lightswitch.planning.scaling import FILE
 from lightswitch.preflight import planned
 from lightswitch.process import forked
+from lightswitch.runs import results
 from lightswitch.runs.resume import shown
 
 log = logging.getLogger(__name__)
-
-FILE = "dry_run.json"
 
 
 def dry_run(cfg: DictConfig, run: RunContext) -> None:
@@ -43,9 +44,16 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     """
     found = _found(cfg, run)
     log.info("\n%s\n", page(found))
+    results.write(run.run_dir, _metrics(found.first.estimate))
     path = run.run_dir / FILE
     path.write_text(json.dumps(as_data(found), indent=1, default=str))
     log.info("dry run    %s", shown(path))
+
+
+def _metrics(estimate: Estimate) -> dict[str, float]:
+    """Return what a sweep can compare its jobs by: objective=seconds_per_step."""
+    seconds = estimate.time.least_seconds
+    return {"gib": estimate.memory.bytes / GIB} | ({} if seconds is None else {"seconds_per_step": seconds})
 
 
 def _found(cfg: DictConfig, run: RunContext) -> DryRun:

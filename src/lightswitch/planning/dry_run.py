@@ -119,7 +119,7 @@ def _units(dry_run: DryRun) -> list[str]:
         held = (size(one.rank_bytes) for one in of_ranks)
         alike[(kind, compact(unit.parameters), size(unit.bytes), *held)] += 1
     rows += [(f"{count} ×", *row) for row, count in alike.items()]
-    return _aligned(rows, left=2)
+    return report.aligned(rows, (1,))
 
 
 def _samples(dry_run: DryRun) -> list[str]:
@@ -149,7 +149,7 @@ def _collectives(dry_run: DryRun) -> list[str]:
         for exchange in one.sent:
             over = f"{len(exchange.ranks)} ranks: {span(exchange.ranks)}"
             rows.append((str(one.rank.number), f"{exchange.count} ×", exchange.name, size(exchange.bytes), over))
-    return _aligned(rows, left=3, texts=(2, 4)) if len(rows) > 1 else []
+    return report.aligned(rows, (1, 2, 4)) if len(rows) > 1 else []
 
 
 def _memory(dry_run: DryRun) -> list[str]:
@@ -163,7 +163,7 @@ def _memory(dry_run: DryRun) -> list[str]:
         total, *parts = sizes
         rows.append((str(one.rank.number), total, fits, *parts))
     usable = report.gib(dry_run.first.estimate.memory.usable_bytes)
-    return [*_aligned(rows, left=0), f"of {usable} GiB on {dry_run.device.name}"]
+    return [*report.aligned(rows), f"of {usable} GiB on {dry_run.device.name}"]
 
 
 def _checkpoint(dry_run: DryRun) -> list[str]:
@@ -182,19 +182,6 @@ def _checkpoint(dry_run: DryRun) -> list[str]:
     if len(files.bytes) > len(dry_run.ranks):
         lines.append(f"others             {min(files.bytes)} to {max(files.bytes)} bytes")
     return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int, texts: Sequence[int] = ()) -> list[str]:
-    """Return rows in columns: the first ``left``, and those in ``texts``, begin at one place; others end at one."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lefts = {*range(1, left), *texts}
-    return [
-        "  ".join(
-            cell.ljust(width) if index in lefts else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def span(ranks: Sequence[int]) -> str:

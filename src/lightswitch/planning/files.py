@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from math import prod
+from typing import IO, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
@@ -87,24 +88,24 @@ def _layout(tensor: torch.Tensor, unnamed: str) -> Layout:
 
 
 def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
-    """Return the files that the ranks of a mesh write, as torch.distributed.checkpoint shares them out.
+    """Return the files that the ranks of a mesh write, as they and torch.distributed.checkpoint share them out.
 
-    Of copies that ranks know of, one rank writes each; of those that only the index shows, the rank that has least to
-    write by then (torch, `dedup_save_plans`). A tensor that nobody splits, empty parts included, is written as a file
-    of its own inside of the rank's.
+    Of copies that ranks know of, one rank writes each (`shares.owners`); of those that only torch's index shows, the
+    rank that has least to write by then (torch, `dedup_save_plans`).
 
     Args:
         axes: sizes of the mesh by the names of its axes, in order.
     """
     world = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
     chunks = {layout: _chunks(layout, axes, world) for layout in set(tensors.values())}
-    counted = {name: (chunks[layout][0].copies.count, layout.bytes) for name, layout in tensors.items()}
-    writers = owners({name: held for name, held in counted.items() if held[0] > 1})
-    holders = {key: _holders(of_ranks) for key, of_ranks in chunks.items()}
-    bytes_of = cache(stored_bytes)
-    planned, written, count = [0] * len(world), [0] * len(world), 0
+    holders = {layout: _holders(of_ranks) for layout, of_ranks in chunks.items()}
+    counts = {name: chunks[layout][0].copies.count for name, layout in tensors.items()}
+    writers = owners({name: (count, tensors[name].bytes) for name, count in counts.items() if count > 1})
+    in_order, bytes_of = cache(partial(_staged, tensors)), cache(stored_bytes)
+    planned, written, parts = [0] * len(world), [0] * len(world), 0
     for rank in range(len(world)):
-        for name, layout in tensors.items():
+        for name in in_order(tuple((layout, of_ranks[rank].shape) for layout, of_ranks in chunks.items())):
+            layout = tensors[name]
             chunk = chunks[layout][rank]
             if chunk.copies.own != writers.get(name, 0):
                 continue
@@ -112,11 +113,17 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
             if rank != alike[0]:  # it was shared out when the first of them came
                 continue
             chosen = rank if len(alike) == 1 else min(alike, key=planned.__getitem__)
-            shape = chunks[layout][alike[-1]].shape
-            planned[chosen] += prod(shape) * layout.dtype.itemsize or 1
+            last = chunks[layout][alike[-1]].shape  # torch reckons with the last one's
+            planned[chosen] += prod(last) * layout.dtype.itemsize or 1
             written[chosen] += bytes_of(chunks[layout][chosen].shape, layout.dtype)
-            count += 1
-    return Files(tuple(written), count, len(tensors))
+            parts += 1
+    return Files(tuple(written), parts, len(tensors))
+
+
+def _staged(tensors: Mapping[str, Layout], shapes: Iterable[tuple[Layout, tuple[int, ...]]]) -> list[str]:
+    """Return the names in the order in which a rank copies them, the largest first, given its shapes."""
+    held = {layout: prod(shape) * layout.dtype.itemsize for layout, shape in shapes}
+    return sorted(tensors, key=lambda name: -held[tensors[name]])
 
 
 def _chunks(layout: Layout, axes: Mapping[str, int], world: Iterable[Mapping[str, int]]) -> list[_Chunk]:
@@ -149,7 +156,9 @@ def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return what a tensor takes in a file, by torch's own writer, which leaves its values out."""
     stream = _Counting()
     with skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), stream)  # its memory is not touched, and so not taken
+        torch.save(
+            torch.empty(shape, dtype=dtype), cast(IO[bytes], stream)
+        )  # its memory is not touched, and so not taken
     return stream.tell()
 
 

@@ -59,6 +59,18 @@ def _row(one: Estimate) -> tuple[str, ...]:
     )
 
 
+def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
+    """Return rows in columns, of which those in ``texts`` begin at one place, and the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in texts else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def name(one: Estimate) -> str:
     """Return what chooses a strategy, in few words."""
     short = one.words[0].partition("=")[2]

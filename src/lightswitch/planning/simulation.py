@@ -247,7 +247,7 @@ class _Batches:
 @contextmanager
 def _processes(strategy: Strategy, world: World) -> Iterator[None]:
     alone = isinstance(strategy, SingleDeviceStrategy)
-    own_rank = rank_zero_only.rank
+    own_rank = rank_zero_only.rank  # type: ignore[attr-defined]  # an attribute of a function
     try:
         with nullcontext() if alone else fake_group(world):
             yield
