@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -63,10 +64,9 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
     plan.check(request, candidate, batch)
     _check_evaluation(request, batch)
-    asked = OmegaConf.to_container(OmegaConf.create({"ranks": cfg.dry_run.rank}))
-    numbers = planned.ranks(asked["ranks"])  # type: ignore[index, call-overload]  # a dict of one key
+    asked: Any = OmegaConf.to_container(cfg.dry_run)
     grown = None if OmegaConf.is_missing(run.hydra.job, "num") else _grown(request, candidate)  # of a sweep's jobs
-    tasks = [partial(_rehearsed, request, candidate, batch, number, grown) for number in numbers]
+    tasks = [partial(_rehearsed, request, candidate, batch, number, grown) for number in planned.ranks(asked["rank"])]
     ranks = tuple(_with_reads(request, batch, one) for one in forked.call_each(tasks))
     return DryRun(
         f"{candidate.words[0]}, precision {cfg.trainer.get('precision')}",
@@ -114,8 +114,8 @@ def _rehearsed(
 
 
 def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> tuple[Rank, Step]:
-    strategy = instantiate(dict(candidate.node), _convert_="all")
     try:
+        strategy = instantiate(dict(candidate.node), _convert_="all")
         return rehearse(plan.work_of(request, batch), strategy, replace(request.world, rank=number))
     except NeedsValues as error:
         raise Refused(

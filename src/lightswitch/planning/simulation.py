@@ -171,6 +171,7 @@ def _prepared(
     patches.replace(model, "configure_model", lambda: None)  # it is done
     patches.replace(model, "log", lambda *_, **__: None)  # there is nothing to log
     patches.replace(precision, "convert_module", lambda module: module)  # it is done, and torch can't with fake tensors
+    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
     _let_be_alone(strategy)
     return model, trainer
 

@@ -53,8 +53,8 @@ def _of_dry_run(cfg: dict[str, Any]) -> Iterator[str]:
         if type(rank) is not int:
             yield f"dry_run.rank={rank}: found {type(rank).__name__}, expected a number, or a list of numbers"
         elif not 0 <= rank < world:
-            told = "one rank, 0" if world == 1 else f"{world} ranks, 0 to {world - 1}"
-            yield f"dry_run.rank={rank}: the world has {told}; use one of it"
+            found = "one rank, 0" if world == 1 else f"{world} ranks; use one from 0 to {world - 1}"
+            yield f"dry_run.rank={rank}: the world has {found}"
     if type(node["steps"]) is not int or node["steps"] < 1:
         yield f"dry_run.steps={node['steps']}: use a number from 1"
     least = node["weak_devices"]

@@ -16,7 +16,10 @@ from lightswitch.planning.tracking import Tracking
 
 
 class Witness(Tracking):
-    """Writes witness_<rank>.json: the collectives of step 1, the ledger's; all else as the run itself has it."""
+    """Writes witness_<rank>.json: the collectives of step 2, by the ledger; all else as the run itself has it.
+
+    Before that step, DistributedDataParallel still sorts its buckets.
+    """
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -29,7 +32,7 @@ class Witness(Tracking):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        sent = exchanges((one, 1) for micro in self.steps()[1].collectives for one in micro if one != _of_signals())
+        sent = exchanges((one, 1) for micro in self.steps()[2].collectives for one in micro if one != _of_signals())
         told = {"groups": _groups(trainer), "seen": self.seen, "collectives": [asdict(one) for one in sent]}
         (self.folder / f"witness_{trainer.global_rank}.json").write_text(json.dumps(told))
 
