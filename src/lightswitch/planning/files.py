@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -98,32 +98,39 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
     """
     world = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
     chunks = {layout: _chunks(layout, axes, world) for layout in set(tensors.values())}
-    holders = {layout: _holders(of_ranks) for layout, of_ranks in chunks.items()}
     counts = {name: chunks[layout][0].copies.count for name, layout in tensors.items()}
     writers = owners({name: (count, tensors[name].bytes) for name, count in counts.items() if count > 1})
-    in_order, bytes_of = cache(partial(_staged, tensors)), cache(stored_bytes)
+    kinds = list(chunks)  # by their numbers from here on: a million times, a layout's hash takes long
+    kind_of = {name: kinds.index(layout) for name, layout in tensors.items()}
+    alike = [_alike(chunks[layout]) for layout in kinds]
+    held = [[prod(chunk.shape) * layout.dtype.itemsize for chunk in chunks[layout]] for layout in kinds]
+    bytes_of, in_order = cache(stored_bytes), cache(partial(_staged, kind_of))
     planned, written, parts = [0] * len(world), [0] * len(world), 0
     for rank in range(len(world)):
-        for name in in_order(tuple((layout, of_ranks[rank].shape) for layout, of_ranks in chunks.items())):
-            layout = tensors[name]
-            chunk = chunks[layout][rank]
-            if chunk.copies.own != writers.get(name, 0):
+        own = [chunks[layout][rank].copies.own for layout in kinds]
+        for name in in_order(tuple(of_ranks[rank] for of_ranks in held)):
+            kind = kind_of[name]
+            holders = alike[kind][rank]
+            if own[kind] != writers.get(name, 0) or rank != holders[0]:  # it was shared out when the first of them came
                 continue
-            alike = holders[layout][chunk.copies.own, chunk.offset]
-            if rank != alike[0]:  # it was shared out when the first of them came
-                continue
-            chosen = rank if len(alike) == 1 else min(alike, key=planned.__getitem__)
-            last = chunks[layout][alike[-1]].shape  # torch reckons with the last one's
-            planned[chosen] += prod(last) * layout.dtype.itemsize or 1
-            written[chosen] += bytes_of(chunks[layout][chosen].shape, layout.dtype)
+            chosen = rank if len(holders) == 1 else min(holders, key=planned.__getitem__)
+            planned[chosen] += held[kind][holders[-1]] or 1  # torch reckons with the last one's
+            written[chosen] += bytes_of(chunks[kinds[kind]][chosen].shape, kinds[kind].dtype)
             parts += 1
     return Files(tuple(written), parts, len(tensors))
 
 
-def _staged(tensors: Mapping[str, Layout], shapes: Iterable[tuple[Layout, tuple[int, ...]]]) -> list[str]:
-    """Return the names in the order in which a rank copies them, the largest first, given its shapes."""
-    held = {layout: prod(shape) * layout.dtype.itemsize for layout, shape in shapes}
-    return sorted(tensors, key=lambda name: -held[tensors[name]])
+def _staged(kind_of: Mapping[str, int], held: Sequence[int]) -> list[str]:
+    """Return the names in the order in which a rank copies them, the largest first, given what it holds of a kind."""
+    return sorted(kind_of, key=lambda name: -held[kind_of[name]])
+
+
+def _alike(chunks: Sequence[_Chunk]) -> list[list[int]]:
+    """Return, for each rank, those that have the same part of the same copy."""
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for rank, chunk in enumerate(chunks):
+        found[chunk.copies.own, chunk.offset].append(rank)
+    return [found[chunk.copies.own, chunk.offset] for chunk in chunks]
 
 
 def _chunks(layout: Layout, axes: Mapping[str, int], world: Iterable[Mapping[str, int]]) -> list[_Chunk]:
@@ -142,14 +149,6 @@ def _chunk(
 ) -> _Chunk:
     local, offset = _compute_local_shape_and_global_offset(shape, sizes, list(coordinate), placements)
     return _Chunk(Copies.on_mesh(placements, sizes, coordinate), tuple(offset), tuple(local))
-
-
-def _holders(chunks: Iterable[_Chunk]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Return the ranks that have the same part of the same copy."""
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for rank, chunk in enumerate(chunks):
-        found[chunk.copies.own, chunk.offset].append(rank)
-    return found
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -12,15 +12,18 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.tensor import Replicate, Shard
 
-from lightswitch.errors import RefusedRequest
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.planning.dry_run import span
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.files import Layout, files, stored_bytes
 from lightswitch.planning.rank import Rank, rehearse
+from lightswitch.planning.reads import check_evaluation
 from lightswitch.planning.simulation import Work
 from lightswitch.process import forked
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.fsdp1 import FSDP1
+from tests.engine.data.text import Text
 from tests.engine.models.language import LanguageModel
 
 WORK = Work(
@@ -70,6 +73,11 @@ def test_files_hold_each_part_once() -> None:
     # of two replicas the first has the larger tensor, so the second writes the smaller
     assert found.bytes == (rows[0] + whole, rows[1], rows[2], one, one, none)
     assert (found.tensors, found.chunks) == (3, 1 + 3 + 3)
+
+
+def test_evaluation_that_not_every_rank_can_share_is_refused() -> None:
+    with pytest.raises(Refused, match="34 samples can't be shared by 64 devices"):
+        check_evaluation(Text().val_dataloader(), BatchPlan.derive(64, None, 64))
 
 
 def test_a_process_that_ends_is_told() -> None:
