@@ -170,13 +170,11 @@ def _checkpoint(dry_run: DryRun) -> list[str]:
     estimate, files = dry_run.first.estimate, dry_run.files
     if files is None:
         return [f"{size(estimate.checkpoint_bytes)} in all; which rank writes what is known once they all run"]
-    writing = sum(1 for bytes in files.bytes if bytes)
-    count = f"{writing} file{'s' if writing > 1 else ''}" + (
-        f" and {len(files.bytes) - writing} empty ones" if writing < len(files.bytes) else ""
-    )
+    seconds = sum(files.bytes) / (estimate.run.disk_gb_per_second * 1e9)
+    count = f"{len(files.bytes)} file{'s' if len(files.bytes) > 1 else ''}"
     lines = [
         f"{size(sum(files.bytes))} in {count}, {files.tensors} tensors in {files.chunks} parts, "
-        f"{estimate.save_seconds:.3g} s at {estimate.run.disk_gb_per_second:g} GB/s"
+        f"{seconds:.3g} s at {estimate.run.disk_gb_per_second:g} GB/s"
     ]
     lines += [f"{files.name(one.rank.number):<18} {files.bytes[one.rank.number]} bytes" for one in dry_run.ranks]
     if len(files.bytes) > len(dry_run.ranks):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_MEMORY = "GiB on a device"
 _NEAR = 4  # times what is drawn: then the device's memory is, too
 
 
@@ -71,15 +72,20 @@ def picture(lines: Sequence[Line]) -> figures.Picture:
 def _draw(lines: Sequence[Line], figure: Figure, theme: figures.Theme) -> None:
     panels: dict[str, Callable[[Point], float | None]] = {
         "seconds a step, at least": lambda point: point.seconds,
-        "GiB on a device": lambda point: point.bytes / GIB,
+        _MEMORY: lambda point: point.bytes / GIB,
         "GB that a device receives in a step": lambda point: point.received_bytes / 1e9,
     }
     shown = {title: of for title, of in panels.items() if any(of(point) for line in lines for point in line.points)}
     for axes, (title, of) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
         axes.set_title(title)
         _draw_lines(axes, theme, lines, of)
-        if "GiB" in title:
+        if of is panels[_MEMORY]:
+            axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
             _draw_limit(axes, theme, lines)
+        elif all(of(point) for line in lines for point in line.points):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4)
 
@@ -103,12 +109,6 @@ def _draw_lines(axes: Axes, theme: figures.Theme, lines: Sequence[Line], of: Cal
     axes.set_xticks(worlds, [str(world) for world in worlds])
     axes.minorticks_off()
     axes.set_xlabel("devices")
-    if all(of(point) for line in lines for point in line.points):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-    else:
-        axes.set_ylim(bottom=0)
 
 
 def _draw_limit(axes: Axes, theme: figures.Theme, lines: Sequence[Line]) -> None:
