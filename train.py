@@ -5,6 +5,7 @@ python train.py strategy=ddp trainer.devices=2           # the same run over two
 python train.py model=vit data=digits
 python train.py run_id=mine                              # started again, it goes on where it stood
 python train.py mode=plan trainer.devices=8 plan.device=h100  # what it would take
+python train.py mode=dry_run trainer.num_nodes=128 trainer.devices=8 dry_run.rank=517  # what its ranks would do
 python train.py mode=test ckpt_path=runs/gpt/mine/checkpoints/best.ckpt
 sbatch slurm/multinode.sh strategy=ddp
 """
@@ -26,12 +27,14 @@ def main(cfg: DictConfig, run: RunContext) -> None:
 
     from lightning.pytorch import seed_everything
 
-    from lightswitch.launch import build, plan, report, stages
+    from lightswitch.launch import build, dry_run, plan, report, stages
     from lightswitch.runs import resume
 
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     if cfg.mode == "plan":
         return plan.plan(cfg, run)
+    if cfg.mode == "dry_run":
+        return dry_run.dry_run(cfg, run)
     model, data, trainer = build.build(cfg, run, batch)
     start = resume.find(cfg, run)
     report.begin(cfg, run, trainer, batch, start)

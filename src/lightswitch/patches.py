@@ -244,6 +244,13 @@ PATCHES = (
         "loggers are given hyperparameters without secrets; the module keeps its own",
     ),
     Patch("lightning.pytorch.Trainer", "should_stop", "bool", "a plan's steps end before their epoch does"),
+    Patch(
+        "lightning.pytorch.utilities.rank_zero_only",
+        "rank",
+        "int",
+        "this process has its own rank again once it has simulated another's steps, whose strategy sets that",
+        for_process=True,
+    ),
     Patch("lightning.pytorch.strategies.Strategy", "model_to_device", "(self)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "teardown", "(self)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "broadcast", "(self, obj, src)", _FAKE),

@@ -45,7 +45,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "runs/test_record.py",
         "sweeps/test_sweeps.py",
     ),
-    *(f"planning/test_{name}.py" for name in ("plan", "simulation", "truth")),
+    *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth")),
 )
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (

@@ -84,7 +84,7 @@ class PortableCheckpoints(Strategy):
         """
         assert self.lightning_module is not None
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
-        tensors, plain = _split(checkpoint)
+        tensors, plain = split(checkpoint)
         state, left_out = safe(plain)
         self._tell_once(left_out)
         path, own = self._await_ranks(Path(filepath), tensors)
@@ -307,7 +307,7 @@ def _agree(ranks: Steps, path: Path, tensors: dict[str, Stored]) -> tuple[Path, 
     return Path(path_of_rank_0), share(tensors, ranks.rank, ranks.world_size) if are_alike else tensors
 
 
-def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
+def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Return the tensors of model and optimizers by name, and all else of a checkpoint in plain types."""
     weights = checkpoint.pop("state_dict")
     tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from lightswitch.checkpoints.piece import Piece, Stored
 
@@ -16,11 +15,20 @@ Tensors = Mapping[str, Stored]
 
 
 @dataclass(frozen=True)
-class _Copies:
+class Copies:
     """Ranks that hold the same values of a tensor: how many there are, and which of them this one is."""
 
     count: int
     own: int
+
+    @classmethod
+    def on_mesh(cls, placements: Iterable[Placement], sizes: Iterable[int], coordinate: Iterable[int]) -> Copies:
+        """Return the copies of a DTensor that the rank at a coordinate of its mesh has one of."""
+        count, own = 1, 0
+        for placement, size, position in zip(placements, sizes, coordinate, strict=False):
+            if placement.is_replicate():
+                count, own = count * size, own * size + position
+        return cls(count, own)
 
 
 def share(tensors: Tensors, rank: int, world_size: int) -> dict[str, Stored]:
@@ -30,14 +38,19 @@ def share(tensors: Tensors, rank: int, world_size: int) -> dict[str, Stored]:
     alike, without asking one another, as long as their `fingerprint` is the same.
     """
     copies = _copies(tensors, rank, world_size)
-    written_bytes: dict[int, list[int]] = defaultdict(list)  # by every rank so far, by the number of copies
-    owners: dict[str, int] = {}
-    for name in sorted(copies, key=lambda name: (-_whole_bytes(tensors[name]), name)):
-        loads = written_bytes[copies[name].count] or [0] * copies[name].count
-        owners[name] = loads.index(min(loads))
-        loads[owners[name]] += _whole_bytes(tensors[name])
-        written_bytes[copies[name].count] = loads
-    return {name: tensor for name, tensor in tensors.items() if name not in copies or owners[name] == copies[name].own}
+    writers = owners({name: (one.count, _whole_bytes(tensors[name])) for name, one in copies.items()})
+    return {name: tensor for name, tensor in tensors.items() if name not in copies or writers[name] == copies[name].own}
+
+
+def owners(held: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return which of a tensor's copies is written, by name, given how many there are and the bytes of the whole."""
+    written_bytes: dict[int, list[int]] = {}  # by every copy so far, by the number of copies
+    chosen: dict[str, int] = {}
+    for name, (count, whole_bytes) in sorted(held.items(), key=lambda item: (-item[1][1], item[0])):
+        loads = written_bytes.setdefault(count, [0] * count)
+        chosen[name] = loads.index(min(loads))
+        loads[chosen[name]] += whole_bytes
+    return chosen
 
 
 def fingerprint(tensors: Tensors, rank: int, world_size: int) -> str:
@@ -54,23 +67,19 @@ def local_bytes(tensor: Stored) -> int:
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
-def _copies(tensors: Tensors, rank: int, world_size: int) -> dict[str, _Copies]:
+def _copies(tensors: Tensors, rank: int, world_size: int) -> dict[str, Copies]:
     """Return the copies of each tensor that other ranks hold as well, by name."""
     found = {name: _copies_of(tensor, rank, world_size) for name, tensor in tensors.items()}
     return {name: copies for name, copies in found.items() if copies.count > 1}
 
 
-def _copies_of(tensor: Stored, rank: int, world_size: int) -> _Copies:
+def _copies_of(tensor: Stored, rank: int, world_size: int) -> Copies:
     if isinstance(tensor, Piece):
-        return _Copies(1, 0)
+        return Copies(1, 0)
     if not isinstance(tensor, DTensor):
-        return _Copies(world_size, rank)
-    count, own = 1, 0
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    for placement, size, position in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=False):
-        if placement.is_replicate():
-            count, own = count * size, own * size + position
-    return _Copies(count, own)
+        return Copies(world_size, rank)
+    mesh = tensor.device_mesh
+    return Copies.on_mesh(tensor.placements, mesh.shape, mesh.get_coordinate() or ())
 
 
 def _whole_bytes(tensor: Stored) -> int:

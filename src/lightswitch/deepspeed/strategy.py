@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -157,7 +158,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         _let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
         parameters = names.parameters(self.lightning_module)
-        self._unused = Unused(parameters, (self._timeout or default_pg_timeout).total_seconds())
+        key = self.broadcast(secrets.token_hex(8))
+        self._unused = Unused(parameters, (self._timeout or default_pg_timeout).total_seconds(), key)
         for parameter in parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's

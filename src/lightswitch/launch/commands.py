@@ -55,6 +55,39 @@ def planned(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
     return shlex.join([*_program(placement), *_overrides(without=("mode", "plan", "run_id", "device", *keys)), *words])
 
 
+_OF_THE_WORLD = ("mode", "plan", "dry_run", "device", "run_id", "hydra", "trainer.num_nodes", "trainer.devices")
+
+
+def overrides_of_run() -> list[str]:
+    """Return the command line's overrides without what chooses devices, which launchers do, or plans a run."""
+    return _overrides(without=_OF_THE_WORLD)
+
+
+def script_words() -> list[str]:
+    """Return the words that start one process, and no others."""
+    return ["python", sys.orig_argv[_script_index(sys.orig_argv)]]
+
+
+def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict[str, str]:
+    """Return the commands that start the run on so many nodes, by launcher; HEAD stands for the first node's name."""
+    (python, script), typed = script_words(), overrides_of_run()
+    counts = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices_per_node}"]
+    per_node = f"--nproc-per-node={devices_per_node}"
+    meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HEAD:29500", "--rdzv-id=mine"]
+    tasks = [f"--nodes={nodes}", f"--ntasks-per-node={devices_per_node}"]
+    gpus = [f"--gpus-per-node={devices_per_node}"] if uses_gpus else []
+    by_hand = ["run_id=mine", "cluster=manual", "cluster.node_rank=0", "cluster.main_address=HEAD"]
+    world = f"WORLD_SIZE={nodes * devices_per_node} LOCAL_WORLD_SIZE={devices_per_node} RANK=0"
+    alone = nodes == 1
+    return {
+        "python": shlex.join([python, script, *typed, *(counts[1:] if alone else [*counts, *by_hand])]),
+        "torchrun": shlex.join(["torchrun", *(["--standalone"] if alone else meet), per_node, script, *typed]),
+        "srun": shlex.join(["srun", *tasks, *gpus, python, script, *typed]),
+        "env": f"MASTER_ADDR=HEAD MASTER_PORT=29500 {world} "
+        + shlex.join([python, script, *typed, "run_id=mine", "cluster=env"]),
+    }
+
+
 def _holds(limit: int | None, reached: int) -> bool:
     return limit is not None and 0 < limit <= reached
 

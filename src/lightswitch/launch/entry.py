@@ -97,7 +97,7 @@ class Entry:
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
         composition.patch_composition()
-        multirun.patch_multirun(self.process, _compared)
+        multirun.patch_multirun(self.process, _of_jobs)
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
@@ -140,10 +140,16 @@ class Entry:
         return None
 
 
-def _compared(sweep: Path) -> Iterator[str]:
-    from lightswitch.compare import files  # here: a single run need not import it
+def _of_jobs(cfg: DictConfig, sweep: Path) -> Iterator[str]:
+    """Yield what is told of a sweep's jobs beside one another; a single run need not import what tells it."""
+    if cfg.get("mode") == "dry_run":
+        from lightswitch.planning import scaling
 
-    return files.of_sweep(sweep)
+        yield from scaling.of_sweep(sweep)
+    elif cfg.get("compare"):
+        from lightswitch.compare import files
+
+        yield from files.of_sweep(sweep)
 
 
 def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:

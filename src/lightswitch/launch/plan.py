@@ -55,7 +55,7 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     Raises:
         Refused: there is nothing to plan with, or no strategy can take the run.
     """
-    request = _request(cfg)
+    request = requested(cfg)
     estimates: list[Estimate] = []
     refused: dict[str, str] = {}
     among = _candidates(request, run)
@@ -98,7 +98,7 @@ def _tell(
 def _tell_states(request: Request, operator: str) -> None:
     """Say what is known of a model whose step asks for values: what it keeps from one step to the next."""
     cfg = request.cfg
-    work = without_step(_work(request, BatchPlan(1, 1, 1, 1)))
+    work = without_step(work_of(request, BatchPlan(1, 1, 1, 1)))
     held = simulate(work, Single(), World(1, 1)).growth.steps[0].peak().by_kind
     parts = ", ".join(f"{kind} {report.gib(held.get(kind, 0))}" for kind in ("parameters", "gradients", "optimizer"))
     log.warning(
@@ -108,7 +108,12 @@ def _tell_states(request: Request, operator: str) -> None:
     log.info("states     %s GiB: whole on each device under ddp, over all of them under fsdp", parts)
 
 
-def _request(cfg: DictConfig) -> Request:
+def requested(cfg: DictConfig) -> Request:
+    """Return what a config asks for, with the start of its training data.
+
+    Raises:
+        Refused: there are none, or they can't be read.
+    """
     device: Device = instantiate(cfg.plan.device, _convert_="all").with_memory(cfg.plan.memory_gib)
     refusals: list[Refused] = []
     data: LightningDataModule | None = build.instantiated(cfg, "data", refusals)
@@ -141,15 +146,15 @@ def _fitted(request: Request, candidate: Candidate) -> Estimate:
 
     The latter follows from the former's simulation; `_confirmed` makes one of its own.
     """
-    cfg, batch = request.cfg, _batch(request, candidate, request.cfg.micro_batch_size)
-    _check(request, candidate, batch)
+    cfg, batch = request.cfg, batch_of(request, candidate, request.cfg.micro_batch_size)
+    check(request, candidate, batch)
     step = _step(request, candidate, batch)
     found = _estimate(request, candidate, step, batch)
     if found.memory.fits or cfg.micro_batch_size is not None or not found.largest_micro_batch:
         return found
     step = replace(step, growth=step.growth.accumulating())
     for micro in _smaller(batch):
-        found = _estimate(request, candidate, step, _batch(request, candidate, micro))
+        found = _estimate(request, candidate, step, batch_of(request, candidate, micro))
         if found.memory.fits:
             break
     return found
@@ -160,10 +165,10 @@ def _confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) ->
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
     candidate, largest = next(one for one in among if one.words == found.words), found.largest_micro_batch
-    batch = _batch(request, candidate, found.run.micro_batch)
+    batch = batch_of(request, candidate, found.run.micro_batch)
     alone = replace(request, samples=replace(request.samples, is_cut=False), simulated={})  # how it grows is known
     for micro in (batch.micro_batch, *_smaller(batch)):
-        smaller = _batch(request, candidate, micro)
+        smaller = batch_of(request, candidate, micro)
         found = _estimate(request, candidate, _step(alone, candidate, smaller), smaller)
         found = replace(found, largest_micro_batch=largest)
         if found.memory.fits:
@@ -171,7 +176,12 @@ def _confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) ->
     return found
 
 
-def _batch(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
+def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
+    """Return how the global batch is cut under a strategy.
+
+    Raises:
+        BatchError: it does not divide.
+    """
     replicas = max(1, request.world.size // int(candidate.node.get("tensor_parallel_size", 1)))
     return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
 
@@ -182,7 +192,12 @@ def _smaller(batch: BatchPlan) -> list[int]:
     return [size for size in range(batch.micro_batch - 1, 0, -1) if share % size == 0]
 
 
-def _check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
+def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
+    """Check what a strategy refuses before a start.
+
+    Raises:
+        RefusedRequest: with each of its reasons.
+    """
     model: Any = OmegaConf.to_container(request.cfg.model, resolve=True)
     kind, world = request.device.kind, request.world
     asked = strategies.Request(
@@ -194,10 +209,11 @@ def _check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
 
 
 def _estimate(request: Request, candidate: Candidate, step: Step, batch: BatchPlan) -> Estimate:
-    return estimate(candidate.words, step, _run(request, batch), request.device, candidate.offloads)
+    return estimate(candidate.words, step, run_of(request, batch), request.device, candidate.offloads)
 
 
-def _run(request: Request, batch: BatchPlan) -> Run:
+def run_of(request: Request, batch: BatchPlan) -> Run:
+    """Return the request as an estimate takes it."""
     cfg, world = request.cfg, request.world
     steps = cfg.trainer.get("max_steps")
     return Run(
@@ -216,7 +232,7 @@ def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
         return request.simulated[key]
     strategy = instantiate(dict(candidate.node), _convert_="all")
     try:
-        request.simulated[key] = simulate(_work(request, batch), strategy, request.world)
+        request.simulated[key] = simulate(work_of(request, batch), strategy, request.world)
         return request.simulated[key]
     except (Refused, NeedsValues):
         raise
@@ -224,7 +240,8 @@ def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
         raise RefusedRequest([f"a step of the model fails: {one_line(error)}"], full_traceback(error)) from error
 
 
-def _work(request: Request, batch: BatchPlan) -> Work:
+def work_of(request: Request, batch: BatchPlan) -> Work:
+    """Return what is simulated: of a step that accumulates, two micro batches."""
     clip = {key: value for key, value in request.trainer.items() if key.startswith("gradient_clip")}
     return Work(
         lambda: _model(request.cfg),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -85,3 +86,33 @@ def traffic(collectives: Iterable[Collective], devices_per_node: int) -> Traffic
         between += times * groups * one.bytes * (nodes - 1) / max(1, nodes)
         within += times * one.bytes * (local - 1) / local if local > 1 else 0
     return Traffic(within, between)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank sends in a step by one kind of collective, within one group.
+
+    Attributes:
+        count: of collectives in a step.
+        bytes: of their whole tensors; see `Collective`.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    count: int
+    bytes: int
+
+
+def exchanges(step: Iterable[tuple[Collective, int]]) -> tuple[Exchange, ...]:
+    """Return collectives by name and group, given each with how often it comes in a step; those that send most first.
+
+    Those of a group of one send nothing, and are left out.
+    """
+    count: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    sent: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for one, times in step:
+        if len(one.ranks) > 1:
+            count[one.name, one.ranks] += times
+            sent[one.name, one.ranks] += times * one.bytes
+    found = [Exchange(*key, count[key], sent[key]) for key in count if count[key]]
+    return tuple(sorted(found, key=lambda one: -one.bytes))

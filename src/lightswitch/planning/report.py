@@ -59,6 +59,18 @@ def _row(one: Estimate) -> tuple[str, ...]:
     )
 
 
+def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
+    """Return rows in columns, of which those in ``texts`` begin at one place, and the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in texts else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def name(one: Estimate) -> str:
     """Return what chooses a strategy, in few words."""
     short = one.words[0].partition("=")[2]
@@ -91,10 +103,11 @@ def gib(bytes: float) -> str:
 
 def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:
     """Return the whole plan as plain data: bytes, seconds, operations."""
-    return {"device": asdict(device), "strategies": [_data(one) for one in estimates], "refused": refused}
+    return {"device": asdict(device), "strategies": [of_estimate(one) for one in estimates], "refused": refused}
 
 
-def _data(one: Estimate) -> dict[str, Any]:
+def of_estimate(one: Estimate) -> dict[str, Any]:
+    """Return one estimate as plain data."""
     memory = one.memory
     return {
         "words": one.words,

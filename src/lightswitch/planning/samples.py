@@ -23,10 +23,14 @@ class Samples:
     Attributes:
         batch: returns so many samples, collated; the loader's own batch where it can't be cut.
         is_cut: whether it can be.
+        owner: of the loaders: the data module, set up, or the module.
+        loaders: of training, as Lightning is given them.
     """
 
     batch: Callable[[int], Any]
     is_cut: bool
+    owner: Any
+    loaders: Any
 
 
 def first_samples(model: LightningModule, data: LightningDataModule | None, shares_streams: bool = True) -> Samples:
@@ -41,19 +45,22 @@ def first_samples(model: LightningModule, data: LightningDataModule | None, shar
     owner = model if data is None else data
     if not is_overridden("train_dataloader", owner):
         raise Refused(
-            "mode=plan takes a batch of the training data, and there are none; type data=NAME, or "
+            "a plan takes a batch of the training data, and there are none; type data=NAME, or "
             "data._target_=CLASS of a LightningDataModule"
         )
     if data is not None:
         data.prepare_data()
         data.setup("fit")
-    loaders = owner.train_dataloader()
-    if isinstance(loaders, CombinedLoader):
-        loaders = loaders.iterables
+    given = owner.train_dataloader()
+    loaders = given.iterables if isinstance(given, CombinedLoader) else given
     cut: list[bool] = []
     own = {id(loader): None if shares_streams else _own_batch(loader) for loader in tree_leaves(loaders)}
     tree_map(lambda loader: cut.append(_is_cut(loader) and own[id(loader)] is None), loaders)
-    return Samples(lambda count: tree_map(lambda loader: _batch(loader, own[id(loader)] or count), loaders), all(cut))
+
+    def batch(count: int) -> Any:
+        return tree_map(lambda loader: _batch(loader, own[id(loader)] or count), loaders)
+
+    return Samples(batch, all(cut), owner, given)
 
 
 def _is_cut(loader: object) -> bool:

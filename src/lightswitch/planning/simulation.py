@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -64,11 +65,16 @@ class Work:
     options: Mapping[str, Any]
 
 
-def simulate(work: Work, strategy: Strategy, world: World) -> Step:
+def simulate(
+    work: Work, strategy: Strategy, world: World, look: Callable[[Trainer], None] = lambda trainer: None
+) -> Step:
     """Return what a rank of a world does in a step under a strategy.
 
     Of the steps that are made, the first makes the optimizer's state, and the last two are told: one at the micro batch
     that is asked for, and one at twice the samples, unless the batch can't be cut.
+
+    Args:
+        look: called after the steps, while the rank and its process groups are there.
 
     Raises:
         NeedsValues: the module asks a tensor for its values.
@@ -89,6 +95,7 @@ def simulate(work: Work, strategy: Strategy, world: World) -> Step:
         told = _told(work)
         steps = tracking.steps()[-len(told) :]
         step, larger = steps[0], steps[-1]
+        look(trainer)
     return Step(
         growth=Growth((told[0], told[-1]), (step.timeline, larger.timeline)),
         samples=work.samples,
@@ -164,6 +171,7 @@ def _prepared(
     patches.replace(model, "configure_model", lambda: None)  # it is done
     patches.replace(model, "log", lambda *_, **__: None)  # there is nothing to log
     patches.replace(precision, "convert_module", lambda module: module)  # it is done, and torch can't with fake tensors
+    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
     _let_be_alone(strategy)
     return model, trainer
 
@@ -240,8 +248,12 @@ class _Batches:
 @contextmanager
 def _processes(strategy: Strategy, world: World) -> Iterator[None]:
     alone = isinstance(strategy, SingleDeviceStrategy)
-    with nullcontext() if alone else fake_group(world):
-        yield
+    own_rank = rank_zero_only.rank  # type: ignore[attr-defined]  # an attribute of a function
+    try:
+        with nullcontext() if alone else fake_group(world):
+            yield
+    finally:
+        patches.replace(rank_zero_only, "rank", own_rank)  # strategies set it to the rank that is simulated
 
 
 @contextmanager

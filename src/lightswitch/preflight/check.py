@@ -49,7 +49,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         targets.problems(plain, typed_nodes),
     )
     _raise(devices.wrong_counts(plain["trainer"]))
-    if is_planned := plain["mode"] == "plan":
+    if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement))
         plain = planned.on_its_device(plain)
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
@@ -157,7 +157,7 @@ def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
             "every checkpoint callback was removed, and Lightning would add one of its own; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"
         )
-    if cfg["mode"] not in ("fit", "plan") and not cfg["ckpt_path"]:
+    if cfg["mode"] not in ("fit", *planned.MODES) and not cfg["ckpt_path"]:
         yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
 
 

@@ -6,28 +6,65 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightswitch.cluster.placement import Placement
+from lightswitch.preflight import devices
 
-_KEYS = ("device", "memory_gib", "disk_gb_per_second", "tokens_per_sample")
+MODES = ("plan", "dry_run")
+_KEYS = {
+    "plan": ("device", "memory_gib", "disk_gb_per_second", "tokens_per_sample"),
+    "dry_run": ("rank", "steps", "weak_devices"),
+}
 
 
 def problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield why no plan can be made, a line each."""
+    """Yield why a run can't be planned, a line each."""
+    mode = cfg["mode"]
     if place.is_external:
         yield (
-            f"mode=plan is made by one process, and {place.launcher} started this one beside others; "
-            "type python train.py mode=plan trainer.num_nodes=N trainer.devices=N"
+            f"mode={mode} is made by one process, and {place.launcher} started this one beside others; "
+            f"type python train.py mode={mode} trainer.num_nodes=N trainer.devices=N"
         )
-    node = cfg.get("plan")
-    if not isinstance(node, dict):
-        yield "plan: the config has no such key, and mode=plan reads it; add it to config.yaml"
+    missing = [line for name in MODES[: MODES.index(mode) + 1] for line in _missing(cfg, name)]
+    yield from missing
+    if missing:
         return
-    for key in _KEYS:
-        if key not in node:
-            yield f"plan.{key}: the config has no such key, and mode=plan reads it; add it to config.yaml"
     for key in ("memory_gib", "disk_gb_per_second"):
-        value = node.get(key)
+        value = cfg["plan"][key]
         if value is not None and (type(value) not in (int, float) or value <= 0):
             yield f"plan.{key}={value}: use a number greater than 0"
+    if mode == "dry_run":
+        yield from _of_dry_run(cfg)
+
+
+def _missing(cfg: dict[str, Any], name: str) -> Iterator[str]:
+    """Yield the keys of a node that the mode reads and the config lacks."""
+    node = cfg.get(name)
+    if not isinstance(node, dict):
+        yield f"{name}: the config has no such key, and mode={cfg['mode']} reads it; add it to config.yaml"
+        return
+    for key in _KEYS[name]:
+        if key not in node:
+            yield f"{name}.{key}: the config has no such key, and mode={cfg['mode']} reads it; add it to config.yaml"
+
+
+def _of_dry_run(cfg: dict[str, Any]) -> Iterator[str]:
+    node = cfg["dry_run"]
+    world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
+    for rank in ranks(node["rank"]):
+        if type(rank) is not int:
+            yield f"dry_run.rank={rank}: found {type(rank).__name__}, expected a number, or a list of numbers"
+        elif not 0 <= rank < world:
+            found = "one rank, 0" if world == 1 else f"{world} ranks; use one from 0 to {world - 1}"
+            yield f"dry_run.rank={rank}: the world has {found}"
+    if type(node["steps"]) is not int or node["steps"] < 1:
+        yield f"dry_run.steps={node['steps']}: use a number from 1"
+    least = node["weak_devices"]
+    if least is not None and (type(least) is not int or least < 1):
+        yield f"dry_run.weak_devices={least}: use a number from 1, or null for the devices of a node"
+
+
+def ranks(asked: Any) -> list[Any]:
+    """Return rank 0 and those that are asked for, once each: a number, a list, or None."""
+    return list(dict.fromkeys([0, *(asked if isinstance(asked, list) else [] if asked is None else [asked])]))
 
 
 def on_its_device(cfg: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ corrected."""
 from __future__ import annotations
 
 import logging
+import secrets
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -208,7 +209,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     def _watched(self, root: FullyShardedDataParallel) -> Unused:
         """Return a record of the parameters without gradient, which have hooks on the parts of flat parameters."""
         assert self._timeout is not None
-        unused = Unused(names.parameters(root.module), self._timeout.total_seconds())
+        key = self.broadcast(secrets.token_hex(8))
+        unused = Unused(names.parameters(root.module), self._timeout.total_seconds(), key)
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             if unit._handle is not None:
                 hook = partial(_mark_used, unused, unit._handle.flat_param)

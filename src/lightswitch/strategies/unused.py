@@ -7,7 +7,6 @@ the steps before, and by weight decay.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -20,25 +19,22 @@ from torch.distributed.distributed_c10d import _get_default_store
 class Unused:
     """Record of the parameters that took no part in the loss of a step, on any rank.
 
-    Collective: made by all ranks at once.
-
     Args:
         parameters: by name. What is frozen now is left out, also if it is trained later.
         timeout_seconds: to wait for a rank, whose backward pass may take longer.
+        key: the same on all ranks, and another for each fit, which must not read this one's keys in the store.
 
     Attributes:
         world_size: ranks that contribute.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float) -> None:
-        named = [secrets.token_hex(8)]  # a prefix of its own: a later fit must not read this one's keys
-        dist.broadcast_object_list(named, src=0)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float, key: str) -> None:
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._used: set[Tensor] = set()
         self._step = 0
         self._timeout = timedelta(seconds=timeout_seconds)
         self.world_size = dist.get_world_size()
-        self._store = PrefixStore(f"unused/{named[0]}", _get_default_store())
+        self._store = PrefixStore(f"unused/{key}", _get_default_store())
 
     def mark_used(self, parameter: Tensor) -> None:
         """Note a parameter that has a gradient: a hook of its gradient."""

@@ -23,10 +23,10 @@ from lightswitch.runs import claim
 from lightswitch.sweeps import record, table
 
 
-def patch_multirun(process: Process, compared: Callable[[Path], Iterable[str]]) -> None:
+def patch_multirun(process: Process, of_jobs: Callable[[DictConfig, Path], Iterable[str]]) -> None:
     """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 if a job failed.
 
-    With compare=true, they also print what `compared` yields of a sweep's directory.
+    After the table they print what `of_jobs` yields of the sweep's config and directory.
 
     Hydra has a hook for the end of a sweep, but not for one that ends early.
     """
@@ -66,9 +66,8 @@ def patch_multirun(process: Process, compared: Callable[[Path], Iterable[str]]) 
             claim.remove_if_empty(folder)
             jobs = record.read_all(folder)
             print(table.of(jobs, str(cfg.objective)), end="", flush=True)
-        if jobs and cfg.get("compare"):
-            for told in compared(folder):
-                print(f"\n{told}" if told.endswith("\n") else told, flush=True)
+        for told in of_jobs(cfg, folder) if jobs else ():
+            print(f"\n{told}" if told.endswith("\n") else told, flush=True)
         if any(job.has_failed for job in jobs):
             raise SystemExit(ExitCode.FAILED)
 

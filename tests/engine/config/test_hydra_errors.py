@@ -90,7 +90,7 @@ MISTAKES = {
     "watch.lost_after_seconds=0": "watch.lost_after_seconds=0: it is a time in seconds, above 0",
     "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",
     "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
-    "mode=train": "mode=train: use one of fit, validate, test, predict, plan",
+    "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run",
     "lr_scaling.rule=cubic": "lr_scaling.rule is 'cubic'; use one of: none, linear, sqrt",
     "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: it counts samples, so it is at least 1",
     "trainer.num_nodes=0": "trainer.num_nodes=0: use a number from 1",
@@ -149,7 +149,7 @@ def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict
 def test_mistakes_are_told_all_at_once(answered: dict[str, Answer]) -> None:
     assert answered["several"].err.splitlines() == [
         "error: seed=x: found str, expected int",
-        "error: mode=train: use one of fit, validate, test, predict, plan",
+        "error: mode=train: use one of fit, validate, test, predict, plan, dry_run",
         "error: trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
         "error: model.wdth: PlainModel takes no wdth. Did you mean width?",
     ]

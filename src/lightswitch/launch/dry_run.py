@@ -1,0 +1,164 @@
+"""A dry run: what the ranks of a run would do, told by this process, which starts none."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.context import RunContext
+from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
+from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.launch import commands, job_script, plan
+from lightswitch.launch.plan import Request
+from lightswitch.planning import candidates
+from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.collectives import exchanges
+from lightswitch.planning.device import GIB
+from lightswitch.planning.dry_run import DryRun, Rehearsed, as_data, page
+from lightswitch.planning.estimate import Estimate, Step, estimate
+from lightswitch.planning.files import Files, files
+from lightswitch.planning.rank import Rank, rehearse
+from lightswitch.planning.reads import check_evaluation, first_reads
+from lightswitch.planning.scaling import FILE
+from lightswitch.preflight import planned
+from lightswitch.process import forked
+from lightswitch.runs import results
+from lightswitch.runs.resume import shown
+
+log = logging.getLogger(__name__)
+
+
+def dry_run(cfg: DictConfig, run: RunContext) -> None:
+    """Log what ranks would do, and write it as dry_run.json.
+
+    Raises:
+        Refused: a start of the run would be refused, or its strategy can't be simulated.
+    """
+    found = _found(cfg, run)
+    log.info("\n%s\n", page(found))
+    results.write(run.run_dir, _metrics(found.first.estimate))
+    path = run.run_dir / FILE
+    path.write_text(json.dumps(as_data(found), indent=1, default=str))
+    log.info("dry run    %s", shown(path))
+
+
+def _metrics(estimate: Estimate) -> dict[str, float]:
+    """Return what a sweep can compare its jobs by: objective=seconds_per_step."""
+    seconds = estimate.time.least_seconds
+    return {"gib": estimate.memory.bytes / GIB} | ({} if seconds is None else {"seconds_per_step": seconds})
+
+
+def _found(cfg: DictConfig, run: RunContext) -> DryRun:
+    request = plan.requested(cfg)
+    request = replace(request, samples=replace(request.samples, is_cut=False))  # one micro batch is told
+    candidate = _candidate(request, run)
+    batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
+    plan.check(request, candidate, batch)
+    _check_evaluation(request, batch)
+    asked: Any = OmegaConf.to_container(cfg.dry_run)
+    grown = None if OmegaConf.is_missing(run.hydra.job, "num") else _grown(request, candidate)  # of a sweep's jobs
+    tasks = [partial(_rehearsed, request, candidate, batch, number, grown) for number in planned.ranks(asked["rank"])]
+    ranks = tuple(_with_reads(request, batch, one) for one in forked.call_each(tasks))
+    return DryRun(
+        f"{candidate.words[0]}, precision {cfg.trainer.get('precision')}",
+        request.device,
+        batch,
+        ranks,
+        _files(ranks[0].rank),
+        _script(request),
+        commands.of_each_launcher(request.world.nodes, request.world.devices_per_node, request.device.kind == "cuda"),
+    )
+
+
+def _candidate(request: Request, run: RunContext) -> Candidate:
+    choice = str(run.hydra.runtime.choices.get("strategy"))
+    (candidate,) = candidates.chosen(choice, request.trainer["strategy"])
+    if not candidate.is_simulated:
+        same = "fsdp" if candidate.node.get("stage") == 3 else "fsdp_grad_op"
+        raise Refused(
+            f"strategy={choice}: DeepSpeed's engine asks tensors for their values, and a dry run has none; "
+            f"use strategy={same}, which shards the same, or mode=plan"
+        )
+    return candidate
+
+
+def _check_evaluation(request: Request, batch: BatchPlan) -> None:
+    owner = request.samples.owner
+    if is_overridden("val_dataloader", owner) and request.trainer.get("limit_val_batches") != 0:
+        check_evaluation(owner.val_dataloader(), batch)
+
+
+def _rehearsed(
+    request: Request, candidate: Candidate, batch: BatchPlan, number: int, grown: BatchPlan | None
+) -> Rehearsed:
+    """Return what a rank does, and what it would take with a batch that has grown with the world."""
+    rank, step = _rank_and_step(request, candidate, batch, number)
+    own, before_last = _estimate(request, candidate, batch, step), batch.accumulation - 1
+    micro = ((collective, before_last) for collective in step.micro_collectives)
+    sent = exchanges([*micro, *((collective, 1) for collective in step.last_collectives)])
+    weak = None
+    if grown is not None and number == 0:
+        if grown.micro_batch != batch.micro_batch or (grown.accumulation > 1) != (batch.accumulation > 1):
+            _, step = _rank_and_step(request, candidate, grown, number)
+        weak = _estimate(request, candidate, grown, step)
+    return Rehearsed(rank, own, sent, weak=weak)
+
+
+def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> tuple[Rank, Step]:
+    try:
+        strategy = instantiate(dict(candidate.node), _convert_="all")
+        return rehearse(plan.work_of(request, batch), strategy, replace(request.world, rank=number))
+    except NeedsValues as error:
+        raise Refused(
+            f"the step of {request.cfg.model._target_} asks a tensor for its values ({error}), and a dry run has none; "
+            "use mode=plan, which tells what is known without them"
+        ) from error
+    except Refused:
+        raise
+    except Exception as error:
+        raise RefusedRequest([f"a step of the model fails: {one_line(error)}"], full_traceback(error)) from error
+
+
+def _estimate(request: Request, candidate: Candidate, batch: BatchPlan, step: Step) -> Estimate:
+    return estimate(candidate.words, step, plan.run_of(request, batch), request.device, candidate.offloads)
+
+
+def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed:
+    cfg = request.cfg
+    reads = first_reads(request.samples.loaders, batch, one.rank.data_rank, cfg.seed, cfg.dry_run.steps)
+    return replace(one, reads=reads)
+
+
+def _grown(request: Request, candidate: Candidate) -> BatchPlan | None:
+    """Return the batch of weak scaling, in which a device takes what it takes in the least world; None if there is no
+    such batch."""
+    cfg, world = request.cfg, request.world
+    least = cfg.dry_run.weak_devices or world.devices_per_node
+    if world.size % least:
+        return None
+    grown = cfg.copy()
+    grown.global_batch_size = cfg.global_batch_size * world.size // least
+    try:
+        return plan.batch_of(replace(request, cfg=grown), candidate, cfg.micro_batch_size)
+    except BatchError:
+        return None
+
+
+def _files(rank: Rank) -> Files | None:
+    axes = {axis.name: axis.size for axis in rank.axes}
+    return None if rank.stored is None else files(rank.stored, axes)
+
+
+def _script(request: Request) -> dict[str, str]:
+    program = commands.script_words()
+    folder = Path(program[1]).absolute().parent
+    return job_script.told(folder, request.world, request.device.kind, program, commands.overrides_of_run())

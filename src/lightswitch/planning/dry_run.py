@@ -1,0 +1,244 @@
+"""A dry run as text and as data: what ranks of a world would do, without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.errors import listed
+from lightswitch.monitoring.quantities import compact
+from lightswitch.planning import report
+from lightswitch.planning.collectives import Exchange
+from lightswitch.planning.device import Device
+from lightswitch.planning.estimate import Estimate
+from lightswitch.planning.files import Files
+from lightswitch.planning.rank import Rank
+from lightswitch.planning.reads import Reads
+from lightswitch.planning.timeline import Kind
+
+_SHOWN_SAMPLES = 8
+_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One rank, what it takes, and what it reads.
+
+    Attributes:
+        sent: in a step.
+        reads: of each training loader.
+        weak: the estimate where the global batch grows with the world; None where nobody asked, or it does not divide.
+    """
+
+    rank: Rank
+    estimate: Estimate
+    sent: tuple[Exchange, ...]
+    reads: tuple[Reads, ...] = ()
+    weak: Estimate | None = None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is told of a run.
+
+    Attributes:
+        strategy: its name, with precision.
+        ranks: those that were asked for.
+        files: of a checkpoint; None where they don't follow from one rank.
+        script: the job script by its parts, and what they would be; empty where there is none.
+        commands: that start the run, by launcher.
+    """
+
+    strategy: str
+    device: Device
+    batch: BatchPlan
+    ranks: tuple[Rehearsed, ...]
+    files: Files | None
+    script: Mapping[str, str]
+    commands: Mapping[str, str]
+
+    @property
+    def first(self) -> Rehearsed:
+        """Rank 0."""
+        return self.ranks[0]
+
+
+def page(dry_run: DryRun) -> str:
+    """Return the sections of a dry run, each with its name at the left."""
+    sections = {
+        "world": _world(dry_run),
+        "batch": [str(dry_run.batch)],
+        "mesh": _mesh(dry_run),
+        "units": _units(dry_run),
+        "samples": _samples(dry_run),
+        "collectives": _collectives(dry_run),
+        "memory": _memory(dry_run),
+        "checkpoint": _checkpoint(dry_run),
+        "job script": [f"{part:<9} {text}" for part, text in dry_run.script.items()],
+        "commands": [f"{launcher:<9} {text}" for launcher, text in dry_run.commands.items()],
+    }
+    return "\n\n".join(_section(name, lines) for name, lines in sections.items() if lines)
+
+
+def _section(name: str, lines: Sequence[str]) -> str:
+    return "\n".join(f"{name if index == 0 else '':<12} {line}".rstrip() for index, line in enumerate(lines))
+
+
+def _world(dry_run: DryRun) -> list[str]:
+    world = dry_run.first.rank.world
+    where = f"{world.nodes} node{'s' if world.nodes > 1 else ''} × {world.devices_per_node} {dry_run.device.name}"
+    count = f"{world.size} ranks" if world.size > 1 else "one rank"
+    lines = [f"{where} = {count}, {dry_run.strategy}"]
+    for one in dry_run.ranks[1:]:
+        node, device = divmod(one.rank.number, world.devices_per_node)
+        lines.append(f"rank {one.rank.number} is device {device} of node {node}, from 0")
+    return lines
+
+
+def _mesh(dry_run: DryRun) -> list[str]:
+    axes = [axis for axis in dry_run.first.rank.axes if axis.size > 1]
+    if not axes:
+        return []
+    lines = [" × ".join(f"{axis.name} {axis.size}" for axis in axes)]
+    for one in dry_run.ranks:
+        groups = [f"{axis.name} with {span(axis.ranks)}" for axis in one.rank.axes if axis.size > 1]
+        lines.append(f"rank {one.rank.number:<5} {', '.join(groups)}")
+    return lines
+
+
+def _units(dry_run: DryRun) -> list[str]:
+    rows = [("", "", "parameters", "bytes", *(f"rank {one.rank.number}" for one in dry_run.ranks))]
+    alike: Counter[tuple[str, ...]] = Counter()
+    for of_ranks in zip(*(one.rank.units for one in dry_run.ranks), strict=True):
+        unit = of_ranks[0]
+        kind = unit.kind if unit.path or len(dry_run.first.rank.units) == 1 else f"{unit.kind}, the rest"
+        held = (size(one.rank_bytes) for one in of_ranks)
+        alike[(kind, compact(unit.parameters), size(unit.bytes), *held)] += 1
+    rows += [(f"{count} ×", *row) for row, count in alike.items()]
+    return report.aligned(rows, (1,))
+
+
+def _samples(dry_run: DryRun) -> list[str]:
+    lines = []
+    for number, reads in enumerate(dry_run.first.reads):
+        which = f"loader {number}: " if len(dry_run.first.reads) > 1 else ""
+        if reads.why_not:
+            lines.append(f"{which}not known, because {reads.why_not}")
+            continue
+        lines.append(f"{which}{reads.samples} an epoch, of which the first steps read, by rank and micro batch")
+        for step in range(len(reads.steps)):
+            for one in dry_run.ranks:
+                micro = " | ".join(_indices(indices) for indices in one.reads[number].steps[step][:2])
+                more = len(reads.steps[step]) - 2
+                rest = f" | {more} more" if more > 0 else ""
+                lines.append(f"step {step}  rank {one.rank.number:<5} {micro}{rest}")
+    return lines
+
+
+def _indices(indices: Sequence[Any]) -> str:
+    return listed([str(index) for index in indices], shown=_SHOWN_SAMPLES)
+
+
+def _collectives(dry_run: DryRun) -> list[str]:
+    rows = [("rank", "a step", "", "sent", "over")]
+    for one in dry_run.ranks:
+        for exchange in one.sent:
+            over = f"{len(exchange.ranks)} ranks: {span(exchange.ranks)}"
+            rows.append((str(one.rank.number), f"{exchange.count} ×", exchange.name, size(exchange.bytes), over))
+    return report.aligned(rows, (1, 2, 4)) if len(rows) > 1 else []
+
+
+def _memory(dry_run: DryRun) -> list[str]:
+    rows: list[tuple[str, ...]] = [("rank", "GiB", "fits", *_KINDS, "other")]
+    for one in dry_run.ranks:
+        memory = one.estimate.memory
+        shown = [memory.peak.by_kind.get(kind, 0.0) for kind in _KINDS]
+        rest = memory.bytes - sum(shown)
+        fits = "yes" if memory.fits else "no"
+        sizes = (report.gib(bytes) for bytes in (memory.bytes, *shown, rest))
+        total, *parts = sizes
+        rows.append((str(one.rank.number), total, fits, *parts))
+    usable = report.gib(dry_run.first.estimate.memory.usable_bytes)
+    return [*report.aligned(rows), f"of {usable} GiB on {dry_run.device.name}"]
+
+
+def _checkpoint(dry_run: DryRun) -> list[str]:
+    estimate, files = dry_run.first.estimate, dry_run.files
+    if files is None:
+        return [f"{size(estimate.checkpoint_bytes)} in all; which rank writes what is known once they all run"]
+    seconds = sum(files.bytes) / (estimate.run.disk_gb_per_second * 1e9)
+    count = f"{len(files.bytes)} file{'s' if len(files.bytes) > 1 else ''}"
+    lines = [
+        f"{size(sum(files.bytes))} in {count}, {files.tensors} tensors in {files.chunks} parts, "
+        f"{seconds:.3g} s at {estimate.run.disk_gb_per_second:g} GB/s"
+    ]
+    lines += [f"{files.name(one.rank.number):<18} {files.bytes[one.rank.number]} bytes" for one in dry_run.ranks]
+    if len(files.bytes) > len(dry_run.ranks):
+        lines.append(f"others             {min(files.bytes)} to {max(files.bytes)} bytes")
+    return lines
+
+
+def span(ranks: Sequence[int]) -> str:
+    """Return ranks in few words: `0 to 7`, `5, 13, 21 … 1021`."""
+    if len(ranks) > 2 and len({second - first for first, second in pairwise(ranks)}) == 1:
+        if ranks[1] - ranks[0] == 1:
+            return f"{ranks[0]} to {ranks[-1]}"
+        return f"{ranks[0]}, {ranks[1]}, {ranks[2]} … {ranks[-1]}" if len(ranks) > 4 else _all(ranks)
+    return _all(ranks) if len(ranks) <= 8 else f"{_all(ranks[:4])} … {ranks[-1]}"
+
+
+def _all(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def size(bytes: float) -> str:
+    """Return bytes with a magnitude of 1000: 85 B, 1.97 MB, 3.12 GB."""
+    number = compact(bytes)
+    digits = number.rstrip("kMGT")
+    return f"{digits} {number[len(digits) :]}B"
+
+
+def as_data(dry_run: DryRun) -> dict[str, Any]:
+    """Return the whole dry run as plain data: bytes, seconds, operations."""
+    world, files = dry_run.first.rank.world, dry_run.files
+    return {
+        "world": {"nodes": world.nodes, "devices_per_node": world.devices_per_node, "ranks": world.size},
+        "strategy": dry_run.strategy,
+        "device": asdict(dry_run.device),
+        "batch": asdict(dry_run.batch),
+        "mesh": {axis.name: axis.size for axis in dry_run.first.rank.axes},
+        "ranks": {str(one.rank.number): dict(_rank_data(one)) for one in dry_run.ranks},
+        "checkpoint": None
+        if files is None
+        else {
+            "files": {files.name(rank): bytes for rank, bytes in enumerate(files.bytes)},
+            "tensors": files.tensors,
+            "parts": files.chunks,
+        },
+        "job_script": dict(dry_run.script),
+        "commands": dict(dry_run.commands),
+        "scaling": {
+            name: report.of_estimate(estimate)
+            for name, estimate in {"strong": dry_run.first.estimate, "weak": dry_run.first.weak}.items()
+            if estimate is not None
+        },
+    }
+
+
+def _rank_data(one: Rehearsed) -> Iterator[tuple[str, Any]]:
+    rank = one.rank
+    yield "node", rank.number // rank.world.devices_per_node
+    yield "device", rank.number % rank.world.devices_per_node
+    yield "data_rank", rank.data_rank
+    yield "groups", {axis.name: {"position": axis.position, "ranks": axis.ranks} for axis in rank.axes}
+    yield "units", [asdict(unit) for unit in rank.units]
+    yield (
+        "samples",
+        [{"why_not": reads.why_not, "an_epoch": reads.samples, "steps": reads.steps} for reads in one.reads],
+    )
+    yield "collectives", [asdict(exchange) for exchange in one.sent]
+    yield "memory", report.of_estimate(one.estimate)

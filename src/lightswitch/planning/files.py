@@ -1,0 +1,184 @@
+"""The files of a checkpoint, with their bytes, for every rank of a world: what is written follows from one rank."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from math import prod
+from typing import IO, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.serialization import skip_data
+
+from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.shares import Copies, owners
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is spread over a world.
+
+    Attributes:
+        shape: of the whole tensor.
+        axes: of the mesh, those that it is spread or repeated over, each with its placement; none for a tensor that
+            each rank holds whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: tuple[tuple[str, Placement], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What one rank holds of a tensor: which of its copies, where it begins in the whole, and its shape."""
+
+    copies: Copies
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files that hold a checkpoint's tensors.
+
+    Attributes:
+        bytes: of each rank's file, in the order of ranks.
+        chunks: parts of tensors that the index lists.
+        tensors: how many there are.
+    """
+
+    bytes: tuple[int, ...]
+    chunks: int
+    tensors: int
+
+    @staticmethod
+    def name(rank: int) -> str:
+        """Return the name of a rank's file."""
+        return f"__{rank}_0.distcp"
+
+
+def layouts(tensors: Mapping[str, Stored], unnamed: str = "") -> dict[str, Layout] | None:
+    """Return the layouts of one rank's tensors; None where flat buffers are cut, which each rank does for itself.
+
+    Args:
+        unnamed: the axis of a mesh that has one, without a name.
+    """
+    if any(isinstance(tensor, Piece) for tensor in tensors.values()):
+        return None
+    return {name: _layout(tensor, unnamed) for name, tensor in tensors.items() if not isinstance(tensor, Piece)}
+
+
+def _layout(tensor: torch.Tensor, unnamed: str) -> Layout:
+    if not isinstance(tensor, DTensor):
+        return Layout(tuple(tensor.shape), tensor.dtype)
+    names = tensor.device_mesh.mesh_dim_names or (unnamed,)
+    return Layout(tuple(tensor.shape), tensor.dtype, tuple(zip(names, tensor.placements, strict=True)))
+
+
+def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
+    """Return the files that the ranks of a mesh write, as they and torch.distributed.checkpoint share them out.
+
+    Of copies that ranks know of, one rank writes each (`shares.owners`); of those that only torch's index shows, the
+    rank that has least to write by then (torch, `dedup_save_plans`).
+
+    Args:
+        axes: sizes of the mesh by the names of its axes, in order.
+    """
+    world = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
+    chunks = {layout: _chunks(layout, axes, world) for layout in set(tensors.values())}
+    counts = {name: chunks[layout][0].copies.count for name, layout in tensors.items()}
+    writers = owners({name: (count, tensors[name].bytes) for name, count in counts.items() if count > 1})
+    kinds = list(chunks)  # by their numbers from here on: a million times, a layout's hash takes long
+    kind_of = {name: kinds.index(layout) for name, layout in tensors.items()}
+    alike = [_alike(chunks[layout]) for layout in kinds]
+    held = [[prod(chunk.shape) * layout.dtype.itemsize for chunk in chunks[layout]] for layout in kinds]
+    bytes_of, in_order = cache(stored_bytes), cache(partial(_staged, kind_of))
+    planned, written, parts = [0] * len(world), [0] * len(world), 0
+    for rank in range(len(world)):
+        own = [chunks[layout][rank].copies.own for layout in kinds]
+        for name in in_order(tuple(of_ranks[rank] for of_ranks in held)):
+            kind = kind_of[name]
+            holders = alike[kind][rank]
+            if own[kind] != writers.get(name, 0) or rank != holders[0]:  # it was shared out when the first of them came
+                continue
+            chosen = rank if len(holders) == 1 else min(holders, key=planned.__getitem__)
+            planned[chosen] += held[kind][holders[-1]] or 1  # torch reckons with the last one's
+            written[chosen] += bytes_of(chunks[kinds[kind]][chosen].shape, kinds[kind].dtype)
+            parts += 1
+    return Files(tuple(written), parts, len(tensors))
+
+
+def _staged(kind_of: Mapping[str, int], held: Sequence[int]) -> list[str]:
+    """Return the names in the order in which a rank copies them, the largest first, given what it holds of a kind."""
+    return sorted(kind_of, key=lambda name: -held[kind_of[name]])
+
+
+def _alike(chunks: Sequence[_Chunk]) -> list[list[int]]:
+    """Return, for each rank, those that have the same part of the same copy."""
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for rank, chunk in enumerate(chunks):
+        found[chunk.copies.own, chunk.offset].append(rank)
+    return [found[chunk.copies.own, chunk.offset] for chunk in chunks]
+
+
+def _chunks(layout: Layout, axes: Mapping[str, int], world: Iterable[Mapping[str, int]]) -> list[_Chunk]:
+    """Return what each rank holds of a tensor."""
+    ranks = list(world)
+    if not layout.axes:
+        return [_Chunk(Copies(len(ranks), rank), (0,) * len(layout.shape), layout.shape) for rank in range(len(ranks))]
+    names, placements = zip(*layout.axes, strict=True)
+    sizes = [axes[name] for name in names]
+    at = cache(partial(_chunk, layout.shape, placements, tuple(sizes)))
+    return [at(tuple(rank[name] for name in names)) for rank in ranks]
+
+
+def _chunk(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> _Chunk:
+    local, offset = _compute_local_shape_and_global_offset(shape, sizes, list(coordinate), placements)
+    return _Chunk(Copies.on_mesh(placements, sizes, coordinate), tuple(offset), tuple(local))
+
+
+def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return what a tensor takes in a file, by torch's own writer, which leaves its values out."""
+    stream = _Counting()
+    with skip_data():
+        torch.save(
+            torch.empty(shape, dtype=dtype), cast(IO[bytes], stream)
+        )  # its memory is not touched, and so not taken
+    return stream.tell()
+
+
+class _Counting(io.RawIOBase):
+    """Stream that keeps nothing but its position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        count = memoryview(data).nbytes  # type: ignore[arg-type]  # bytes, or what gives them
+        self._position += count
+        return count
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position

@@ -1,0 +1,119 @@
+"""The picture of scaling: time, memory and communication of a device, as the world grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightswitch import figures
+from lightswitch.planning.device import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MEMORY = "GiB on a device"
+_NEAR = 4  # times what is drawn: then the device's memory is, too
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a device takes in a world of so many.
+
+    Attributes:
+        usable_bytes: what it could hold.
+        seconds: of a step at least, by what bounds it; None where nothing is known.
+        received_bytes: in a step, from other devices.
+    """
+
+    ranks: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    bytes: float
+    usable_bytes: float
+    seconds: float | None
+    bound: str | None
+    received_bytes: float
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Return the most samples a second, over all devices."""
+        return self.global_batch / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One strategy in worlds of growing size.
+
+    Attributes:
+        kind: strong, at one global batch; or weak, where that grows with the world.
+    """
+
+    strategy: str
+    kind: str
+    points: tuple[Point, ...]
+
+    def efficiencies(self) -> list[float | None]:
+        """Return samples a second of a device, by those of the first world; None where no time is known."""
+        rates = [point.samples_per_second for point in self.points]
+        shares = [rate / point.ranks if rate else None for rate, point in zip(rates, self.points, strict=True)]
+        return [share / shares[0] if share and shares[0] else None for share in shares]
+
+
+def picture(lines: Sequence[Line]) -> figures.Picture:
+    """Draw three panels over the number of devices; the first is left out where no time is known."""
+    return figures.picture(partial(_draw, lines), 10, 3.9)
+
+
+def _draw(lines: Sequence[Line], figure: Figure, theme: figures.Theme) -> None:
+    panels: dict[str, Callable[[Point], float | None]] = {
+        "seconds a step, at least": lambda point: point.seconds,
+        _MEMORY: lambda point: point.bytes / GIB,
+        "GB that a device receives in a step": lambda point: point.received_bytes / 1e9,
+    }
+    shown = {title: of for title, of in panels.items() if any(of(point) for line in lines for point in line.points)}
+    for axes, (title, of) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        axes.set_title(title)
+        _draw_lines(axes, theme, lines, of)
+        if of is panels[_MEMORY]:
+            axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+            _draw_limit(axes, theme, lines)
+        elif all(of(point) for line in lines for point in line.points):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=4)
+
+
+def _draw_lines(axes: Axes, theme: figures.Theme, lines: Sequence[Line], of: Callable[[Point], float | None]) -> None:
+    strategies = list(dict.fromkeys(line.strategy for line in lines))
+    for number, line in enumerate(lines):
+        index = strategies.index(line.strategy) if len(strategies) > 1 else number
+        ranks = [point.ranks for point in line.points]
+        axes.plot(
+            ranks,
+            [math.nan if (value := of(point)) is None else value for point in line.points],
+            color=theme.colors[index % len(theme.colors)],
+            linestyle="solid" if line.kind == "strong" else (0, (4, 2)),
+            marker="o",
+            markersize=4.5 if line.kind == "strong" else 3,
+            label=f"{line.strategy}, {line.kind}" if len(strategies) > 1 else f"{line.kind} scaling",
+        )
+    worlds = sorted({point.ranks for line in lines for point in line.points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(worlds, [str(world) for world in worlds])
+    axes.minorticks_off()
+    axes.set_xlabel("devices")
+
+
+def _draw_limit(axes: Axes, theme: figures.Theme, lines: Sequence[Line]) -> None:
+    points = [point for line in lines for point in line.points]
+    usable = max(point.usable_bytes for point in points)
+    if usable < _NEAR * max(point.bytes for point in points):
+        axes.axhline(usable / GIB, color=theme.ink, linewidth=1.2)
+        axes.annotate("a device's memory", (0.02, usable / GIB), xycoords=("axes fraction", "data"), va="bottom")

@@ -1,0 +1,50 @@
+"""What a dry run says of a job is what slurm/multinode.sh starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lightswitch.launch import job_script
+from lightswitch.planning.fake_group import World
+from tests.engine.conftest import CHECKOUT
+
+WORDS = ["strategy=fsdp", "data.files=[a b.txt]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_slurm"), [("cuda", {"SLURM_GPUS_PER_NODE": "h100:4"}), ("cpu", {"SLURM_NTASKS": "8"})]
+)
+def test_the_script_starts_what_a_dry_run_says(tmp_path: Path, kind: str, of_slurm: dict[str, str]) -> None:
+    told = job_script.told(CHECKOUT, World(2, 4), kind, ["python", "train.py"], WORDS)
+    given = _given_to_srun(tmp_path, SLURM_NNODES="2", SLURM_CPUS_ON_NODE="16", **of_slurm)
+    options = {word for word in shlex.split(told["srun"]) if word.startswith("--")}
+    assert options == {word for word in given if word.startswith(("--nodes", "--ntasks", "--gpus"))}
+    assert given[-3:] == shlex.split(told["srun"])[-3:] == ["train.py", *WORDS]
+
+
+def test_what_is_typed_counts_before_what_the_script_says() -> None:
+    told = job_script.told(CHECKOUT, World(128, 8), "cuda", ["python", "train.py"], WORDS)
+    assert told["submit"].startswith("sbatch --nodes=128 --gpus-per-node=8 slurm/multinode.sh strategy=fsdp ")
+    options = shlex.split(told["#SBATCH"])
+    assert {"--nodes=128", "--gpus-per-node=8", "--exclusive", "--requeue"} <= set(options)
+    assert "--nodes=2" not in options
+
+
+def test_without_a_script_there_is_no_job(tmp_path: Path) -> None:
+    assert job_script.told(tmp_path, World(1, 1), "cpu", ["python", "train.py"], []) == {}
+
+
+def _given_to_srun(folder: Path, **environment: str) -> list[str]:
+    """Run the script with an srun that writes down its arguments."""
+    srun = folder / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$GIVEN"\n')
+    srun.chmod(0o755)
+    given = {"PATH": f"{folder}:{os.environ['PATH']}", "GIVEN": str(folder / "given")}
+    given |= {"SLURM_SUBMIT_DIR": str(CHECKOUT), "SLURM_JOB_ID": "1", **environment}
+    subprocess.run(["bash", CHECKOUT / "slurm/multinode.sh", *WORDS], check=True, env=given, cwd=folder)
+    return (folder / "given").read_text().splitlines()

@@ -1,0 +1,112 @@
+"""mode=dry_run says of each rank what that rank of a real run does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Finished, Train
+from tests.engine.planning.truth import NumbersOfText
+from tests.engine.tiny import LANGUAGE_MODEL
+
+MODEL = (*LANGUAGE_MODEL, "data._target_=tests.engine.planning.truth.NumbersOfText")
+REAL = (
+    *("trainer.max_steps=4", "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0"),
+    *("~callbacks.best_checkpoint", "~logger", "~callbacks.lr_monitor"),
+    "trainer.log_every_n_steps=50",
+    "callbacks.witness._target_=tests.engine.planning.witness.Witness",
+    "callbacks.witness.folder=${hydra:runtime.output_dir}",
+)
+TENSOR_PARALLEL = "trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
+WORLDS = {  # a step of 24 samples in two micro batches
+    "ddp": (2, 6, ()),
+    "fsdp": (3, 4, ()),
+    "fsdp_hybrid": (4, 3, ("trainer.strategy.shard_size=2",)),
+    "fsdp_tp": (4, 6, (TENSOR_PARALLEL,)),
+}
+
+
+@pytest.mark.parametrize("strategy", WORLDS)
+def test_each_rank_does_what_a_dry_run_says(train: Train, strategy: str) -> None:
+    size, micro, more = WORLDS[strategy]
+    words = (*MODEL, f"strategy={strategy}", "global_batch_size=24", f"micro_batch_size={micro}", *more)
+    told = _told(train("mode=dry_run", *words, "dry_run.steps=4", *_ranks(size)))
+    run = train(*words, *REAL, ranks=size).run_dir
+    assert told["checkpoint"]["files"] == _files(run / "checkpoints" / "last.ckpt")
+    for rank in range(size):
+        found = told["ranks"][str(rank)]
+        real = json.loads((run / f"witness_{rank}.json").read_text())
+        assert {name: axis["ranks"] for name, axis in found["groups"].items()} == real["groups"]
+        assert _contents(found["samples"]) == real["seen"]
+        assert _sorted(found["collectives"]) == _sorted(real["collectives"])
+
+
+def _ranks(size: int) -> tuple[str, str]:
+    return f"trainer.devices={size}", f"dry_run.rank=[{','.join(map(str, range(1, size)))}]"
+
+
+def _told(run: Finished) -> dict[str, Any]:
+    return dict(json.loads((run.run_dir / "dry_run.json").read_text()))
+
+
+def _files(checkpoint: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in checkpoint.glob("*.distcp")}
+
+
+def _contents(loaders: list[dict[str, Any]]) -> list[Any]:
+    data = NumbersOfText()
+    data.setup("fit")
+    dataset = data.train_dataloader().dataset
+    (loader,) = loaders
+    return [[dataset[index][0].tolist() for index in micro] for step in loader["steps"] for micro in step]
+
+
+def _sorted(collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(collectives, key=lambda one: (one["name"], one["ranks"], one["bytes"]))
+
+
+def test_a_sweep_ends_with_how_the_run_scales(train: Train) -> None:
+    words = (
+        "strategy=fsdp",
+        "plan.device=h100",
+        "global_batch_size=16",
+        "micro_batch_size=2",
+        "dry_run.weak_devices=2",
+    )
+    run = train("-m", "mode=dry_run", *MODEL, *words, "trainer.devices=4", "run_id=grid")
+    (folder,) = run.folder.glob("runs/*/grid")
+    strong, weak = json.loads((folder / "scaling.json").read_text())
+    assert [(line["kind"], len(line["points"])) for line in (strong, weak)] == [("strong", 1), ("weak", 1)]
+    of_strong, of_weak = strong["points"][0], weak["points"][0]
+    assert (of_strong["ranks"], of_strong["global_batch"], of_strong["accumulation"]) == (4, 16, 2)
+    assert (of_weak["ranks"], of_weak["global_batch"], of_weak["accumulation"]) == (4, 32, 4)
+    assert of_weak["received_bytes"] > of_strong["received_bytes"]
+    assert {path.name for path in folder.iterdir()} >= {"scaling.svg", "scaling_dark.svg"}
+    assert "efficiency" in run.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("dry_run.rank=[4,last]", "dry_run.steps=0"),
+            (
+                "dry_run.rank=4: the world has 4 ranks; use one from 0 to 3",
+                "dry_run.rank=last: found str, expected a number, or a list of numbers",
+                "dry_run.steps=0: use a number from 1",
+            ),
+        ),
+        (("global_batch_size=30",), ("global_batch_size 30 does not divide over 4 devices",)),
+        (("strategy=deepspeed_stage_3",), ("use strategy=fsdp, which shards the same, or mode=plan",)),
+    ],
+)
+def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: tuple[str, ...]) -> None:
+    run = train("mode=dry_run", *MODEL, "trainer.devices=4", *words, check=False)
+    assert run.returncode == 2
+    lines = run.err.strip().splitlines()
+    assert len(lines) == len(told)
+    assert all(expected in line for expected, line in zip(told, lines, strict=True))
+    assert not list(run.folder.glob("runs/*/*"))
