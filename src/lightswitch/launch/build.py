@@ -37,6 +37,7 @@ from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import RunRecord
+from lightswitch.strategies.callbacks import KnownCallbacks, refused
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision
 
@@ -80,7 +81,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     batch = GlobalBatch(plan, cfg.seed)
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
-    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
+    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
@@ -102,6 +103,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         accumulate_grad_batches=plan.accumulation,
     )
     raise_all(refusals)
+    if problems := list(refused(trainer)):
+        raise RefusedRequest(problems)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, watchdog)

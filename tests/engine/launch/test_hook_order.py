@@ -58,9 +58,10 @@ def test_a_fit_and_its_test_call_what_a_plain_trainer_calls(fitted: Fitted) -> N
     assert fitted.calls == fitted.expected
 
 
-def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(fitted: Fitted, train: Train, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(fitted: Fitted, train: Train) -> None:
     resumed = train(*RUN, f"ckpt_path='{_saved(fitted.run.folder)}'")
-    expected = _plain(tmp_path, _fit_and_test, _saved(fitted.plain))
+    expected = _plain(fitted.plain, _fit_and_test, _saved(fitted.plain))
     assert "on_load_checkpoint" in {call[1] for call in expected}
     assert _calls(resumed) == expected
 
