@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
+from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -29,8 +30,10 @@ from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import handshake
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
+from lightswitch.monitoring.judged import BestCheckpoint
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
+from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.hyperparameters import CleanHyperparameters
@@ -95,7 +98,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         cfg,
         "trainer",
         refusals,
-        callbacks=[*engine, *_with_timer(_switched_on(callbacks), cfg, run)],
+        callbacks=[*engine, *_with_timer(_asked_for(_switched_on(callbacks), cfg.trainer), cfg, run)],
         logger=_switched_on(loggers),
         **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
@@ -181,6 +184,16 @@ def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str,
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
     return [node for node in (nodes or {}).values() if node is not None]
+
+
+def _asked_for(callbacks: list[Any], trainer: DictConfig) -> list[Any]:
+    """Return the callbacks but those of the engine that the Trainer is to do without: it refuses both together."""
+    left_out: list[type] = []
+    if trainer.get("enable_progress_bar") is False:
+        left_out += [Progress]
+    if trainer.get("enable_checkpointing") is False:
+        left_out += [BestCheckpoint, LastCheckpoints]
+    return [callback for callback in callbacks if not isinstance(callback, tuple(left_out))]
 
 
 def _with_timer(callbacks: list[Any], cfg: DictConfig, run: RunContext) -> list[Any]:

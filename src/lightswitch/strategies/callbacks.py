@@ -12,7 +12,7 @@ from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.single import Single
 
 # By name, as an older Lightning lacks some
-_NOWHERE = {
+NOWHERE = {
     "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells what fits",
     "GradientAccumulationScheduler": "the accumulation follows from global_batch_size, which is the same in each step; "
     "type micro_batch_size=N for less memory",
@@ -23,11 +23,11 @@ _NOWHERE = {
     "StochasticWeightAveraging": "a resumed run could not follow it, as it replaces the schedule in mid-run; use "
     "lightning.pytorch.callbacks.EMAWeightAveraging",
 }
-_OF_WHOLE_PARAMETERS = {
+OF_WHOLE_PARAMETERS = {
     "BaseFinetuning": "unfreezes parameters in mid-run",
     "WeightAveraging": "averages whole parameters",
 }
-_OF_ONE_PROCESS = {
+OF_ONE_PROCESS = {
     "OnExceptionCheckpoint": "the other ranks take no part in a save by the one that fails; "
     "type callbacks.last_checkpoint.every_n_steps=N instead",
 }
@@ -52,8 +52,8 @@ def refused(trainer: Trainer) -> Iterator[str]:
 
 
 def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
-    if name in _OF_WHOLE_PARAMETERS and not isinstance(strategy, DDP | Single):
-        return f"it {_OF_WHOLE_PARAMETERS[name]}, which {type(strategy).__name__} does not allow; use strategy=ddp"
-    if name in _OF_ONE_PROCESS and devices > 1:
-        return _OF_ONE_PROCESS[name]
-    return _NOWHERE.get(name)
+    if name in OF_WHOLE_PARAMETERS and not isinstance(strategy, DDP | Single):
+        return f"it {OF_WHOLE_PARAMETERS[name]}, which {type(strategy).__name__} does not allow; use strategy=ddp"
+    if name in OF_ONE_PROCESS and devices > 1:
+        return OF_ONE_PROCESS[name]
+    return NOWHERE.get(name)
