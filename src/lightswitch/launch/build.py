@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -79,6 +80,9 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         )
     compilation = instantiated(cfg, "compile", refusals)
     raise_all(refusals)
+    refusals += _of_other_kinds(model, data, cfg)
+    refusals += _by_hand(model, plan)
+    raise_all(refusals)
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed)
@@ -147,6 +151,26 @@ def _is_of_user(error: BaseException) -> bool:
     """Return whether the constructor that Hydra called, which raised the error or called what did, is the user's."""
     called = error.__traceback__ and error.__traceback__.tb_next
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
+
+
+def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
+    """Yield that a node's code makes something that Lightning does not train, or does not take data from."""
+    for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
+        if made is not None and not isinstance(made, kind):
+            found, target = type(made).__name__, cfg[name].get("_target_")
+            hint = "" if "pytorch_lightning" not in str(type(made).__mro__) else ", not pytorch_lightning's"
+            yield Refused(
+                f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
+            )
+
+
+def _by_hand(model: LightningModule | None, plan: BatchPlan) -> Iterator[Refused]:
+    """Yield that a module which optimizes by hand would step after each micro batch, and not once in a step."""
+    if plan.accumulation > 1 and not getattr(model, "automatic_optimization", True):
+        yield Refused(
+            f"micro_batch_size={plan.micro_batch}: {type(model).__name__} optimizes by hand, in each micro batch; leave it "
+            f"out, or type global_batch_size={plan.micro_batch * plan.replicas} for steps of that size"
+        )
 
 
 def _clipping(
