@@ -167,10 +167,10 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
 def _by_hand(model: LightningModule | None, plan: BatchPlan) -> Iterator[Refused]:
     """Yield that a module which optimizes by hand would step after each micro batch, and not once in a step."""
     if plan.accumulation > 1 and not getattr(model, "automatic_optimization", True):
-        yield Refused(
-            f"micro_batch_size={plan.micro_batch}: {type(model).__name__} optimizes by hand, in each micro batch; leave it "
-            f"out, or type global_batch_size={plan.micro_batch * plan.replicas} for steps of that size"
-        )
+        told = f"{type(model).__name__} optimizes by hand, in each micro batch"
+        size = plan.micro_batch * plan.replicas
+        instead = f"leave it out, or type global_batch_size={size} for steps of that size"
+        yield Refused(f"micro_batch_size={plan.micro_batch}: {told}; {instead}")
 
 
 def _clipping(
