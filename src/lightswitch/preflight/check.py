@@ -52,14 +52,14 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         root_keys.wrong(plain),
         targets.problems(plain, typed_nodes),
     )
-    _raise(devices.wrong_counts(plain["trainer"]))
+    typed_keys = {key_and_value(override)[0] for override in typed}
+    _raise(devices.wrong_counts(plain["trainer"]), trainer.problems(plain["trainer"], typed_keys))
     if is_planned := plain["mode"] == "plan":
         _raise(planned.problems(plain, run.placement))
         plain = planned.on_its_device(plain)
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes),
-        trainer.problems(plain["trainer"], {key_and_value(override)[0] for override in typed}),
         _batch(plain),
         root_keys.unscaled_rate(cfg, plain),
         _strategy(plain),
