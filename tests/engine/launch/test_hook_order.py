@@ -59,6 +59,7 @@ def test_a_fit_and_its_test_call_what_a_plain_trainer_calls(fitted: Fitted) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
 def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(fitted: Fitted, train: Train) -> None:
     resumed = train(*RUN, f"ckpt_path='{_saved(fitted.run.folder)}'")
     expected = _plain(fitted.plain, _fit_and_test, _saved(fitted.plain))
