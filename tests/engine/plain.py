@@ -61,6 +61,15 @@ class PlainData(pl.LightningDataModule):
         return DataLoader(Points(41, 2), batch_size=self.batch_size)
 
 
+class EmptyData(PlainData):
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__()
+        self.shuffle = shuffle
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Points(0), self.batch_size, shuffle=self.shuffle)
+
+
 class PlainModel(pl.LightningModule):
     """Logs the way tutorials do, without sync_dist. ``halved``: what its learning rate is halved by."""
 

@@ -73,9 +73,11 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
     A batch is no larger than the loader's own, nor than a micro batch.
 
     Raises:
-        Refused: there are fewer samples than ranks.
+        Refused: there are fewer samples than ranks, or none.
     """
     samples = _samples(loader)
+    if not samples:
+        raise Refused("an evaluation set has no samples; leave its loader out")
     if samples < plan.replicas:
         raise Refused(
             f"an evaluation set of {samples} samples can't be shared by {plan.replicas} devices; use fewer devices"

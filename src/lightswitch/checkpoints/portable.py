@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import best, directory, find, names
+from lightswitch.batches.position import saved_position
+from lightswitch.checkpoints import averaged, best, directory, find, names
+from lightswitch.checkpoints.finetuning import unfreeze_again
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.reader import Reader
@@ -83,6 +85,7 @@ class PortableCheckpoints(Strategy):
             LostRank: a rank did not reach the save of in time, has failed, or is still writing the checkpoint before.
         """
         assert self.lightning_module is not None
+        averaged.named_once(checkpoint, self.lightning_module)
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
         tensors, plain = split(checkpoint)
         state, left_out = safe(plain)
@@ -192,12 +195,14 @@ class PortableCheckpoints(Strategy):
         self._wait_for_write()
         assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
-        if trainer.state.fn == TrainerFn.FITTING:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
             candidates = self.broadcast(find.up_to(path, Path(trainer.default_root_dir)))
             self._reader = find.first_whole(candidates, self._group)
         else:
             self._reader = Reader(self.broadcast(path), self._group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
+        state |= averaged.restored(state, self._reader, is_fit)
         if "callbacks" in state:
             state["callbacks"] = best.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
         return state
@@ -220,6 +225,8 @@ class PortableCheckpoints(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module)
+        if (position := saved_position(checkpoint)) is not None:
+            unfreeze_again(self.lightning_module.trainer, position)
         self.check_optimizers(checkpoint["optimizer_states"])
         for index, optimizer in enumerate(self.optimizers):
             saved = checkpoint["optimizer_states"][index]

@@ -23,6 +23,7 @@ from lightswitch.fault_tolerance.crash_report import CrashReport
 from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback, node_name, one_line
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
@@ -55,6 +56,8 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
     if steps_have_begun or type(error) not in _ON_PURPOSE:
         return []
     frame = raised_in(error)
+    if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
+        return ["data: a DataLoader that shuffles has no samples, as its dataset is empty"]
     node = _owner(str(frame.f_globals.get("__name__")), cfg) if frame is not None else None
     return [f"{node}: {' '.join(str(error).split())}"] if node is not None else []
 

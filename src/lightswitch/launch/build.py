@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.initial import InitialWeights
+from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -29,8 +31,10 @@ from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import handshake
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
+from lightswitch.monitoring.judged import BestCheckpoint
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
+from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight.targets import ENGINE_KEYS
 from lightswitch.process.state import leave_group_at_exit
@@ -38,6 +42,7 @@ from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import RunRecord
+from lightswitch.strategies.callbacks import KnownCallbacks, refused
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision
 
@@ -76,12 +81,15 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         )
     compilation = instantiated(cfg, "compile", refusals)
     raise_all(refusals)
+    refusals += _of_other_kinds(model, data, cfg)
+    refusals += _by_hand(model, plan)
+    raise_all(refusals)
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
-    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg)]
+    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
@@ -95,7 +103,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         cfg,
         "trainer",
         refusals,
-        callbacks=[*engine, *_with_timer(_switched_on(callbacks), cfg, run)],
+        callbacks=[*engine, *_with_timer(_asked_for(_switched_on(callbacks), cfg.trainer), cfg, run)],
         logger=_switched_on(loggers),
         **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
@@ -103,6 +111,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         accumulate_grad_batches=plan.accumulation,
     )
     raise_all(refusals)
+    if problems := list(refused(trainer)):
+        raise RefusedRequest(problems)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, watchdog)
@@ -161,6 +171,26 @@ def _is_of_user(error: BaseException) -> bool:
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
 
 
+def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
+    """Yield that a node's code makes something that Lightning does not train, or does not take data from."""
+    for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
+        if made is not None and not isinstance(made, kind):
+            found, target = type(made).__name__, cfg[name].get("_target_")
+            hint = "" if "pytorch_lightning" not in str(type(made).__mro__) else ", not pytorch_lightning's"
+            yield Refused(
+                f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
+            )
+
+
+def _by_hand(model: LightningModule | None, plan: BatchPlan) -> Iterator[Refused]:
+    """Yield that a module which optimizes by hand would step after each micro batch, and not once in a step."""
+    if plan.accumulation > 1 and not getattr(model, "automatic_optimization", True):
+        told = f"{type(model).__name__} optimizes by hand, in each micro batch"
+        size = plan.micro_batch * plan.replicas
+        instead = f"leave it out, or type global_batch_size={size} for steps of that size"
+        yield Refused(f"micro_batch_size={plan.micro_batch}: {told}; {instead}")
+
+
 def _clipping(
     model: LightningModule | None, cfg: DictConfig, run: RunContext, refusals: list[Refused]
 ) -> dict[str, Any]:
@@ -196,6 +226,16 @@ def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str,
 
 def _switched_on(nodes: dict[str, Any] | None) -> list[Any]:
     return [node for node in (nodes or {}).values() if node is not None]
+
+
+def _asked_for(callbacks: list[Any], trainer: DictConfig) -> list[Any]:
+    """Return the callbacks but those of the engine that the Trainer is to do without: it refuses both together."""
+    left_out: list[type] = []
+    if trainer.get("enable_progress_bar") is False:
+        left_out += [Progress]
+    if trainer.get("enable_checkpointing") is False:
+        left_out += [BestCheckpoint, LastCheckpoints]
+    return [callback for callback in callbacks if not isinstance(callback, tuple(left_out))]
 
 
 def _with_timer(callbacks: list[Any], cfg: DictConfig, run: RunContext) -> list[Any]:

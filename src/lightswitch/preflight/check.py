@@ -14,19 +14,23 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config import moved, names
-from lightswitch.config.overrides import typed_overrides
+from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
-from lightswitch.preflight import compilation, devices, launchers, planned, precision, root_keys, strategies, targets
+from lightswitch.preflight import (
+    compilation,
+    devices,
+    launchers,
+    planned,
+    precision,
+    root_keys,
+    strategies,
+    targets,
+    trainer,
+)
 from lightswitch.runs import saved
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
-_DERIVED = {  # the Trainer's arguments that the engine sets, and what sets them
-    "accumulate_grad_batches": "the batch: set micro_batch_size",
-    "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
-    "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
-    "plugins": "the group cluster: type cluster=torchrun or another of it",
-}
 
 
 def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
@@ -48,7 +52,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         root_keys.wrong(plain),
         targets.problems(plain, typed_nodes),
     )
-    _raise(devices.wrong_counts(plain["trainer"]))
+    typed_keys = {key_and_value(override)[0] for override in typed}
+    _raise(devices.wrong_counts(plain["trainer"]), trainer.problems(plain["trainer"], typed_keys))
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement))
         plain = planned.on_its_device(plain)
@@ -110,10 +115,6 @@ def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
 
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:
-    trainer = cfg["trainer"]
-    for argument, source in _DERIVED.items():
-        if argument in trainer:
-            yield f"trainer.{argument} follows from {source}, and leave it out"
     if (splits := (cfg.get("data") or {}).get("sharded_by")) not in (None, "dataset"):
         yield f"data.sharded_by={splits}: expected dataset, of one that splits itself by ranks, or null"
     try:

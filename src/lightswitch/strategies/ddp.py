@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
+from lightswitch.strategies.replicated import average_gradient
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class DDP(PortableCheckpoints, DDPStrategy):
         self.start_powersgd_iter = start_powerSGD_iter
         self._copes_with_unused = find_unused_parameters or static_graph
         self._named: list[tuple[str, nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
 
     def configure_ddp(self) -> None:
         """Put the model into DistributedDataParallel.
@@ -73,6 +75,8 @@ class DDP(PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
+        # DDP averages what is trained when it is made; a callback may unfreeze the rest later
+        self._frozen = [parameter for parameter in self.lightning_module.parameters() if not parameter.requires_grad]
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
@@ -105,14 +109,19 @@ class DDP(PortableCheckpoints, DDPStrategy):
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Check that every parameter has a gradient.
+        """Check that every parameter has a gradient, and average those that DDP does not know.
 
         Raises:
             Refused: a parameter took no part in the step, so that the gradients of the others were not averaged.
         """
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self._copes_with_unused or not self.lightning_module.automatic_optimization or not self._is_synchronised:
+        if not self._is_synchronised:
+            return
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                average_gradient(parameter)
+        if self._copes_with_unused or not self.lightning_module.automatic_optimization:
             return
         self._named = self._named or list(self.lightning_module.named_parameters())
         unused = [name for name, parameter in self._named if parameter.requires_grad and parameter.grad is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,9 @@ def calls(model: type[PlainModel], folder: Path, arrange: Callable[[Trainer], No
     """Return the calls of hooks in a fit and a test, in order."""
     seen: list[Call] = []
     seed_everything(1, verbose=False)
-    module = _with_every_hook(model, LightningModule, "module", seen)()
-    data = _with_every_hook(PlainData, LightningDataModule, "data", seen)()
-    callback = _with_every_hook(Callback, Callback, "callback", seen)()
+    module = with_every_hook(model, LightningModule, "module", seen)()
+    data = with_every_hook(PlainData, LightningDataModule, "data", seen)()
+    callback = with_every_hook(Callback, Callback, "callback", seen)()
     trainer = trained_by(folder, [callback], max_epochs=2, **arguments)
     arrange(trainer)
     try:
@@ -103,10 +104,16 @@ def calls(model: type[PlainModel], folder: Path, arrange: Callable[[Trainer], No
     return seen
 
 
-def _with_every_hook(base: type, declared_by: type, owner: str, seen: list[Call]) -> Any:
+def with_every_hook(base: type, declared_by: type, owner: str, seen: list[Call]) -> Any:
     names = [name for name in dir(declared_by) if name.startswith(("on_", "optimizer_", "lr_scheduler_"))]
     names += ["configure_callbacks", "configure_gradient_clipping", "configure_model", "configure_optimizers"]
-    names += ["setup", "teardown", "training_step", "validation_step", "test_step", "backward"]
+    names += ["setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward"]
+    if owner == "data":
+        names += [
+            "prepare_data",
+            "state_dict",
+            *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")),
+        ]
     transfers = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
     names = [name for name in names if name not in transfers] + (transfers if owner == "data" else [])
     hooks = {name: getattr(base, name) for name in names if callable(getattr(base, name, None))}
@@ -124,8 +131,29 @@ def _with_every_hook(base: type, declared_by: type, owner: str, seen: list[Call]
     return type(base.__name__, (base,), {name: told(name, hook) for name, hook in hooks.items()})
 
 
+class Lines(list[Call]):
+    """Calls that are also written to hooks.jsonl in the working directory, a line each, for a run of train.py."""
+
+    def append(self, call: Call) -> None:
+        with Path("hooks.jsonl").open("a") as file:
+            file.write(json.dumps(call) + "\n")
+
+
 def trained_by(folder: Path, callbacks: list[Callback], **arguments: Any) -> Trainer:
     """Return a Trainer of four batches an epoch, with nothing that would be drawn or written."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     limits = {"limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2, "enable_checkpointing": False}
     return Trainer(accelerator="cpu", callbacks=callbacks, default_root_dir=folder, **{**quiet, **limits, **arguments})
+
+
+def told_to(seen: list[Call]) -> tuple[Any, Any, Any]:
+    """Return classes of a module, data and a callback that note the calls of their hooks."""
+    model = with_every_hook(Logging, LightningModule, "module", seen)
+    data = with_every_hook(PlainData, LightningDataModule, "data", seen)
+    return model, data, with_every_hook(Callback, Callback, "callback", seen)
+
+
+WRITTEN = told_to(Lines())
+Model = WRITTEN[0]
+Data = WRITTEN[1]
+Teller = WRITTEN[2]

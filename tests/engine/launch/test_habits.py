@@ -138,6 +138,38 @@ def test_a_schedule_by_epochs_that_goes_by_validation_finds_its_metric(switches:
     assert [rates[step] for step in (0, 5, 10, 15)] == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
 
 
+def test_micro_batches_of_a_module_that_optimizes_by_hand_are_refused(train: Train) -> None:
+    by_hand = ("model._target_=tests.engine.plain.ManualModel", *RUN[1:], "micro_batch_size=20")
+    refused = train(*by_hand, check=False)
+    assert (refused.returncode, refused.err) == (
+        2,
+        "error: micro_batch_size=20: ManualModel optimizes by hand, in each micro batch; leave it out, or "
+        "type global_batch_size=20 for steps of that size\n",
+    )
+
+
+def test_what_is_no_module_and_no_data_is_refused(train: Train) -> None:
+    others = ("model._target_=torch.nn.ReLU", "data._target_=tests.engine.plain.Points", "data.samples=8")
+    refused = train(*others, *RUN[2:], check=False)
+    assert (refused.returncode, refused.err.splitlines()) == (
+        2,
+        [
+            "error: model._target_=torch.nn.ReLU: found a ReLU, expected lightning.pytorch's LightningModule",
+            "error: data._target_=tests.engine.plain.Points: found a Points, expected lightning.pytorch's "
+            "LightningDataModule",
+        ],
+    )
+
+
+@pytest.mark.parametrize("shuffle", ["true", "false"])
+def test_an_empty_dataset_is_told_in_a_line(shuffle: str, train: Train) -> None:
+    empty = (RUN[0], "data._target_=tests.engine.plain.EmptyData", f"data.shuffle={shuffle}", *RUN[2:])
+    refused = train(*empty, check=False)
+    shuffled = "error: data: a DataLoader that shuffles has no samples, as its dataset is empty\n"
+    told = shuffled if shuffle == "true" else "error: the training set has no samples\n"
+    assert (refused.returncode, told in refused.err) == (2, True), refused.err
+
+
 # Checkpoints
 
 

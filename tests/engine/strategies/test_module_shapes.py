@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 SHAPES = [
     name
     for name, found in vars(modules).items()
-    if isinstance(found, type) and issubclass(found, modules.Plain) and found is not modules.Plain
+    if isinstance(found, type) and issubclass(found, modules.Plain | modules.Boring) and found is not modules.Plain
 ]
 WITH_UNUSED = ("Branch", "BranchOfUnits", "Unused")
 RING = ("ddp", "ddp find_unused", "fsdp", "fsdp_grad_op", "fsdp1", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
@@ -50,7 +50,21 @@ _OF_TORCH_2_8 = {
     "Buffers": _UNSENT.format("turn", "torch.complex64"),
     "Complex": _UNSENT.format("turn", "torch.complex64"),
 }
+_UNDER = "{}: it {}, which {} does not allow; use strategy=ddp"
+
+
+def _of_callbacks(strategy: str) -> dict[str, str]:
+    return {
+        "Averaging": _UNDER.format("EMAWeightAveraging", "averages whole parameters", strategy),
+        "Unfreezing": _UNDER.format("BackboneFinetuning", "unfreezes parameters in mid-run", strategy),
+    }
+
+
+_OF_DEEPSPEED |= _of_callbacks("DeepSpeed")
 REFUSED = {
+    "fsdp": _of_callbacks("FSDP"),
+    "fsdp_grad_op": _of_callbacks("FSDP"),
+    "fsdp1": _of_callbacks("FSDP1"),
     "ddp": {
         "Shorts": _UNSENT.format("table", "torch.int16"),
         **(_OF_TORCH_2_8 if torch.__version__.startswith("2.8.") else {}),

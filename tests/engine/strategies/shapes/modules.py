@@ -6,6 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.data import DataLoader, TensorDataset
@@ -358,3 +360,35 @@ class Late(Plain):
             self.net = Network()
             self.net.head.weight = self.net.wte.weight
             self.net.blocks[0].requires_grad_(False)
+
+
+class Averaging(Tied):
+    """Keeps an average of its weights, by which it is validated and tested."""
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [EMAWeightAveraging(decay=0.8)]
+
+
+class Unfreezing(Plain):
+    """Trains its head alone until its first epoch has begun, and then the rest too, at a rate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net.blocks
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=0)]
+
+
+class Boring(BoringModel):
+    """Lightning's own, with this folder's data."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step(_points(batch), batch_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("test/loss", super().test_step(_points(batch), batch_idx)["y"])
+
+
+def _points(batch: Batch) -> Tensor:
+    return torch.nn.functional.one_hot(batch[0][:, 0], 32).float()

@@ -22,6 +22,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
+from lightswitch.strategies.callbacks import KnownCallbacks
 from tests.engine.conftest import as_torchrun, context
 from tests.engine.strategies.shapes import modules
 
@@ -157,7 +158,10 @@ def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Train
         max_steps=steps,
         accumulate_grad_batches=plan.accumulation,
         gradient_clip_val=0.5,
-        callbacks=[GlobalBatch(plan, seed=3), LastCheckpoints(str(folder / "checkpoints"), every_n_steps=SAVED)],
+        callbacks=[
+            *(KnownCallbacks(), GlobalBatch(plan, seed=3)),
+            LastCheckpoints(str(folder / "checkpoints"), every_n_steps=SAVED),
+        ],
         logger=curve,
         log_every_n_steps=1,
         use_distributed_sampler=False,

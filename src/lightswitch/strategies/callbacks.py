@@ -1,0 +1,59 @@
+"""Lightning's own callbacks that a run, or its strategy, can't serve, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from lightswitch.errors import RefusedRequest
+from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.single import Single
+
+# By name, as an older Lightning lacks some
+NOWHERE = {
+    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells what fits",
+    "GradientAccumulationScheduler": "the accumulation follows from global_batch_size, which is the same in each step; "
+    "type micro_batch_size=N for less memory",
+    "LearningRateFinder": "a resumed run would search again; compare short runs: python train.py -m "
+    "optimizer.lr=1e-4,3e-4,1e-3 trainer.max_steps=100",
+    "ModelPruning": "no run could be resumed, as its checkpoints do not fit the module that it prepares; prune in the "
+    "module's constructor, by torch.nn.utils.prune",
+    "StochasticWeightAveraging": "a resumed run could not follow it, as it replaces the schedule in mid-run; use "
+    "lightning.pytorch.callbacks.EMAWeightAveraging",
+}
+OF_WHOLE_PARAMETERS = {
+    "BaseFinetuning": "unfreezes parameters in mid-run",
+    "WeightAveraging": "averages whole parameters",
+}
+OF_ONE_PROCESS = {
+    "OnExceptionCheckpoint": "the other ranks take no part in a save by the one that fails; "
+    "type callbacks.last_checkpoint.every_n_steps=N instead",
+}
+
+
+class KnownCallbacks(Callback):
+    """Callback that refuses those which the module brings, once they are there."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if problems := list(refused(trainer)):
+            raise RefusedRequest(problems)
+
+
+def refused(trainer: Trainer) -> Iterator[str]:
+    """Yield what is wrong with the callbacks of a Trainer under its strategy, and what to use instead."""
+    callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+    for callback in callbacks:
+        of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
+        for name in sorted(of_lightning):
+            if told := _problem(name, trainer.strategy, trainer.num_nodes * trainer.num_devices):
+                yield f"{type(callback).__name__}: {told}"
+
+
+def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
+    if name in OF_WHOLE_PARAMETERS and not isinstance(strategy, DDP | Single):
+        return f"it {OF_WHOLE_PARAMETERS[name]}, which {type(strategy).__name__} does not allow; use strategy=ddp"
+    if name in OF_ONE_PROCESS and devices > 1:
+        return OF_ONE_PROCESS[name]
+    return NOWHERE.get(name)

@@ -1,0 +1,166 @@
+"""Each argument of the Trainer has its effect, or is refused in a line; a new one fails here until it is seen to."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, Timer
+
+from tests.engine.config.mistaken import Answer, answers
+from tests.engine.conftest import CHECKOUT, PLAIN, Finished, runs_in
+from tests.engine.plain import PlainData
+
+REFUSED = {  # what is typed, and the line
+    "accumulate_grad_batches": ("2", " follows from the batch: set micro_batch_size, and leave it out"),
+    "barebones": (
+        "true",
+        "=true: it leaves out checkpoints and loggers, which a run goes on from and is known by; type "
+        "trainer.enable_checkpointing=false and trainer.enable_progress_bar=false",
+    ),
+    "callbacks": (
+        "[]",
+        " follows from the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput, "
+        "and leave it out",
+    ),
+    "default_root_dir": (
+        "mine",
+        ": a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead",
+    ),
+    "logger": (
+        "false",
+        " follows from the group logger: type logger=[default,mlflow] or ~logger.tensorboard, and leave it out",
+    ),
+    "model_registry": (
+        "mine",
+        "=mine: it is of Lightning's own checkpoint callback, which the engine's takes the place of; leave it out",
+    ),
+    "plugins": (
+        "[]",
+        " follows from the group cluster: type cluster=torchrun or another of it, and leave it out",
+    ),
+    "use_distributed_sampler": (
+        "true",
+        "=true: the engine cuts batches, so that their order is the same at any number of devices; leave it out",
+    ),
+}
+EFFECTS: dict[str, tuple[str, Any]] = {  # what is typed, and what `Effects` finds in the run's second epoch
+    "benchmark": ("true", True),
+    "detect_anomaly": ("true", True),
+    "deterministic": ("true", True),
+    "enable_autolog_hparams": ("false", False),
+    "enable_checkpointing": ("false", 0),
+    "enable_model_summary": ("true", 1),
+    "enable_progress_bar": ("false", 0),
+    "gradient_clip_algorithm": ("value", "value"),
+    "gradient_clip_val": ("0.3", 0.3),
+    "inference_mode": ("false", True),
+    "limit_predict_batches": ("5", 5),
+    "limit_test_batches": ("2", 2),
+    "limit_train_batches": ("4", 4),
+    "limit_val_batches": ("3", 3),
+    "log_every_n_steps": ("3", 3),
+    "max_time": ("00:01:00:00", 1),
+    "min_epochs": ("2", 2),
+    "min_steps": ("2", 2),
+    "num_sanity_val_steps": ("1", 1),
+    "reload_dataloaders_every_n_epochs": ("1", 2),
+}
+ELSEWHERE = {  # the tests that show the effect, and what they type
+    "accelerator": ("monitoring/test_step_times.py", "trainer.accelerator="),
+    "check_val_every_n_epoch": ("launch/test_habits.py", "trainer.check_val_every_n_epoch="),
+    "devices": ("test_survives.py", "trainer.devices="),
+    "fast_dev_run": ("launch/test_choices.py", "one_batch"),
+    "max_epochs": ("launch/test_habits.py", "trainer.max_epochs="),
+    "max_steps": ("launch/test_habits.py", "trainer.max_steps="),
+    "num_nodes": ("preflight/test_environment.py", "trainer.num_nodes="),
+    "overfit_batches": ("launch/test_choices.py", "overfit"),
+    "precision": ("test_every_switch.py", "precision"),
+    "profiler": ("launch/test_habits.py", "trainer.profiler="),
+    "strategy": ("launch/test_habits.py", "trainer.strategy="),
+    "sync_batchnorm": ("launch/test_habits.py", "trainer.sync_batchnorm="),
+    "val_check_interval": ("launch/test_habits.py", "trainer.val_check_interval="),
+}
+
+
+class Reloaded(PlainData):
+    """Counts how often its training loader is asked for; there are three epochs."""
+
+    asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return super().train_dataloader()
+
+
+class Effects(Callback):
+    """Writes what the arguments have come to, in the second epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            Path("effects.json").write_text(json.dumps(_effects(trainer)))
+
+
+def _effects(trainer: Trainer) -> dict[str, Any]:
+    plain = [name for name in EFFECTS if name.startswith(("limit_", "log_", "gradient_", "num_sanity", "min_"))]
+
+    def count(kind: type) -> int:
+        return sum(isinstance(callback, kind) for callback in trainer.callbacks)
+
+    return {
+        **{name: getattr(trainer, name) for name in plain},
+        "benchmark": torch.backends.cudnn.benchmark,
+        "detect_anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "enable_autolog_hparams": trainer.enable_autolog_hparams,
+        "enable_checkpointing": count(Checkpoint),
+        "enable_model_summary": count(ModelSummary),
+        "enable_progress_bar": count(ProgressBar),
+        "inference_mode": not trainer.fit_loop.epoch_loop.val_loop.inference_mode,
+        "max_time": count(Timer),
+        "reload_dataloaders_every_n_epochs": trainer.datamodule.asked,
+    }
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    commands = {name: [*PLAIN, f"trainer.{name}={typed}"] for name, (typed, _) in REFUSED.items()}
+    return answers(commands, tmp_path_factory.mktemp("refused"))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    given = [f"trainer.{name}={typed}" for name, (typed, _) in EFFECTS.items()]
+    here = "tests.engine.launch.test_trainer_arguments"
+    classes = (PLAIN[0], f"data._target_={here}.Reloaded", f"callbacks.effects._target_={here}.Effects")
+    train = runs_in(tmp_path_factory.mktemp("ran"))
+    return train(*classes, "global_batch_size=20", "trainer.max_epochs=3", *given)
+
+
+def test_every_argument_is_known() -> None:
+    known = [*REFUSED, *EFFECTS, *ELSEWHERE]
+    assert sorted(known) == sorted(inspect.signature(Trainer).parameters)
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_an_argument_that_would_do_nothing_is_refused(argument: str, refused: dict[str, Answer]) -> None:
+    answer = refused[argument]
+    assert (answer.returncode, answer.err) == (2, f"error: trainer.{argument}{REFUSED[argument][1]}\n")
+    assert (answer.imported, answer.left) == ([], [])
+
+
+@pytest.mark.parametrize("argument", EFFECTS)
+def test_an_argument_has_its_effect(argument: str, ran: Finished) -> None:
+    found = json.loads((ran.folder / "effects.json").read_text())
+    assert found[argument] == EFFECTS[argument][1]
+
+
+@pytest.mark.parametrize("argument", ELSEWHERE)
+def test_an_argument_is_tried_elsewhere(argument: str) -> None:
+    file, typed = ELSEWHERE[argument]
+    assert typed in (CHECKOUT / "tests/engine" / file).read_text()
