@@ -27,7 +27,7 @@ Groups = Callable[[Iterator[Any]], Iterator[list[Any]]]
 
 
 class Resume(NamedTuple):
-    """Where in a pass a run goes on, and the dataset's state at the nearest step before."""
+    """The step of a pass at which a run goes on, and the dataset's state at the nearest step before."""
 
     step: int  # of the pass
     state_step: int = 0

@@ -94,7 +94,7 @@ class Collate:
 
 
 class Received:
-    """What has come from the readers of a loader; it hands on the batches, and keeps what is beside them.
+    """Receiver of what a loader's readers send: it hands on the batches, and keeps what is beside them.
 
     Args:
         gather: see `training_stream`.

@@ -170,7 +170,7 @@ class StreamRounds(Sampler[Any]):
             yield Place(self._turn, 0, 0, 0, step, 0)
 
     def note(self, cut: Cut) -> None:
-        """Take nothing: a round's samples count by the batch that they are in."""
+        """Do nothing: a round's samples count by the batch that they are in."""
 
     def end(self, cut: Cut) -> None:
-        """Take nothing: each rank has made as many batches."""
+        """Do nothing: each rank has made as many batches."""
