@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import best, directory, find, names
+from lightswitch.checkpoints import best, directory, find, names, trainable
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.reader import Reader
@@ -211,7 +211,8 @@ class PortableCheckpoints(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        live = {name: value for name, value in self.lightning_module_state_dict().items() if names.is_stored(value)}
+        state = names.without(self.lightning_module_state_dict(), checkpoint.get(trainable.KEY, ()))
+        live = {name: value for name, value in state.items() if names.is_stored(value)}
         self._reader.check_model(live, module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})
