@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles, which would run code
 
@@ -36,3 +37,13 @@ def folder_of(name: str, key: str, download: bool = False) -> Path:
             f"{key}={name}: there is no such folder, {constants.HF_HUB_CACHE} has no model of that name, and {tried}; "
             f"name a folder{'' if download else ', or type model.download=true'}"
         ) from error
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """A folder's tokenizer. Raises ValueError where there is none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer: {folder} has none that can be read; {str(error).splitlines()[0]}") from error

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import best, directory, find, names, trainable
+from lightswitch.checkpoints import best, directory, find, hub_files, names, trainable
+from lightswitch.checkpoints.fitting import fitted
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.reader import Reader
@@ -202,11 +203,20 @@ class PortableCheckpoints(Strategy):
             state["callbacks"] = best.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
         return state
 
-    def start_from(self, path: Path) -> None:
-        """Load the weights of a checkpoint, and nothing else of it."""
-        assert self.lightning_module is not None
+    def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:
+        """Load the weights of a checkpoint, and nothing else of it; of safetensors those that fit.
+
+        Args:
+            renamed: how names of safetensors begin, and how the model's do instead.
+        """
+        module = self.lightning_module
+        assert module is not None
         self._reader = Reader(path, self._group)
-        self.load_model_state_dict(self._reader.state, strict=self.lightning_module.strict_loading)
+        if of_hub := hub_files.is_hub(path):
+            state = self.lightning_module_state_dict()
+            live = [name for name, value in state.items() if names.is_stored(value)]
+            self._reader.take(lambda found: fitted(path, found, module, live, renamed))
+        self.load_model_state_dict(self._reader.state, strict=module.strict_loading and not of_hub)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module

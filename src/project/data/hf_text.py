@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from project.data.loaders import BatchedDataset
 from project.data.text import TextFiles, parts
 from project.data.windows import Windows
-from project.hub import folder_of, require
+from project.hub import folder_of, read_tokenizer, require
 
 
 class HFText(TextFiles):
@@ -61,13 +60,3 @@ class HFText(TextFiles):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids)
         return text
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """Raises ValueError for a folder without one."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data.tokenizer: {folder} has none that can be read; {str(error).splitlines()[0]}") from error

@@ -1,11 +1,13 @@
 """A decoder-only transformer: language modelling over windows of token ids."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from project.models.gpt_hub import from_gpt2, to_gpt2
 from project.models.language_model import LanguageModel
 from project.models.transformer import Embedding, Linear, Shape, Transformer, rotary
 from project.optimizer import OptimizerFactory, SchedulerFactory
@@ -87,6 +89,14 @@ class GPT(LanguageModel):
         x = self.transformer(self.dropout(x), rotation)
         logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
         return logits
+
+    def to_hf(self) -> list[Any]:
+        """The GPT-2 of transformers with these weights. Raises ValueError where the shape is not GPT-2's."""
+        return [to_gpt2(self)]
+
+    def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of a GPT-2 of the hub under the names of this model."""
+        return from_gpt2(self, weights)
 
 
 def check_sizes(shape: Shape, vocab_size: int, context: int, position: str) -> None:

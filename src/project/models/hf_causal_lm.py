@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from project.hub import folder_of, require
+from project.hub import folder_of, read_tokenizer, require
 from project.models.language_model import LanguageModel
 from project.optimizer import OptimizerFactory, SchedulerFactory
 
@@ -24,6 +25,7 @@ class HFCausalLM(LanguageModel):
         pretrained: a folder, or a name of the hub that is in the local cache.
         config: without `pretrained`, a `model_type` and its sizes; with it, what is to differ from its config.json.
         lora: `{r, alpha, dropout, target_modules}` and any other argument of peft's LoraConfig; all else is frozen.
+        tokenizer: a folder, or a name of the hub, that goes along when the model is exported.
         download: let the hub fill the cache.
 
     Raises:
@@ -38,12 +40,14 @@ class HFCausalLM(LanguageModel):
         pretrained: str | None = None,
         config: dict[str, Any] | None = None,
         lora: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
         download: bool = False,
         sample_tokens: int = 64,
     ) -> None:
         super().__init__(context, optimizer, scheduler, sample_tokens, samples_before=pretrained is not None)
         require("transformers", *(["peft"] if lora else []))
         self.folder = folder_of(pretrained, "model.pretrained", download) if pretrained else None
+        self.tokenizer = folder_of(tokenizer, "model.tokenizer", download) if tokenizer else None
         self.config = read_config(self.folder, dict(config or {}))
         self.adapters = lora_config(lora) if lora else None
         longest = getattr(self.config, "max_position_embeddings", None) or context
@@ -69,10 +73,19 @@ class HFCausalLM(LanguageModel):
                 use_safetensors=True,
             )
         self.model = (with_lora(model, self.adapters) if self.adapters else model).train()
+        self.own_names = {name.replace(".base_layer.", "."): name for name, _ in self.model.named_parameters()}
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
+
+    def to_hf(self) -> list[Any]:
+        """The transformers model, to whose own weights those of adapters are added for good, and its tokenizer."""
+        return [merged(self.model), *([read_tokenizer(self.tokenizer)] if self.tokenizer else [])]
+
+    def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of the hub under the names of this model, whose adapted layers have theirs further inside."""
+        return {f"model.{self.own_names.get(name, name)}": value for name, value in weights.items()}
 
 
 def read_config(folder: Any, changes: dict[str, Any]) -> Any:
@@ -103,4 +116,14 @@ def with_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers are transposed: peft sees
-        return inject_adapter_in_model(config, model)
+        adapted: nn.Module = inject_adapter_in_model(config, model)
+    return adapted
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters' products added to the weights, and none of peft's layers left."""
+    for path, part in [*model.named_modules()]:
+        if hasattr(part, "lora_A"):
+            part.merge()
+            model.set_submodule(path, part.get_base_layer())
+    return model
