@@ -57,10 +57,11 @@ def write(checkpoint: Path, folder: Path, dtype: torch.dtype | None, shard_bytes
 def _parts(model: LightningModule) -> list[Any]:
     """Return what is saved: a model of transformers, and what goes with it, as its tokenizer."""
     name = type(model).__name__
-    if not hasattr(model, "to_hf"):
+    to_hf: Any = getattr(model, "to_hf", None)
+    if to_hf is None:
         raise Refused(f"{name} has no to_hf, which returns its equal of transformers; leave --format out")
     try:
-        return list(model.to_hf())
+        return list(to_hf())
     except (ValueError, ModuleNotFoundError) as error:
         raise Refused(f"{name}: {error}") from error
 
