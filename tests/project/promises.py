@@ -15,6 +15,10 @@ SMALLER: dict[str, tuple[str, ...]] = {
         "model.context=64",
     )
 }
+# Models that take long, and the strategies that they are tried under; the others save and compute as one of these
+UNDER: dict[str, tuple[str, ...]] = {
+    "hf_causal_lm": ("single", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
+}
 # Models that may break a promise, and why that is accepted, as {"resnet": "batch norm, as in the paper"}
 ACCEPTED: dict[str, str] = {}
 ALONE = "single"
