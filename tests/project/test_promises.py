@@ -5,6 +5,7 @@ Each file of conf/model that names a class is tested, with the first file of con
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_model_resumes_under_another_strategy(model: str, saver: str, reader: 
     _, alone = (_trained(runs.under(model, name), name) for name in (saver, ALONE))
     run = _trained(runs.resumed(model, saver, reader), reader)
     _compare(model, f"{reader}, resumed from what {saver} saved", run, alone)
+
+
+@pytest.mark.parametrize(("model", "strategy"), [(model, name) for model in UNDER for name in UNDER[model]])
+def test_what_is_frozen_costs_neither_gradients_nor_optimizer_state(model: str, strategy: str, runs: Runs) -> None:
+    held = json.loads((_trained(runs.under(model, strategy), strategy).run_dir / "witness.json").read_text())
+    assert held["frozen_gradients"] == []
+    assert 0 < held["optimizer_elements"] <= 2 * held["trained_elements"] + 64  # Adam's two averages; steps, padding
 
 
 def _compare(model: str, under: str, run: Finished, alone: Finished) -> None:
