@@ -156,8 +156,8 @@ def test_a_gpt_of_another_shape_is_none(gpt):
 def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     pretrained: Path, train: Train, tmp_path: Path
 ) -> None:
-    (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(8000))))
-    words = ("experiment=finetune_lora", f"model.pretrained={pretrained}", f"data.files=[{tmp_path}/numbers.txt]")
+    (tmp_path / "rhyme.txt").write_text("the cat sat on the mat, and the rat sat on the cat. " * 700)
+    words = ("experiment=finetune_lora", f"model.pretrained={pretrained}", f"data.files=[{tmp_path}/rhyme.txt]")
     words = (*words, *SHORT, "optimizer.lr=0.02")
     words = (
         *words,
