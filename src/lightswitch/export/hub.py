@@ -47,10 +47,11 @@ def write(checkpoint: Path, folder: Path, dtype: torch.dtype | None, shard_bytes
             part.save_pretrained(partial)
         (partial / CARD).write_text(_card(checkpoint, parts[0]), encoding="utf-8")
         _compare(parts[0], partial)
-        (partial / MARK).unlink()
-        partial.replace(folder)
-    finally:
+    except BaseException:
         remove_tree(partial)
+        raise
+    (partial / MARK).unlink()
+    partial.replace(folder)
     return sorted(folder.iterdir())
 
 
@@ -91,14 +92,10 @@ def _card(checkpoint: Path, model: Any) -> str:
 
 def _lines(name: str, record: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
     yield from ("---", "library_name: transformers", "tags: [lightswitch]", "---", f"# {name}", "")
-    yield f"Trained with lightswitch {versions.of(['lightswitch']).get('lightswitch', '')}"
+    version = versions.of(["lightswitch"]).get("lightswitch", "")
     overrides = " ".join(map(str, record.get("overrides", ())))
-    yield from (
-        f" at commit {record['commit']}:" if record.get("commit") else ":",
-        "",
-        f"    python train.py {overrides}",
-        "",
-    )
+    commit = f" at commit {record['commit']}" if record.get("commit") else ""
+    yield from (f"Trained with lightswitch {version}{commit}:", "", f"    python train.py {overrides}", "")
     if results:
         yield from ("| metric | last value |", "| --- | --- |")
         yield from (
