@@ -28,12 +28,19 @@ def configured(
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The matrices of linear layers and embeddings, which decay, then all else, which does not.
+    """The matrices of linear layers and embeddings, which decay, then all else, which does not; frozen ones in neither.
 
     Chosen by the kind of module: a parameter's number of dimensions is lost where a strategy flattens or partitions it.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            groups[name == "weight" and isinstance(module, nn.Linear | nn.Embedding)].append(parameter)
-    return [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
+            if parameter.requires_grad:
+                groups[name == "weight" and _is_matrix(module)].append(parameter)
+    decaying, others = {"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}
+    return [group for group in (decaying, others) if group["params"]]
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """GPT-2's layers in transformers are linear ones of another class."""
+    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"

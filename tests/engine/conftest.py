@@ -17,11 +17,15 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "test_checkout.py",
         "test_every_switch.py",
         "test_gpu.py",
+        "test_images_and_tables.py",
         "test_matrix.py",
         "test_survives.py",
         "test_tutorial.py",
     ),
-    *(f"checkpoints/test_{name}.py" for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable")),
+    *(
+        f"checkpoints/test_{name}.py"
+        for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable", "safetensors")
+    ),
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "not_finite", "preemption", "rounds")),
     *(
         f"strategies/test_{name}.py"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
@@ -52,7 +52,7 @@ class Witness(Callback):
             after = dict(_kept(pl_module))
             changed = sorted(name for name, digest in after.items() if self.before.get(name) != digest)
             found = {"batch_norms": _batch_norms(pl_module), "draws": sorted(self.draws), "keeps": changed}
-            self.file.write_text(json.dumps(found))
+            self.file.write_text(json.dumps(found | _held(trainer, pl_module)))
 
 
 def reasons(run_dir: Path) -> list[str]:
@@ -74,6 +74,22 @@ def reasons(run_dir: Path) -> list[str]:
         for name in found["keeps"]
     ]
     return told
+
+
+def _held(trainer: Trainer, module: nn.Module) -> dict[str, Any]:
+    """What this rank holds for training: elements of the optimizer's state, and the frozen parameters with gradients.
+
+    The elements that are trained are those of the whole model: a sharded rank has at most as many.
+    """
+    optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])  # DeepSpeed's has another within
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    frozen = [name for name, one in module.named_parameters() if not one.requires_grad and one.grad is not None]
+    return {
+        "optimizer_elements": sum(getattr(state, "to_local", lambda state=state: state)().numel() for state in states),
+        "trained_elements": sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained),
+        "frozen_gradients": frozen,
+    }
 
 
 def _batch_norms(module: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Weights out of the checkpoints that Lightning's own strategies write."""
+"""Weights out of files that this engine has not written: checkpoints of Lightning's own strategies, safetensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightswitch.checkpoints import index, safe, zero
+from lightswitch.checkpoints import hub_files, index, safe, zero
 from lightswitch.checkpoints.names import own_name
 
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates older ones
@@ -17,20 +17,23 @@ _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrapper
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a path is a checkpoint of one of Lightning's own strategies, and not of this engine."""
-    return path.is_file() or _is_sharded(path) or zero.is_zero(path)
+    """Return whether a path is a checkpoint of one of Lightning's own strategies, or weights alone, and not of this
+    engine."""
+    return hub_files.is_hub(path) or path.is_file() or _is_sharded(path) or zero.is_zero(path)
 
 
 def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights of a checkpoint of Lightning's by name, whole and on the CPU, and the rest of its state.
 
-    It may be a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP) or DeepSpeed's. What modules keep
-    that is not a tensor is in the state under "extra_state", as in a checkpoint of the engine.
+    It may be a `.ckpt` file (one device, DDP, FSDP full), a sharded directory (FSDP), DeepSpeed's, or safetensors. What
+    modules keep that is not a tensor is in the state under "extra_state", as in a checkpoint of the engine.
 
     Raises:
         ValueError: it is something else, is damaged, or can't be read without running code.
     """
     state: dict[str, Any] = {_VERSION: _OF_ANY}
+    if hub_files.is_hub(path):
+        return hub_files.weights(path), state
     if path.is_file():
         state = read(path)
         named = _own_names(state.pop("state_dict"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints.piece import Piece
+
+Kept = TypeVar("Kept")
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -35,6 +37,12 @@ def first_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return the entries of a state whose names are the first ones of their tensors."""
     again = tied(module)
     return {name: value for name, value in state.items() if name not in again}
+
+
+def without(state: Mapping[str, Kept], left_out: Iterable[str]) -> dict[str, Kept]:
+    """Return the entries of a state but for those of some names."""
+    names = set(left_out)
+    return {name: value for name, value in state.items() if name not in names}
 
 
 def tied(module: nn.Module) -> dict[str, str]:

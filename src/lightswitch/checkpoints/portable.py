@@ -19,8 +19,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightswitch.batches.position import saved_position
-from lightswitch.checkpoints import averaged, best, directory, find, names
+from lightswitch.checkpoints import averaged, best, directory, find, hub_files, names, trainable
 from lightswitch.checkpoints.finetuning import unfreeze_again
+from lightswitch.checkpoints.fitting import fitted
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.reader import Reader
@@ -207,16 +208,26 @@ class PortableCheckpoints(Strategy):
             state["callbacks"] = best.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
         return state
 
-    def start_from(self, path: Path) -> None:
-        """Load the weights of a checkpoint, and nothing else of it."""
-        assert self.lightning_module is not None
+    def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:
+        """Load the weights of a checkpoint, and nothing else of it; of safetensors those that fit.
+
+        Args:
+            renamed: how names of safetensors begin, and how the model's do instead.
+        """
+        module = self.lightning_module
+        assert module is not None
         self._reader = Reader(path, self._group)
-        self.load_model_state_dict(self._reader.state, strict=self.lightning_module.strict_loading)
+        if of_hub := hub_files.is_hub(path):
+            state = self.lightning_module_state_dict()
+            live = [name for name, value in state.items() if names.is_stored(value)]
+            self._reader.take(lambda found: fitted(path, found, module, live, renamed))
+        self.load_model_state_dict(self._reader.state, strict=module.strict_loading and not of_hub)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        live = {name: value for name, value in self.lightning_module_state_dict().items() if names.is_stored(value)}
+        state = names.without(self.lightning_module_state_dict(), checkpoint.get(trainable.KEY, ()))
+        live = {name: value for name, value in state.items() if names.is_stored(value)}
         self._reader.check_model(live, module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": value for name, value in live.items() if name in saved})

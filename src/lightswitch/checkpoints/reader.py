@@ -57,13 +57,20 @@ class Reader:
         """Read index and state. Each rank compares a part of the files, and none waits for another."""
         if foreign.is_foreign(self.path):
             weights, state = foreign.weights_and_state(self.path)
-            self._loaded = {f"model.{name}": value for name, value in weights.items()}
-            self.like = {name: value.to("meta") for name, value in self._loaded.items()}
+            self._take(weights)
             return state
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         self._index = directory.read_index(self.path, slice(rank, None, ranks))
         self.like = self._index.tensors()
         return directory.read_state(self.path)
+
+    def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        """Read other weights in place of a foreign file's own: what a function makes of those, by name."""
+        self._take(translate({name.removeprefix("model."): value for name, value in self._loaded.items()}))
+
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        self._loaded = {f"model.{name}": value for name, value in weights.items()}
+        self.like = {name: value.to("meta") for name, value in self._loaded.items()}
 
     def _first_of_all_ranks(self, problem: str | None) -> str | None:
         problems = [problem]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import names
+from lightswitch.checkpoints import names, trainable
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.deepspeed import loss_scale
@@ -60,7 +60,8 @@ class PortableDeepSpeed(PortableCheckpoints):
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             super().load_model_state_dict(checkpoint, strict)
             return
-        live = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
+        parameters = names.without(names.parameters(module), checkpoint.get(trainable.KEY, ()))
+        live = {name: _in_full_shape(parameter) for name, parameter in parameters.items()}
         self._reader.check_model({**live, **_buffers(module)}, module.hparams, strict)
         saved = self._reader.names("model.")
         self._reader.fill({f"model.{name}": buffer for name, buffer in _buffers(module).items() if name in saved})

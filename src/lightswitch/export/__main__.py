@@ -3,10 +3,12 @@
 python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
 python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
+python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf
 
 -o names a file of safetensors, a .pt file, or a folder, which gets model.safetensors. Beside it goes FILE.yaml, the
 model's config: lightswitch.load("model.safetensors") gives the model back. Safetensors above the shard size are cut
 into several files with an index, as Hugging Face does; memory holds one of them at a time. A .pt file is held whole.
+--format hf writes a folder for transformers' from_pretrained, of a model that has to_hf.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from lightswitch.monitoring.terminal import Line
 if TYPE_CHECKING:
     from lightswitch.export.weights import Weights
 
+FOLDER_FILE = "model.safetensors"  # of a folder that is named without any file
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -35,8 +38,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(words)
     try:
-        _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
-        _export(arguments)
+        if arguments.format == "hf":
+            _export_hf(arguments)
+        else:
+            _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
+            _export(arguments)
     except (OSError, Refused) as error:
         parser.error(str(error))
 
@@ -50,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkpoint, or a run directory: its best checkpoint, else its last",
     )
     parser.add_argument("-o", "--output", type=_file, metavar="FILE", required=True)
+    parser.add_argument(
+        "--format", choices=("hf",), help="a folder for transformers; without it, the model's own names"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of all floating-point tensors; without it, as they were saved")
     parser.add_argument("--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="5GB, if it is not given")
     return parser
@@ -58,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _file(text: str) -> Path:
     path = Path(text)
     if text.endswith("/") or path.is_dir() or not path.suffix:
-        return path / "model.safetensors"
+        return path / FOLDER_FILE
     if path.suffix not in (".safetensors", ".pt"):
         raise argparse.ArgumentTypeError(f"{text}: end it with .safetensors or .pt, or name a folder")
     return path
@@ -100,6 +109,24 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f"written    {path}")
     print(f"compared   {progress.total_bytes / 1e6:.2f} MB, as in the checkpoint")
     print(f"load       {_call(file)}")
+
+
+def _export_hf(arguments: argparse.Namespace) -> None:
+    if arguments.output.name != FOLDER_FILE:
+        raise Refused(f"-o {arguments.output}: --format hf writes a folder; name one")
+    folder = arguments.output.parent
+    if folder.exists():
+        raise Refused(f"{folder} exists already; remove it, or name another folder")
+    import torch
+
+    from lightswitch.export import hub, source
+
+    checkpoint = source.checkpoint_at(arguments.source)
+    print(f"reads      {checkpoint}", flush=True)
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    for path in hub.write(checkpoint, folder, dtype, arguments.shard_size):
+        print(f"written    {path}")
+    print(f'load       model = transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
 
 
 def _call(file: Path) -> str:

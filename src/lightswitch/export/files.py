@@ -185,7 +185,7 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
 def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
     """Compare tensors with what the file holds, and free each of them when that is done."""
     for name, found in _tensors_in(path, list(tensors)):
-        if not _same_bits(found, tensors.pop(name)):
+        if not same_bits(found, tensors.pop(name)):
             raise OSError(f"{path.name} does not give back {name} as it was written")
 
 
@@ -199,7 +199,7 @@ def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal bit by bit, also where they are NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightswitch.checkpoints import names, trainable
 from lightswitch.checkpoints.names import own_name
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
 from lightswitch.export import files, source
@@ -45,9 +47,16 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     else:
         checkpoint = source.checkpoint_at(Path(path))
         weights = Weights(checkpoint)
-        model = _configured(model) if model else build_model(source.model_config(checkpoint, trust), trust)
+        left_out = weights.state.get(trainable.KEY, ())
+        model = (
+            _configured(model)
+            if model
+            else build_model(source.model_config(checkpoint, trust), trust, filled=bool(left_out))
+        )
         model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as when a run is resumed
-        state = {**weights.read(weights.like), **weights.extra_state}
+        own = names.parameters(model)
+        brought = {name: own[name].detach() for name in left_out if name in own}
+        state = {**brought, **weights.read(weights.like), **weights.extra_state}
     try:
         model.load_state_dict(_under_names_of(model, state), assign=True)
     except RuntimeError as error:
@@ -58,8 +67,10 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     return model
 
 
-def build_model(config: source.ModelConfig, trust: bool) -> LightningModule:
+def build_model(config: source.ModelConfig, trust: bool, filled: bool = False) -> LightningModule:
     """Return a model built from its config as a run builds it, but with parameters that hold no values yet.
+
+    With ``filled`` they hold those that the model brings itself.
 
     Not on the meta device: what a constructor computes and does not save, as a table of angles, has to have values.
 
@@ -73,7 +84,7 @@ def build_model(config: source.ModelConfig, trust: bool) -> LightningModule:
                 f"{config.file} builds its model with {called}, which is not code of yours; "
                 "lightswitch.load(path, model=MyModel(...)) runs none of it, and trust=True runs it"
             )
-        with _Unfilled():
+        with nullcontext() if filled else _Unfilled():
             model = instantiate(config.node, _convert_="all")
             if isinstance(model, LightningModule):
                 return _configured(model)

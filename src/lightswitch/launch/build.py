@@ -98,7 +98,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     if not _is_typed(run, "trainer.val_check_interval", "trainer.check_val_every_n_epoch"):
         engine.append(PlateauValidation())
     if cfg.init_from:
-        engine.append(InitialWeights(cfg.init_from))
+        engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     trainer = instantiated(
         cfg,
         "trainer",

@@ -13,7 +13,18 @@ from lightswitch.runs import saved
 
 _ABSENT = object()
 _NO_HYPERPARAMETERS = (  # which run it is and what it logs, not what is trained
-    *("name", "run_id", "mode", "resume", "init_from", "ckpt_path", "objective", "meet_timeout_seconds", "compare"),
+    *(
+        "name",
+        "run_id",
+        "mode",
+        "resume",
+        "init_from",
+        "init_names",
+        "ckpt_path",
+        "objective",
+        "meet_timeout_seconds",
+        "compare",
+    ),
     *("cluster", "callbacks", "logger", "compile", "watch"),
 )
 

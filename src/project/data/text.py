@@ -3,6 +3,7 @@
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from project.data.files import found
 from project.data.loaders import BatchedData, BatchedDataset
 from project.data.windows import Windows
+
+Token = TypeVar("Token", bound=np.unsignedinteger)
 
 HELD_OUT_BYTES = 2**18  # at most, for validation and for test each: enough for a loss to within about 0.01 nats
 
@@ -64,8 +67,8 @@ def held_out_bytes(text_bytes: int) -> int:
     return min(text_bytes // 10, HELD_OUT_BYTES)
 
 
-def parts(text: NDArray[np.uint8]) -> dict[str, NDArray[np.uint8]]:
-    """Contiguous pieces, so that no byte of one is in another."""
+def parts(text: NDArray[Token]) -> dict[str, NDArray[Token]]:
+    """Contiguous pieces of bytes, or of other tokens, so that none of one piece is in another."""
     held_out = held_out_bytes(len(text))
     train, val, test = np.split(text, [len(text) - 2 * held_out, len(text) - held_out])
     return {"train": train, "val": val, "test": test}

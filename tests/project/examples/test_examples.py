@@ -81,7 +81,10 @@ def test_every_model_goes_with_the_data_of_its_kind(model: str, data: str, tmp_p
     assert sum(parameter.numel() for parameter in made.parameters()) > 1e5
 
 
-@pytest.mark.parametrize("experiment", choices("experiment"))
+COMPLETE = [name for name in choices("experiment") if "???" not in (CONF / "experiment" / f"{name}.yaml").read_text()]
+
+
+@pytest.mark.parametrize("experiment", COMPLETE)
 def test_every_experiment_is_accepted(experiment: str) -> None:
     cfg = composed(f"experiment={experiment}")
     with torch.device("meta"):

@@ -1,0 +1,111 @@
+"""A folder as Hugging Face's libraries read it, of a model that can make its equal of theirs (`to_hf`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightswitch import versions
+from lightswitch.checkpoints import directory
+from lightswitch.errors import Refused
+from lightswitch.export import files
+from lightswitch.export.model import load
+from lightswitch.trees import MARK, make_tree, remove_tree
+
+CARD = "README.md"
+
+
+def write(checkpoint: Path, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
+    """Write the model of a checkpoint beside its place, compare what was written, and rename it.
+
+    It is held whole in memory, and once more while it is compared.
+
+    Args:
+        folder: must not exist.
+        dtype: what floating-point tensors are rounded to; None for their own.
+        shard_bytes: of one file at most, unless a single tensor is larger.
+
+    Returns:
+        the files, in the order of their names.
+
+    Raises:
+        OSError: the disk is full, or does not give back what was written.
+        Refused: the model has no equal, or a value is beyond the range of ``dtype``.
+    """
+    parts = _parts(load(checkpoint))
+    if dtype is not None:
+        _cast(parts[0], dtype)
+    partial = make_tree(directory.vacant(folder.with_name(f"{folder.name}.partial")))
+    try:
+        parts[0].save_pretrained(partial, max_shard_size=shard_bytes)
+        for part in parts[1:]:
+            part.save_pretrained(partial)
+        (partial / CARD).write_text(_card(checkpoint, parts[0]), encoding="utf-8")
+        _compare(parts[0], partial)
+    except BaseException:
+        remove_tree(partial)
+        raise
+    (partial / MARK).unlink()
+    partial.replace(folder)
+    return sorted(folder.iterdir())
+
+
+def _parts(model: LightningModule) -> list[Any]:
+    """Return what is saved: a model of transformers, and what goes with it, as its tokenizer."""
+    name = type(model).__name__
+    to_hf: Any = getattr(model, "to_hf", None)
+    if to_hf is None:
+        raise Refused(f"{name} has no to_hf, which returns its equal of transformers; leave --format out")
+    try:
+        return list(to_hf())
+    except (ValueError, ModuleNotFoundError) as error:
+        raise Refused(f"{name}: {error}") from error
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    finite = {name: bool(value.isfinite().all()) for name, value in model.state_dict().items()}
+    model.to(dtype)
+    for name, value in model.state_dict().items():
+        if finite[name] and not value.isfinite().all():
+            raise Refused(f"{name} has values beyond the range of {dtype}; use --dtype float32, or bfloat16")
+
+
+def _compare(model: Any, folder: Path) -> None:
+    """Read the folder as its users will, and compare every tensor."""
+    read: Any = type(model).from_pretrained(folder, local_files_only=True).state_dict()
+    for name, value in model.state_dict().items():
+        if name not in read or not files.same_bits(read[name], value):
+            raise OSError(f"{folder.name} does not give back {name} as it was written")
+
+
+def _card(checkpoint: Path, model: Any) -> str:
+    """Return the model card: what it is, how it was trained, what it reached."""
+    run_dir = next((up for up in checkpoint.resolve().parents[:2] if (up / "run.json").is_file()), None)
+    record, results = (_read(run_dir / name) if run_dir else {} for name in ("run.json", "results.json"))
+    return "\n".join(_lines(type(model).__name__, record, results)) + "\n"
+
+
+def _lines(name: str, record: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("---", "library_name: transformers", "tags: [lightswitch]", "---", f"# {name}", "")
+    version = versions.of(["lightswitch"]).get("lightswitch", "")
+    overrides = " ".join(map(str, record.get("overrides", ())))
+    commit = f" at commit {record['commit']}" if record.get("commit") else ""
+    yield from (f"Trained with lightswitch {version}{commit}:", "", f"    python train.py {overrides}", "")
+    if results:
+        yield from ("| metric | last value |", "| --- | --- |")
+        yield from (
+            f"| {metric} | {value:.4g} |" for metric, value in results.items() if isinstance(value, int | float)
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

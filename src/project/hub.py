@@ -1,0 +1,49 @@
+"""Folders of pretrained models and tokenizers: one on disk, or one of the Hugging Face hub's in the cache."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles, which would run code
+
+
+def require(*packages: str) -> None:
+    """Raise ModuleNotFoundError where one of the extra's packages is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"{package} is not installed; type pip install -e '.[hf]'")
+
+
+def folder_of(name: str, key: str, download: bool = False) -> Path:
+    """The folder `name`, or the hub's repository of that name in the local cache, which is filled only if asked.
+
+    Args:
+        key: of the config, for the message.
+        download: fetch what the cache has not.
+
+    Raises:
+        FileNotFoundError: there is neither, or the download failed.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=not download, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:  # not in the cache, offline, or no name of a repository
+        tried = f"it could not be downloaded ({str(error).splitlines()[0]})" if download else "nothing is downloaded"
+        raise FileNotFoundError(
+            f"{key}={name}: there is no such folder, {constants.HF_HUB_CACHE} has no model of that name, and {tried}; "
+            f"name a folder{'' if download else ', or type model.download=true'}"
+        ) from error
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """A folder's tokenizer. Raises ValueError where there is none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer: {folder} has none that can be read; {str(error).splitlines()[0]}") from error

@@ -1,0 +1,115 @@
+"""The GPT as the GPT-2 of transformers, in both directions: where its shape is GPT-2's, the numbers are the same.
+
+GPT-2 has queries, keys and values in one matrix, and keeps the matrices of linear layers transposed (its Conv1D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from project.hub import require
+
+if TYPE_CHECKING:
+    from project.models.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor of GPT-2's and those of the GPT that are joined in it along their first dimension."""
+
+    hub: str
+    own: tuple[str, ...]
+    transposed: bool = False
+
+    def joined(self, state: Mapping[str, Tensor]) -> Tensor:
+        tensor = torch.cat([state[name] for name in self.own])
+        return tensor.t().contiguous() if self.transposed else tensor
+
+    def cut(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        parts = (tensor.t() if self.transposed else tensor).chunk(len(self.own))
+        return zip(self.own, (part.contiguous() for part in parts), strict=True)
+
+
+def rows(layers: int, tied: bool) -> Iterator[Row]:
+    yield Row("transformer.wte.weight", ("tokens.weight",))
+    yield Row("transformer.wpe.weight", ("positions.weight",))
+    for kind in ("weight", "bias"):
+        yield Row(f"transformer.ln_f.{kind}", (f"transformer.norm.{kind}",))
+        for layer in range(layers):
+            yield from _block(f"transformer.h.{layer}", f"transformer.blocks.{layer}", kind)
+    if not tied:
+        yield Row("lm_head.weight", ("head.weight",))
+
+
+def _block(hub: str, own: str, kind: str) -> Iterator[Row]:
+    matrix = kind == "weight"
+    attention = tuple(f"{own}.attention.{part}.{kind}" for part in ("queries", "keys", "values"))
+    yield Row(f"{hub}.ln_1.{kind}", (f"{own}.attention_norm.{kind}",))
+    yield Row(f"{hub}.attn.c_attn.{kind}", attention, matrix)
+    yield Row(f"{hub}.attn.c_proj.{kind}", (f"{own}.attention.output.{kind}",), matrix)
+    yield Row(f"{hub}.ln_2.{kind}", (f"{own}.mlp_norm.{kind}",))
+    yield Row(f"{hub}.mlp.c_fc.{kind}", (f"{own}.mlp.input.{kind}",), matrix)
+    yield Row(f"{hub}.mlp.c_proj.{kind}", (f"{own}.mlp.output.{kind}",), matrix)
+
+
+def to_gpt2(model: GPT) -> Any:
+    """A GPT2LMHeadModel with the same weights, and the same logits.
+
+    Raises:
+        ValueError: the GPT's shape is not GPT-2's.
+        ModuleNotFoundError: transformers is not installed.
+    """
+    check_shape(model)
+    require("transformers")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = model.shape
+    rates = {name: shape.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    config = GPT2Config(
+        vocab_size=model.vocab_size,
+        n_positions=model.context,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.hidden_width,
+        activation_function="gelu",  # the exact one; OpenAI's weights have an approximation, "gelu_new"
+        tie_word_embeddings=model.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        **rates,
+    )
+    with torch.device("meta"):
+        hub = GPT2LMHeadModel(config)
+    state = model.state_dict()
+    joined = {row.hub: row.joined(state) for row in rows(shape.layers, model.tied)}
+    if model.tied:
+        joined["lm_head.weight"] = joined["transformer.wte.weight"]
+    hub.load_state_dict(joined, assign=True)
+    hub.tie_weights()
+    return hub.eval()
+
+
+def from_gpt2(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a GPT-2, with or without the prefix `transformer.`, under the GPT's names."""
+    found = {
+        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": weights[name]
+        for name in weights
+    }
+    table = [row for row in rows(model.shape.layers, model.tied) if row.hub in found]
+    return {name: part for row in table for name, part in row.cut(found[row.hub])}
+
+
+def check_shape(model: GPT) -> None:
+    shape = model.shape
+    needed = {"position": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
+    found = {"position": model.position, "norm": shape.norm, "mlp": shape.mlp, "bias": shape.bias}
+    if other := [f"{name}={found[name]}" for name in needed if found[name] != needed[name]]:
+        raise ValueError(
+            f"a GPT with {', '.join(other)} is none of transformers' models; GPT-2's has position=learned, norm=layer, "
+            "mlp=gelu and bias=true, as model=gpt2"
+        )

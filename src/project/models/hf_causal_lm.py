@@ -1,0 +1,129 @@
+"""Any causal language model of transformers: pretrained or from its config alone, trained whole or by LoRA."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from project.hub import folder_of, read_tokenizer, require
+from project.models.language_model import LanguageModel
+from project.optimizer import OptimizerFactory, SchedulerFactory
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+class HFCausalLM(LanguageModel):
+    """A transformers model behind the interface of the other language models: token ids to logits.
+
+    Args:
+        context: of the windows that it trains on, at most as long as the model's.
+        pretrained: a folder, or a name of the hub that is in the local cache.
+        config: without `pretrained`, a `model_type` and its sizes; with it, what is to differ from its config.json.
+        lora: `{r, alpha, dropout, target_modules}` and any other argument of peft's LoraConfig; all else is frozen.
+        tokenizer: a folder, or a name of the hub, that goes along when the model is exported.
+        download: let the hub fill the cache.
+
+    Raises:
+        ValueError, FileNotFoundError, ModuleNotFoundError: an argument that fits no model, before anything is read.
+    """
+
+    def __init__(
+        self,
+        context: int,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
+        download: bool = False,
+        sample_tokens: int = 64,
+    ) -> None:
+        super().__init__(context, optimizer, scheduler, sample_tokens, samples_before=pretrained is not None)
+        require("transformers", *(["peft"] if lora else []))
+        self.folder = folder_of(pretrained, "model.pretrained", download) if pretrained else None
+        self.tokenizer = folder_of(tokenizer, "model.tokenizer", download) if tokenizer else None
+        self.config = read_config(self.folder, dict(config or {}))
+        self.adapters = lora_config(lora) if lora else None
+        longest = getattr(self.config, "max_position_embeddings", None) or context
+        if context > longest:
+            raise ValueError(f"context is {context}, but the model's is {longest}; set model.context={longest}")
+
+    def configure_model(self) -> None:
+        """Weights are read here: by one process where the strategy sends them on, which then leaves the others none."""
+        if hasattr(self, "model"):
+            return
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        if self.folder is None or nn.LayerNorm(1).weight.is_meta:
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.get_default_dtype())
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                config=self.config,
+                dtype=torch.get_default_dtype(),
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        self.model = (with_lora(model, self.adapters) if self.adapters else model).train()
+        self.own_names = {name.replace(".base_layer.", "."): name for name, _ in self.model.named_parameters()}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    def to_hf(self) -> list[Any]:
+        """The transformers model, to whose own weights those of adapters are added for good, and its tokenizer."""
+        return [merged(self.model), *([read_tokenizer(self.tokenizer)] if self.tokenizer else [])]
+
+    def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of the hub under the names of this model, whose adapted layers have theirs further inside."""
+        return {f"model.{self.own_names.get(name, name)}": value for name, value in weights.items()}
+
+
+def read_config(folder: Any, changes: dict[str, Any]) -> Any:
+    """The model's config: a folder's with changes, or a new one of a `model_type`."""
+    from transformers import AutoConfig
+
+    if folder is not None:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
+    if "model_type" not in changes:
+        raise ValueError("model names no weights and no config; type model.pretrained=FOLDER, or a hub's name")
+    return AutoConfig.for_model(**changes)
+
+
+def lora_config(lora: dict[str, Any]) -> LoraConfig:
+    """peft's config; `alpha` and `dropout` are short for its lora_alpha and lora_dropout."""
+    from peft import LoraConfig
+
+    short = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+    try:
+        return LoraConfig(**{short.get(name, name): value for name, value in lora.items()})
+    except TypeError as error:
+        raise ValueError(f"model.lora: {error}; expected r, alpha, dropout, target_modules") from error
+
+
+def with_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """The model with low-rank adapters in its layers and all else frozen (Hu et al. 2021, arXiv:2106.09685)."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers are transposed: peft sees
+        adapted: nn.Module = inject_adapter_in_model(config, model)
+    return adapted
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters' products added to the weights, and none of peft's layers left."""
+    for path, part in [*model.named_modules()]:
+        if hasattr(part, "lora_A"):
+            part.merge()
+            model.set_submodule(path, part.get_base_layer())
+    return model

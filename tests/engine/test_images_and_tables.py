@@ -1,0 +1,56 @@
+"""The code of docs/images-and-tables.md, as it stands there, in real runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import CHECKOUT, Finished, Train
+from tests.engine.curves import largest_difference
+
+PAGE = (CHECKOUT / "docs" / "images-and-tables.md").read_text()
+FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+NETWORK = """
+from torch import nn
+
+def layers(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, num_classes))
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    """The page's files under another package's name than `project`; a network and a table of two columns."""
+    folder = tmp_path / "fork"
+    for path, text in FILES.items():
+        file = folder / path.replace("src/project/", "images_page/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("project.", "images_page."))
+    (folder / "images_page" / "layers.py").write_text(NETWORK)
+    rows = np.random.default_rng(0).normal(5, 2, (400, 2))
+    table = np.column_stack([rows, rows[:, 0] > rows[:, 1]])
+    np.savetxt(folder / "flowers.csv", table, delimiter=",", header="petal,leaf,kind", comments="")
+    return (
+        *("model=resnet", "data=table", "--config-dir", str(folder / "conf")),
+        *("data.file=flowers.csv", "data.label=kind", "data.classes=2", "optimizer.lr=0.02"),
+        *("model.network._target_=images_page.layers.layers", "trainer.max_steps=40", "trainer.log_every_n_steps=1"),
+        *("trainer.val_check_interval=40", "trainer.accelerator=cpu"),
+    )
+
+
+def test_the_page_names_a_file_for_each_block_of_code() -> None:
+    assert len(FILES) == len(re.findall("```", PAGE)) / 2 == 4
+
+
+def test_its_network_learns_its_table_as_well_over_two_devices(
+    words: tuple[str, ...], train: Train, tmp_path: Path
+) -> None:
+    folder = tmp_path / "fork"
+    train(*words, "run_id=one", "strategy=single", folder=folder)
+    out = train(*words, "run_id=two", "strategy=fsdp", ranks=2, folder=folder).out
+    one, two = (Finished(0, "", "", folder, name) for name in ("one", "two"))
+    assert largest_difference(two, one) < 1e-5
+    assert float(re.findall(r"test/accuracy +([\d.]+)", out)[-1]) > 0.9

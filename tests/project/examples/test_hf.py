@@ -1,0 +1,212 @@
+"""Transformers' models: read without a copy on each rank, tuned by adapters, and given back."""
+
+import os
+import re
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightswitch
+from lightswitch.export.__main__ import main
+from project.models.hf_causal_lm import HFCausalLM
+from tests.runs import CHECKOUT, Train
+
+pytestmark = pytest.mark.skipif(
+    find_spec("peft") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="transformers is an extra"
+)
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHORT = (
+    "model.context=32",
+    "global_batch_size=8",
+    "trainer.log_every_n_steps=1",
+    "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1",
+    "trainer.accelerator=cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama and a tokenizer that have learned README.md."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("pretrained")
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    words.train([str(CHECKOUT / "README.md")], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    tokenizer.save_pretrained(folder)
+    sizes = {**SIZES, "vocab_size": 300, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    ids = torch.tensor(tokenizer((CHECKOUT / "README.md").read_text())["input_ids"])
+    optimizer = ADAMW(model.parameters())
+    for _ in range(60):
+        windows = torch.stack([ids[start : start + 32] for start in torch.randint(len(ids) - 32, (16,))])
+        model(input_ids=windows, labels=windows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return folder
+
+
+def built(**options) -> HFCausalLM:
+    model = HFCausalLM(32, ADAMW, **options)
+    model.configure_model()
+    return model
+
+
+def logits(model, ids=None):
+    ids = torch.arange(20).view(2, 10) if ids is None else ids
+    with torch.no_grad():
+        found = model.eval()(ids)
+    return getattr(found, "logits", found)
+
+
+def reread(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def test_a_pretrained_model_has_its_own_logits(pretrained):
+    assert torch.equal(logits(built(pretrained=str(pretrained))), logits(reread(pretrained)))
+
+
+def test_ranks_that_are_sent_the_weights_read_none_and_draw_none(pretrained):
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = built(pretrained=str(pretrained), lora={"r": 2})
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"pretrained": "nobody/nothing"},
+            "model.pretrained=nobody/nothing: there is no such .*, and nothing is",
+        ),
+        ({}, "model.pretrained=FOLDER"),
+        ({"config": {"model_type": "llama", "max_position_embeddings": 16}}, "context is 32, but the model's is 16"),
+        ({"config": {"model_type": "llama"}, "lora": {"rank": 2}}, "model.lora: .*rank.*; expected r, alpha"),
+    ],
+)
+def test_what_fits_no_model_is_refused_before_anything_is_read(options, told):
+    with pytest.raises((ValueError, FileNotFoundError), match=told):
+        HFCausalLM(32, ADAMW, **options)
+
+
+@pytest.mark.slow
+def test_a_name_that_is_not_in_the_cache_is_one_line_and_no_download(train: Train):
+    words = ("model=hf_causal_lm", "model.pretrained=nobody/nothing", "data=hf_text", "data.files=[x]")
+    refused = train(*words, "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", check=False)
+    assert refused.returncode == 2
+    assert "error: model.pretrained=nobody/nothing: there is no such folder" in refused.err
+    assert "type model.download=true" in refused.err
+
+
+def test_only_adapters_train_and_only_they_are_given_to_the_optimizer(pretrained):
+    model = built(pretrained=str(pretrained), lora={"r": 2, "alpha": 4, "target_modules": ["q_proj"]})
+    (group,) = model.configure_optimizers().param_groups
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[-2:][0] for name in trained} == {"default"}
+    assert len(group["params"]) == len(trained) == 4
+
+
+def test_merged_adapters_have_the_logits_of_the_model_beside_them(pretrained):
+    model = built(pretrained=str(pretrained), lora={"r": 2})
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data)
+    before = logits(model)
+    assert not torch.allclose(before, logits(reread(pretrained)), atol=1e-2)
+    (hub,) = model.to_hf()
+    assert torch.allclose(logits(hub), before, atol=1e-5)
+    assert {name for name, _ in hub.named_parameters()} == {name for name, _ in reread(pretrained).named_parameters()}
+
+
+def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions(gpt, tmp_path):
+    shape = {"position": "learned", "mlp": "gelu", "bias": True}
+    one, other = gpt(seed=1, **shape), gpt(seed=2, **shape)
+    (hub,) = one.to_hf()
+    ids = torch.arange(8).view(1, 8)
+    assert torch.allclose(logits(hub, ids), logits(one, ids), atol=1e-5)
+    hub.save_pretrained(tmp_path)
+    assert torch.equal(logits(reread(tmp_path), ids), logits(hub, ids))
+    other.load_state_dict(other.from_hf(hub.state_dict()), strict=False)
+    assert torch.equal(logits(other, ids), logits(one, ids))
+
+
+def test_a_gpt_of_another_shape_is_none(gpt):
+    with pytest.raises(ValueError, match=r"position=rotary, mlp=swiglu, bias=False is none of transformers' models"):
+        gpt().to_hf()
+
+
+@pytest.mark.slow
+def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
+    pretrained: Path, train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "rhyme.txt").write_text("the cat sat on the mat, and the rat sat on the cat. " * 700)
+    words = ("experiment=finetune_lora", f"model.pretrained={pretrained}", f"data.files=[{tmp_path}/rhyme.txt]")
+    words = (*words, *SHORT, "optimizer.lr=0.02")
+    words = (
+        *words,
+        "scheduler=constant",
+        "model.lora={r: 8, alpha: 16, dropout: 0, target_modules: all-linear}",
+        "callbacks.last_checkpoint.every_n_steps=4",
+    )
+    whole = train(*words, "strategy=single", "trainer.max_steps=16")
+    losses = list(whole.column("train/loss").values())
+    assert sum(losses[-3:]) < sum(losses[:3]) - 3  # nats a token, of 3 steps
+    before, after = re.split(r"^step ", whole.out, maxsplit=1, flags=re.MULTILINE)
+    assert "cat" in before.split("\n\n", 1)[1]  # text of the model as it was, after a prompt
+    assert "cat" in after.split("\n\n", 1)[1]  # and as it is
+    folder = tmp_path / "other"
+    words = (*words, "run_id=other")
+    killed = train(
+        *words,
+        "strategy=ddp",
+        "trainer.max_steps=16",
+        ranks=2,
+        folder=folder,
+        meanwhile=_kill_once_saved(folder),
+        check=False,
+    )
+    assert killed.returncode != 0
+    train(*words, "strategy=fsdp", "trainer.max_steps=12", ranks=2, folder=folder)
+    last = "deepspeed_stage_3" if find_spec("deepspeed") else "fsdp1"
+    other = train(*words, f"strategy={last}", "trainer.max_steps=16", ranks=2, folder=folder)
+    assert list(other.column("train/loss").values()) == pytest.approx(losses, abs=1e-4)
+    stored = other.run_dir / "checkpoints" / "step_16.ckpt"
+    assert sum(file.stat().st_size for file in stored.iterdir()) < (pretrained / "model.safetensors").stat().st_size
+    main([str(stored), "--format", "hf", "-o", str(tmp_path / "given")])
+    assert torch.allclose(logits(reread(tmp_path / "given")), logits(lightswitch.load(stored)), atol=1e-5)
+    assert not torch.allclose(logits(reread(tmp_path / "given")), logits(reread(pretrained)), atol=1e-2)
+    card = (tmp_path / "given" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert (tmp_path / "given" / "tokenizer.json").is_file()
+
+
+def _kill_once_saved(folder: Path):
+    """SIGKILL for every rank, as soon as a checkpoint is there."""
+
+    def kill(processes) -> None:
+        while not list(folder.glob("runs/*/other/checkpoints/last.ckpt")) and all(one.is_alive() for one in processes):
+            time.sleep(0.01)
+        for one in processes:
+            one.kill()
+
+    return kill
