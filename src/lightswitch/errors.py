@@ -3,6 +3,7 @@
     Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
+    │   │   ├── Unplanned          nothing can be known of a run before it starts
     │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
     │   ├── NotFinite              the loss or a parameter is not finite
     │   ├── ToldElsewhere          another process of the run prints it
@@ -77,6 +78,10 @@ class RefusedRequest(Refused):
     @property
     def problems(self) -> list[str]:
         return self._problems
+
+
+class Unplanned(RefusedRequest):
+    """A run of which nothing can be known before it starts: its model or its data fail without values, or at all."""
 
 
 class ChangedDependency(RefusedRequest):

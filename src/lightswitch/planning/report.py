@@ -67,13 +67,8 @@ def name(one: Estimate) -> str:
 
 def answer(best: Estimate, device: Device) -> str:
     """Return the line that says what to take, or that nothing fits and by how much."""
-    memory = best.memory
-    took = (
-        f"{name(best)}, micro batch {best.run.micro_batch}: {gib(memory.bytes)} of {gib(memory.usable_bytes)} GiB "
-        f"on {device.name}"
-    )
-    if not memory.fits:
-        return f"nothing fits; the least is {took}"
+    if not best.memory.fits:
+        return f"nothing fits; the least is {took(best, device)}"
     rates = []
     if (rate := best.samples_per_second) is not None:
         rates.append(f"at most {compact(rate)} samples/s")
@@ -81,7 +76,16 @@ def answer(best: Estimate, device: Device) -> str:
             rates.append(f"{compact(rate * best.run.tokens_per_sample)} tokens/s")
     if (hours := best.hours) is not None:
         rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
-    return ", ".join([took, *rates])
+    return ", ".join([took(best, device), *rates])
+
+
+def took(one: Estimate, device: Device) -> str:
+    """Return what a strategy takes of what there is."""
+    memory = one.memory
+    return (
+        f"{name(one)}, micro batch {one.run.micro_batch}: {gib(memory.bytes)} of {gib(memory.usable_bytes)} GiB "
+        f"on {device.name}"
+    )
 
 
 def gib(bytes: float) -> str:

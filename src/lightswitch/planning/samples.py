@@ -29,8 +29,11 @@ class Samples:
     is_cut: bool
 
 
-def first_samples(model: LightningModule, data: LightningDataModule | None) -> Samples:
+def first_samples(model: LightningModule, data: LightningDataModule | None, prepares_data: bool = True) -> Samples:
     """Return the first samples of the training data, of the data module or, without one, of the module itself.
+
+    Args:
+        prepares_data: whether to call the data module's `prepare_data`.
 
     Raises:
         Refused: there is no training data.
@@ -42,7 +45,8 @@ def first_samples(model: LightningModule, data: LightningDataModule | None) -> S
             "data._target_=CLASS of a LightningDataModule"
         )
     if data is not None:
-        data.prepare_data()
+        if prepares_data:
+            data.prepare_data()
         data.setup("fit")
     loaders = owner.train_dataloader()
     if isinstance(loaders, CombinedLoader):

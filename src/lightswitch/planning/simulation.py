@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -240,8 +241,12 @@ class _Batches:
 @contextmanager
 def _processes(strategy: Strategy, world: World) -> Iterator[None]:
     alone = isinstance(strategy, SingleDeviceStrategy)
+    rank: Any = rank_zero_only.rank  # type: ignore[attr-defined]  # Lightning's, set past its declaration
     with nullcontext() if alone else fake_group(world):
-        yield
+        try:
+            yield
+        finally:
+            patches.replace(rank_zero_only, "rank", rank)
 
 
 @contextmanager
