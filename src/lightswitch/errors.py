@@ -136,6 +136,7 @@ class Failure:
         details: a traceback, or the ranks' positions. With exit code 2 it goes only to the run's log.
         follows: whether it looks like the consequence of another rank's failure.
         rank: the number of the rank that raised it.
+        lacks_memory: whether memory ran out, of a device or a node.
     """
 
     line: str
@@ -143,6 +144,7 @@ class Failure:
     exit_code: int = ExitCode.FAILED
     follows: bool = False
     rank: int | None = None
+    lacks_memory: bool = False
 
 
 class RanksFailed(Exception):

@@ -79,19 +79,21 @@ def _is_asked(cfg: DictConfig) -> bool:
 def _choice(cfg: DictConfig, run: RunContext) -> Choice:
     device, world = estimates.device_of(cfg), estimates.world_of(cfg)
     usable = device.usable_bytes(world.devices_per_node)
-    of_device = f"of {report.gib(usable)} GiB on {device.name}"
     parameters = estimates.parameter_bytes(cfg)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
     if cfg.mode != "fit":
-        return _evaluating(parameters, usable, among, f"parameters are {report.gib(parameters)} {of_device}")
+        return _evaluating(
+            parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
+        )
     if _STATES_BY_ADAM * parameters < _SMALL_SHARE * usable:
-        return Choice(f"single or ddp: states are {report.gib(_STATES_BY_ADAM * parameters)} {of_device}")
+        of = report.share(_STATES_BY_ADAM * parameters, usable)
+        return Choice(f"single or ddp: states are {of} on {device.name}")
     states = sum(estimates.states(cfg).values())
     if states > usable:
         among = [one for one in among if not one.is_replicated]
     candidate, found = _first_that_fits(_request(cfg, run), among)
     words = tuple(estimates.words_of(found))
-    return Choice(f"{report.took(found, device)}; all states are {report.gib(states)} GiB", candidate, words)
+    return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
 
 
 def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:

@@ -70,12 +70,12 @@ def _tell(
 def _tell_states(cfg: DictConfig, operator: str) -> None:
     """Say what is known of a model whose step asks for values: what it keeps from one step to the next."""
     held = states(cfg)
-    parts = ", ".join(f"{kind} {report.gib(held.get(kind, 0))}" for kind in STATES)
+    parts = ", ".join(f"{kind} {report.amount(held.get(kind, 0))}" for kind in STATES)
     log.warning(
         "the step of %s asks a tensor for its values (%s), and a plan has none: activations, time and traffic are not "
         "known, and neither is what fits", cfg.model._target_, operator,
     )  # fmt: skip
-    log.info("states     %s GiB: whole on each device under ddp, over all of them under fsdp", parts)
+    log.info("states     %s: whole on each device under ddp, over all of them under fsdp", parts)
 
 
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:

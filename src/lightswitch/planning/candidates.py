@@ -21,6 +21,7 @@ _OFFLOADS = "cpu_offload"
 _ORDER = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_tp", "fsdp_offload")  # the simplest first
 _SUPERSEDED = ("FSDP1",)  # planned where it is asked for
 _REPLICATED = ("Single", "DDP")
+_WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # by stage: parameters and gradients, parameters
 _NOT_SIMULATED = ("DeepSpeed",)  # its engine asks tensors for their values
 
 
@@ -61,6 +62,18 @@ class Candidate:
     def is_simulated(self) -> bool:
         """Whether its own code runs on tensors without values."""
         return str(self.node.get("_target_")).rpartition(".")[2] not in _NOT_SIMULATED
+
+    def kept_share(self, nodes: int, devices_per_node: int) -> float:
+        """Return the share of parameters, gradients and optimizer state that a device keeps from step to step."""
+        if self.is_replicated:
+            return 1.0
+        if self.offloads:
+            return 0.0
+        if not self.is_simulated:  # ZeRO shards one kind after the other; Adam's state is as large as all else
+            whole = _WHOLE_UNDER_ZERO.get(self.node.get("stage", 2), 0.0)
+            return whole + (1 - whole) / (nodes * devices_per_node)
+        is_hybrid = self.node.get("sharding_strategy") == "HYBRID_SHARD"
+        return 1 / (self.node.get("shard_size") or devices_per_node * (1 if is_hybrid else nodes))
 
     def on_device(self) -> str:
         """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
