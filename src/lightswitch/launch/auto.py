@@ -18,6 +18,7 @@ from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates, mending, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.estimate import Estimate
+from lightswitch.planning.fake_group import World
 from lightswitch.preflight import devices
 
 log = logging.getLogger(__name__)
@@ -89,9 +90,8 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
         of = report.share(_STATES_BY_ADAM * parameters, usable)
         return Choice(f"single or ddp: states are {of} on {device.name}")
     states = sum(estimates.states(cfg).values())
-    if states > usable:
-        among = [one for one in among if not one.is_replicated]
-    candidate, found = _first_that_fits(_request(cfg, run), among)
+    among = with_room(among, states, usable, world)
+    candidate, found = first_that_fits(_request(cfg, run), among)
     words = tuple(estimates.words_of(found))
     return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
 
@@ -116,7 +116,12 @@ def _without_steps(cfg: DictConfig) -> Request:
     return estimates.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), estimates.world_of(cfg))
 
 
-def _first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
+def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
+    """Return the strategies whose part of the states alone fits; all, where no strategy's does."""
+    return [one for one in among if states * one.kept_share(world.nodes, world.devices_per_node) < usable] or [*among]
+
+
+def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
     """Return the first strategy that fits, with its estimate.
 
     Raises:
@@ -130,7 +135,7 @@ def _first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Cand
             if found.memory.fits:
                 found = estimates.confirmed(request, found, [candidate])
         except NeedsValues:
-            return _first_that_fits(_without_steps(request.cfg), among)
+            return first_that_fits(_without_steps(request.cfg), among)
         except Unplanned:
             raise
         except Refused:  # the strategy does not take the run
