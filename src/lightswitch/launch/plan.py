@@ -43,10 +43,19 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
             refused[candidate.words[0]] = str(refusal)
     if not estimates:
         raise RefusedRequest(dict.fromkeys(refused.values()))
-    best, *others = report.ordered(estimates)
     among += [other for one in among if (other := one.recomputing()) is not None]
+    best, *others = report.ordered([*estimates, *_best_recomputing(request, estimates, among)])
     estimates = report.ordered([confirmed(request, best, among), *others])
     _tell(cfg, run, request, estimates, refused)
+
+
+def _best_recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
+    """Yield what activation checkpointing would change of the best, if that is not among the estimates."""
+    best = report.ordered(estimates)[0]
+    (candidate,) = (one for one in among if one.words == best.words)
+    other = candidate.recomputing()
+    if other is not None and other.words not in {one.words for one in estimates}:
+        yield fitted(request, other)
 
 
 def _tell(

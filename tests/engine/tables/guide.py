@@ -52,7 +52,7 @@ def main() -> None:
 
 def _rows(model: Model) -> list[list[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/README.md']", *RUN])
+        cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/docs/*.md']", *RUN])
         cards = {
             name: instantiate(compose("config", [f"device={name}"]).plan.device, _convert_="all") for name in CARDS
         }
