@@ -85,6 +85,7 @@ tables: $(INSTALLED) ## run every strategy at every precision, from each to each
 	$(PYTHON) -m tests.engine.tables.matrix
 	$(PYTHON) -m tests.engine.tables.resume
 	$(PYTHON) -m tests.engine.tables.failures
+	$(PYTHON) -m tests.engine.tables.guide
 
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -30,7 +30,7 @@ _KNOWN_SHARE = 1 / 2  # of a device that states may take, where it is not known 
 
 @dataclass(frozen=True)
 class Choice:
-    """What strategy=auto takes.
+    """A strategy that strategy=auto takes.
 
     Attributes:
         told: what that is, and why.

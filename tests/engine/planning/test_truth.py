@@ -64,7 +64,7 @@ def test_a_plan_says_what_one_process_holds(train: Train, precision: str) -> Non
 
 def _planned(train: Train, *words: str) -> dict[str, Any]:
     run = train("mode=plan", *words)
-    (strategy,) = json.loads((run.run_dir / "plan.json").read_text())["strategies"]
+    strategy, *_ = json.loads((run.run_dir / "plan.json").read_text())["strategies"]  # then with less activations
     return dict(strategy)
 
 
