@@ -157,7 +157,7 @@ def _what_would(tried: Sequence[tuple[Candidate, Estimate]], request: Request) -
 
 
 def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext) -> BatchPlan:
-    run.process.decided += choice.words
+    run.process.decided.extend(choice.words)
     micro = dict(word.split("=", 1) for word in choice.words).get("micro_batch_size", cfg.micro_batch_size)
     with open_dict(cfg):
         cfg.trainer.strategy = dict(candidate.node)
