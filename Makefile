@@ -88,6 +88,7 @@ tables: $(INSTALLED) ## run every strategy at every precision, from each to each
 	$(PYTHON) -m tests.engine.tables.matrix
 	$(PYTHON) -m tests.engine.tables.resume
 	$(PYTHON) -m tests.engine.tables.failures
+	$(PYTHON) -m tests.engine.tables.guide
 
 $(SCHEMAS): $(INSTALLED) $(shell find conf -name '*.yaml') # what an editor knows of conf
 	$(PYTHON) -m lightswitch.reference.schema conf .vscode/schemas

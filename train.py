@@ -27,9 +27,10 @@ def main(cfg: DictConfig, run: RunContext) -> None:
 
     from lightning.pytorch import seed_everything
 
-    from lightswitch.launch import build, dry_run, plan, report, stages
+    from lightswitch.launch import auto, build, dry_run, plan, report, stages
     from lightswitch.runs import resume
 
+    batch = auto.decide(cfg, run, batch)  # which strategy strategy=auto is, on this machine
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     if cfg.mode == "plan":
         return plan.plan(cfg, run)

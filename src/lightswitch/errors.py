@@ -3,6 +3,7 @@
     Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
+    │   │   ├── Unplanned          nothing can be known of a run before it starts
     │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
     │   ├── NotFinite              the loss or a parameter is not finite
     │   ├── ToldElsewhere          another process of the run prints it
@@ -79,6 +80,10 @@ class RefusedRequest(Refused):
         return self._problems
 
 
+class Unplanned(RefusedRequest):
+    """A run of which nothing can be known before it starts: its model or its data fail without values, or at all."""
+
+
 class ChangedDependency(RefusedRequest):
     """An attribute of a library that the engine replaces is gone, or is not what it was in the versions tried."""
 
@@ -131,6 +136,7 @@ class Failure:
         details: a traceback, or the ranks' positions. With exit code 2 it goes only to the run's log.
         follows: whether it looks like the consequence of another rank's failure.
         rank: the number of the rank that raised it.
+        lacks_memory: whether memory ran out, of a device or a node.
     """
 
     line: str
@@ -138,6 +144,7 @@ class Failure:
     exit_code: int = ExitCode.FAILED
     follows: bool = False
     rank: int | None = None
+    lacks_memory: bool = False
 
 
 class RanksFailed(Exception):

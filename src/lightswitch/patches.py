@@ -243,6 +243,13 @@ PATCHES = (
         "AttributeDict",
         "loggers are given hyperparameters without secrets; the module keeps its own",
     ),
+    Patch(
+        "lightning.pytorch.utilities.rank_zero_only",
+        "rank",
+        "int",
+        "set back after a simulation, of this rank or another: Lightning's strategies set it when they are set up",
+        for_process=True,
+    ),
     Patch("lightning.pytorch.Trainer", "should_stop", "bool", "a plan's steps end before their epoch does"),
     Patch(
         "lightning.pytorch.utilities.rank_zero_only",

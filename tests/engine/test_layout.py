@@ -211,7 +211,8 @@ def _items(group: str) -> set[str]:
     }
 
 
-ON_EXAMPLES = ("test_readme.py", "fork/")  # tests of this repository, whose README and forks name the examples
+# of this repository alone, whose README, forks and documents name the examples
+ON_EXAMPLES = ("test_readme.py", "fork/", "tables/guide.py")
 ENGINES_TESTS = [
     path
     for path in sorted((CHECKOUT / "tests" / "engine").rglob("*.py"))

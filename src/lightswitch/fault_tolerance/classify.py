@@ -93,7 +93,7 @@ def add_report(error: BaseException, own: Failure, rank: Rank, location: str, re
     with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
         report.add_rank(rank, location, own)
         if sys.version_info >= (3, 11):  # printed below the traceback
-            if one_line(error) not in own.line:
+            if one_line(error) not in own.line or own.lacks_memory:
                 error.add_note(own.line)
             error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 

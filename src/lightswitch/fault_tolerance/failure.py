@@ -16,6 +16,8 @@ _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a
 
 # Errors of a rank that has lost another one: of gloo, NCCL, and the store that ranks connect to
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
+# Errors of what could not be had: of torch's on a GPU, of its allocator on the CPU, of Python's
+_LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
         cause = cause.__cause__
     told = loader_workers.cause(cause) or one_line(cause)
     follows = _FOLLOWS.search(told) is not None
-    return Failure(f"{rank} failed: {told}", full_traceback(error), follows=follows, rank=rank.number)
+    lacks_memory = _LACKS_MEMORY.search(one_line(cause)) is not None
+    return Failure(
+        f"{rank} failed: {told}", full_traceback(error), follows=follows, rank=rank.number, lacks_memory=lacks_memory
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -62,7 +62,7 @@ class Scripts(_SubprocessScriptLauncher):
         os.environ["LOCAL_RANK"] = str(cluster.local_rank())
         run_dir = quoted(str(self.run.run_dir))
         own = [f"run_id={self.run.run_id}", f"hydra.run.dir={run_dir}", "hydra.output_subdir=null"]
-        command = [sys.executable, *_script(), *sys.argv[1:], *own]
+        command = [sys.executable, *_script(), *sys.argv[1:], *self.run.process.decided, *own]
         for local_rank in range(1, self.num_processes):
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
             self.procs.append(subprocess.Popen(command, env=environment))

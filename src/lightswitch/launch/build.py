@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -28,7 +29,7 @@ from lightswitch.fault_tolerance.not_finite import FiniteLoss
 from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
-from lightswitch.launch import handshake
+from lightswitch.launch import handshake, out_of_memory
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
 from lightswitch.monitoring.judged import BestCheckpoint
@@ -87,7 +88,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     # In this order hooks run: the log and the record of the run first, then the watchdog, then batches.
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
-    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch))
+    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(out_of_memory.advice, cfg, run, plan))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]

@@ -88,6 +88,14 @@ def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict
     }
 
 
+def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
+    """Return the command that starts a run again, in the same directory, with other words for some of its own."""
+    keys = [word.partition("=")[0] for word in words]
+    other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments are of the strategy before
+    typed = _overrides(without=(*_START, "ckpt_path", *keys, *other))
+    return shlex.join([*_program(placement), *typed, *words, f"run_id={cfg.run_id}"])
+
+
 def _holds(limit: int | None, reached: int) -> bool:
     return limit is not None and 0 < limit <= reached
 

@@ -17,8 +17,8 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
-from lightswitch.launch import commands, job_script, plan
-from lightswitch.launch.plan import Request
+from lightswitch.launch import commands, estimates, job_script
+from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.collectives import exchanges
@@ -58,11 +58,11 @@ def _metrics(estimate: Estimate) -> dict[str, float]:
 
 
 def _found(cfg: DictConfig, run: RunContext) -> DryRun:
-    request = plan.requested(cfg)
+    request = estimates.requested(cfg)
     request = replace(request, samples=replace(request.samples, is_cut=False))  # one micro batch is told
     candidate = _candidate(request, run)
-    batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
-    plan.check(request, candidate, batch)
+    batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
+    estimates.check(request, candidate, batch)
     _check_evaluation(request, batch)
     asked: Any = OmegaConf.to_container(cfg.dry_run)
     grown = None if OmegaConf.is_missing(run.hydra.job, "num") else _grown(request, candidate)  # of a sweep's jobs
@@ -86,7 +86,7 @@ def _candidate(request: Request, run: RunContext) -> Candidate:
         same = "fsdp" if candidate.node.get("stage") == 3 else "fsdp_grad_op"
         raise Refused(
             f"strategy={choice}: DeepSpeed's engine asks tensors for their values, and a dry run has none; "
-            f"use strategy={same}, which shards the same, or mode=plan"
+            f"use strategy={same}, which shards the same"
         )
     return candidate
 
@@ -116,7 +116,7 @@ def _rehearsed(
 def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> tuple[Rank, Step]:
     try:
         strategy = instantiate(dict(candidate.node), _convert_="all")
-        return rehearse(plan.work_of(request, batch), strategy, replace(request.world, rank=number))
+        return rehearse(estimates.work_of(request, batch), strategy, replace(request.world, rank=number))
     except NeedsValues as error:
         raise Refused(
             f"the step of {request.cfg.model._target_} asks a tensor for its values ({error}), and a dry run has none; "
@@ -129,7 +129,7 @@ def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, num
 
 
 def _estimate(request: Request, candidate: Candidate, batch: BatchPlan, step: Step) -> Estimate:
-    return estimate(candidate.words, step, plan.run_of(request, batch), request.device, candidate.offloads)
+    return estimate(candidate.words, step, estimates.run_of(request, batch), request.device, candidate.offloads)
 
 
 def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed:
@@ -148,7 +148,7 @@ def _grown(request: Request, candidate: Candidate) -> BatchPlan | None:
     grown = cfg.copy()
     grown.global_batch_size = cfg.global_batch_size * world.size // least
     try:
-        return plan.batch_of(replace(request, cfg=grown), candidate, cfg.micro_batch_size)
+        return estimates.batch_of(replace(request, cfg=grown), candidate, cfg.micro_batch_size)
     except BatchError:
         return None
 

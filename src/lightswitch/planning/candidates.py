@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +14,14 @@ from hydra.conf import HydraConf
 from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
+_TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by strategy=auto
+_TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # on one device
 _RECOMPUTES = "activation_checkpointing"
 _OFFLOADS = "cpu_offload"
 _ORDER = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_tp", "fsdp_offload")  # the simplest first
 _SUPERSEDED = ("FSDP1",)  # planned where it is asked for
+_REPLICATED = ("Single", "DDP")
+_WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # by stage: parameters and gradients, parameters
 _NOT_SIMULATED = ("DeepSpeed",)  # its engine asks tensors for their values
 
 
@@ -34,14 +38,42 @@ class Candidate:
     node: Mapping[str, Any]
 
     @property
+    def name(self) -> str:
+        """What is typed for it."""
+        return self.words[0].partition("=")[2]
+
+    @property
     def offloads(self) -> bool:
         """Whether what training changes is kept in the host's memory."""
         return bool(self.node.get(_OFFLOADS))
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether each device holds everything."""
+        return str(self.node.get("_target_")).rpartition(".")[2] in _REPLICATED
+
+    @property
+    def shards_all(self) -> bool:
+        """Whether each of all devices holds its part of parameters, gradients and optimizer state."""
+        is_full = self.node.get("sharding_strategy", "FULL_SHARD") == "FULL_SHARD"
+        return is_full and not self.is_replicated and not self.offloads
+
+    @property
     def is_simulated(self) -> bool:
         """Whether its own code runs on tensors without values."""
         return str(self.node.get("_target_")).rpartition(".")[2] not in _NOT_SIMULATED
+
+    def kept_share(self, nodes: int, devices_per_node: int) -> float:
+        """Return the share of parameters, gradients and optimizer state that a device keeps from step to step."""
+        if self.is_replicated:
+            return 1.0
+        if self.offloads:
+            return 0.0
+        if not self.is_simulated:  # ZeRO shards one kind after the other; Adam's state is as large as all else
+            whole = _WHOLE_UNDER_ZERO.get(self.node.get("stage", 2), 0.0)
+            return whole + (1 - whole) / (nodes * devices_per_node)
+        is_hybrid = self.node.get("sharding_strategy") == "HYBRID_SHARD"
+        return 1 / (self.node.get("shard_size") or devices_per_node * (1 if is_hybrid else nodes))
 
     def on_device(self) -> str:
         """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
@@ -73,6 +105,23 @@ def every(hydra: HydraConf, nodes: int) -> list[Candidate]:
             found[path.stem] = node
     named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
     return [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
+
+
+def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candidate]:
+    """Return what strategy=auto tries, in this order: what keeps all on the devices, the same with activation
+    checkpointing, and what uses the host's memory, without and with it.
+    """
+    found = [one for one in every(hydra, nodes) if one.name in _TRIED]
+    if nodes * devices_per_node == 1:
+        found = [one for one in found if one.name in _TRIED_ALONE]
+    on_device = [one for one in found if not one.offloads]
+    offloading = [one for one in found if one.offloads]
+    tried = [*on_device, *_recomputing(on_device), *offloading, *_recomputing(offloading)]
+    return tried
+
+
+def _recomputing(those: Iterable[Candidate]) -> Iterator[Candidate]:
+    return (other for one in those if (other := one.recomputing()) is not None)
 
 
 def _files(hydra: HydraConf) -> Iterator[Path]:

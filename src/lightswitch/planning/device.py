@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,6 +27,7 @@ class Device:
             empty where nobody has said them.
         memory_gb_per_second, link_gb_per_second, network_gb_per_second: of its memory; to others of its node, in one
             direction; from a node to others, in one direction. In 10⁹ bytes a second; None for what is not known.
+        host_gib: of the host's memory, for all devices of a node; None for what is not known.
         kind: cuda, also for AMD's; or cpu, whose memory all processes of a node share.
     """
 
@@ -35,6 +37,7 @@ class Device:
     memory_gb_per_second: float | None = None
     link_gb_per_second: float | None = None
     network_gb_per_second: float | None = None
+    host_gib: float | None = None
     kind: Literal["cuda", "cpu"] = "cuda"
 
     def with_memory(self, gib: float | None) -> Device:
@@ -46,6 +49,10 @@ class Device:
         if self.kind == "cpu":
             return self.memory_gib * GIB / devices_per_node
         return self.memory_gib * GIB * (1 - HIDDEN_SHARE)
+
+    def host_bytes(self, devices_per_node: int) -> float:
+        """Return what a process can have of the host's memory."""
+        return math.inf if self.host_gib is None else self.host_gib * GIB / devices_per_node
 
     def runtime_bytes(self, tensor_bytes: float, groups: int) -> float:
         """Return what it holds beside the tensors of a step.
@@ -73,11 +80,13 @@ _ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the first part 
 
 
 def here() -> Device:
-    """Return this machine's first GPU, or its CPU with the memory that is free now."""
+    """Return this machine's smallest GPU, or its CPU with the memory that is free now."""
     import psutil
     import torch
 
+    free_gib = psutil.virtual_memory().available / GIB
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        return Device(found.name, found.total_memory / GIB, {})
-    return Device("this machine's CPU", psutil.virtual_memory().available / GIB, {}, kind="cpu")
+        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        smallest = min(found, key=lambda properties: properties.total_memory)
+        return Device(smallest.name, smallest.total_memory / GIB, {}, host_gib=free_gib)
+    return Device("this machine's CPU", free_gib, {}, kind="cpu")

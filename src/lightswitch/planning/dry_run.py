@@ -159,10 +159,10 @@ def _memory(dry_run: DryRun) -> list[str]:
         shown = [memory.peak.by_kind.get(kind, 0.0) for kind in _KINDS]
         rest = memory.bytes - sum(shown)
         fits = "yes" if memory.fits else "no"
-        sizes = (report.gib(bytes) for bytes in (memory.bytes, *shown, rest))
+        sizes = (report.number(bytes) for bytes in (memory.bytes, *shown, rest))
         total, *parts = sizes
         rows.append((str(one.rank.number), total, fits, *parts))
-    usable = report.gib(dry_run.first.estimate.memory.usable_bytes)
+    usable = report.number(dry_run.first.estimate.memory.usable_bytes)
     return [*report.aligned(rows), f"of {usable} GiB on {dry_run.device.name}"]
 
 

@@ -9,7 +9,7 @@ from lightswitch.planning.collectives import Collective, Traffic, traffic
 from lightswitch.planning.device import HOST_GB_PER_SECOND, Device
 from lightswitch.planning.timeline import Growth, Kind, Peak
 
-_OFFLOADED: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")  # what one step leaves to the next
 _MOST_SAMPLES = 2**20  # of a micro batch: beyond it, what is searched is not memory
 
 
@@ -81,6 +81,7 @@ class Memory:
         runtime_bytes: beside tensors; see `Device.runtime_bytes`.
         usable_bytes: what it could hold.
         host_bytes: what the process keeps in the host's memory instead; of it, ``host_parameter_bytes``.
+        usable_host_bytes: what it could have there.
     """
 
     peak: Peak
@@ -88,6 +89,7 @@ class Memory:
     usable_bytes: float
     host_bytes: float
     host_parameter_bytes: float
+    usable_host_bytes: float
 
     @property
     def bytes(self) -> float:
@@ -96,8 +98,8 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device can hold it."""
-        return self.bytes <= self.usable_bytes
+        """Whether the device and the host can hold it."""
+        return self.bytes <= self.usable_bytes and self.host_bytes <= self.usable_host_bytes
 
 
 @dataclass(frozen=True)
@@ -191,11 +193,16 @@ def memory_at(
     host = parameters = 0.0
     if offloads:
         parameters = peak.by_kind.get("parameters", 0)
-        host = sum(peak.by_kind.get(kind, 0) for kind in _OFFLOADED)
-        kept = {kind: bytes for kind, bytes in peak.by_kind.items() if kind not in _OFFLOADED}
+        host = sum(peak.by_kind.get(kind, 0) for kind in STATES)
+        kept = {kind: bytes for kind, bytes in peak.by_kind.items() if kind not in STATES}
         peak = Peak(peak.bytes - host, kept, peak.phase, peak.where)
     return Memory(
-        peak, device.runtime_bytes(peak.bytes, groups), device.usable_bytes(devices_per_node), host, parameters
+        peak,
+        device.runtime_bytes(peak.bytes, groups),
+        device.usable_bytes(devices_per_node),
+        host,
+        parameters,
+        device.host_bytes(devices_per_node),
     )
 
 

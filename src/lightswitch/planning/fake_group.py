@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ class World:
 @contextmanager
 def fake_group(world: World) -> Iterator[None]:
     """Context with a default process group of a world, in which collectives leave tensors as they are."""
+    told_by = sys.excepthook
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=HashStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = told_by  # torch's names this rank before each line, once more for each group
 
 
 class FakeCluster(ClusterEnvironment):

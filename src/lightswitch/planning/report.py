@@ -30,8 +30,11 @@ def _rank(one: Estimate) -> float:
 
 
 def table(estimates: Iterable[Estimate]) -> str:
-    """Return a row for each estimate, in the order given; memory in GiB of a device."""
-    rows = [(*_HEADER, *_LATER), *(_row(one) for one in estimates)]
+    """Return a row for each estimate, in the order given; memory of a device in GiB, or in MiB where it is little."""
+    estimates = list(estimates)
+    unit = unit_of(max((one.memory.bytes for one in estimates), default=0))
+    header = [unit if name == "GiB" else name for name in (*_HEADER, *_LATER)]
+    rows = [header, *(_row(one, unit) for one in estimates)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(_cell(*pair, index) for index, pair in enumerate(zip(r, widths, strict=True))).rstrip() for r in rows
@@ -42,16 +45,16 @@ def _cell(text: str, width: int, column: int) -> str:
     return text.ljust(width) if column in (0, 11) else text.rjust(width)
 
 
-def _row(one: Estimate) -> tuple[str, ...]:
+def _row(one: Estimate, unit: str) -> tuple[str, ...]:
     kinds = one.memory.peak.by_kind
     shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
     seconds = one.time.least_seconds
     return (
         name(one),
         str(one.run.micro_batch) + (f" × {one.run.accumulation}" if one.run.accumulation > 1 else ""),
-        gib(one.memory.bytes),
+        number(one.memory.bytes, unit),
         "yes" if one.memory.fits else "no",
-        *(gib(bytes) for bytes in (*shown, one.memory.bytes - sum(shown))),
+        *(number(bytes, unit) for bytes in (*shown, one.memory.bytes - sum(shown))),
         "?" if one.largest_micro_batch is None else str(one.largest_micro_batch),
         "-" if seconds is None else f"{seconds:.3g}",
         one.time.bound or "-",
@@ -79,13 +82,8 @@ def name(one: Estimate) -> str:
 
 def answer(best: Estimate, device: Device) -> str:
     """Return the line that says what to take, or that nothing fits and by how much."""
-    memory = best.memory
-    took = (
-        f"{name(best)}, micro batch {best.run.micro_batch}: {gib(memory.bytes)} of {gib(memory.usable_bytes)} GiB "
-        f"on {device.name}"
-    )
-    if not memory.fits:
-        return f"nothing fits; the least is {took}"
+    if not best.memory.fits:
+        return f"nothing fits; the least is {took(best, device)}"
     rates = []
     if (rate := best.samples_per_second) is not None:
         rates.append(f"at most {compact(rate)} samples/s")
@@ -93,12 +91,38 @@ def answer(best: Estimate, device: Device) -> str:
             rates.append(f"{compact(rate * best.run.tokens_per_sample)} tokens/s")
     if (hours := best.hours) is not None:
         rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
-    return ", ".join([took, *rates])
+    return ", ".join([took(best, device), *rates])
 
 
-def gib(bytes: float) -> str:
-    """Return bytes in GiB: 0.003, 1.25, 61.2."""
-    return f"{bytes / GIB:.3g}" if bytes < 100 * GIB else f"{bytes / GIB:.0f}"
+def took(one: Estimate, device: Device) -> str:
+    """Return what a strategy takes of what there is."""
+    memory = one.memory
+    of = share(memory.bytes, memory.usable_bytes)
+    return f"{name(one)}, micro batch {one.run.micro_batch}: {of} on {device.name}"
+
+
+def share(bytes: float, whole_bytes: float) -> str:
+    """Return so many bytes of others: 61.2 of 78.8 GiB, 3.5 MiB of 78.8 GiB."""
+    one, whole = amount(bytes), amount(whole_bytes)
+    unit = whole.rpartition(" ")[2]
+    return f"{one.removesuffix(unit).strip()} of {whole}"
+
+
+def amount(bytes: float) -> str:
+    """Return bytes with their unit: 61.2 GiB, 3.5 MiB."""
+    unit = unit_of(bytes)
+    return f"{number(bytes, unit)} {unit}"
+
+
+def unit_of(most_bytes: float) -> str:
+    """Return the unit that bytes are told in."""
+    return "GiB" if most_bytes >= GIB / 10 else "MiB"
+
+
+def number(bytes: float, unit: str = "GiB") -> str:
+    """Return bytes in a unit: 0.003, 1.25, 61.2, 120."""
+    scaled = bytes / (GIB if unit == "GiB" else GIB / 1024)
+    return f"{scaled:.3g}" if scaled < 100 else f"{scaled:.0f}"
 
 
 def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:

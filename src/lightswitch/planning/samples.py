@@ -33,11 +33,14 @@ class Samples:
     loaders: Any
 
 
-def first_samples(model: LightningModule, data: LightningDataModule | None, shares_streams: bool = True) -> Samples:
+def first_samples(
+    model: LightningModule, data: LightningDataModule | None, shares_streams: bool = True, prepares_data: bool = True
+) -> Samples:
     """Return the first samples of the training data, of the data module or, without one, of the module itself.
 
     Args:
         shares_streams: streams are cut, too; else a loader's own batch is a micro batch.
+        prepares_data: whether to call the data module's `prepare_data`.
 
     Raises:
         Refused: there is no training data.
@@ -49,7 +52,8 @@ def first_samples(model: LightningModule, data: LightningDataModule | None, shar
             "data._target_=CLASS of a LightningDataModule"
         )
     if data is not None:
-        data.prepare_data()
+        if prepares_data:
+            data.prepare_data()
         data.setup("fit")
     given = owner.train_dataloader()
     loaders = given.iterables if isinstance(given, CombinedLoader) else given

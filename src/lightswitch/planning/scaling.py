@@ -78,7 +78,7 @@ def _rows(line: Line) -> Iterator[tuple[str, ...]]:
             str(point.ranks),
             str(point.global_batch),
             f"{point.micro_batch} × {point.accumulation}",
-            report.gib(point.bytes),
+            report.number(point.bytes),
             "yes" if point.bytes <= point.usable_bytes else "no",
             "-" if point.seconds is None else f"{point.seconds:.3g}",
             point.bound or "-",

@@ -248,7 +248,7 @@ class _Batches:
 @contextmanager
 def _processes(strategy: Strategy, world: World) -> Iterator[None]:
     alone = isinstance(strategy, SingleDeviceStrategy)
-    own_rank = rank_zero_only.rank  # type: ignore[attr-defined]  # an attribute of a function
+    own_rank: Any = rank_zero_only.rank  # type: ignore[attr-defined]  # Lightning's, set past its declaration
     try:
         with nullcontext() if alone else fake_group(world):
             yield

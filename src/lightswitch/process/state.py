@@ -50,6 +50,7 @@ class Process:
         refusal: why this start may not write its run directory; the other ranks learn it when they connect.
         locks: on run directories, released when this process ends.
         crash_folder: of this start's crash report, the same in all ranks once they have connected.
+        decided: overrides that follow from this machine, and that the ranks which this process starts are given.
         failure_file: where the sweep that has started this run reads its failure; None in any other run.
     """
 
@@ -63,6 +64,7 @@ class Process:
         self.locks: list[Lock] = []
         self.crash_folder: Path | None = None
         self.failure_file: Path | None = None
+        self.decided: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"crash_folder": self.crash_folder, "failure_file": self.failure_file}

@@ -1,4 +1,4 @@
-"""The strategy of those who make no choice."""
+"""The strategy of those who make no choice, where launch/auto.py makes none for them."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -33,6 +34,8 @@ def fail(error: str) -> None:
         raise told
     if error == "out of memory":
         run_out_of_memory()
+    if error == "no device memory":  # as torch raises it on a GPU
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if error == "os._exit":
         os._exit(9)
 

@@ -65,7 +65,7 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
     run = train("mode=plan", *model, "strategy=ddp")
     assert "asks a tensor for its values (aten._local_scalar_dense" in run.out
     # 640 weights and 10 biases: 2600 bytes, as many of gradients, twice as many of Adam's state and two counters
-    assert "states     parameters 2.42e-06, gradients 2.42e-06, optimizer 4.85e-06 GiB" in run.out
+    assert "states     parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: whole" in run.out
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_group import World
@@ -44,6 +46,13 @@ def test_a_step_that_accumulates_follows_from_one_that_does_not(strategy: Callab
     found = _step(strategy(), world, 6).growth.accumulating().at(6).peak()
     expected = _step(strategy(), world, 6, accumulation=2).growth.at(6).peak()
     assert found.bytes == pytest.approx(expected.bytes, rel=0.02)
+
+
+def test_a_simulation_leaves_the_process_as_it_was() -> None:
+    before = sys.excepthook, rank_zero_only.rank  # type: ignore[attr-defined]  # Lightning's
+    _step(DDP(), World(2, 2), 1)
+    assert (sys.excepthook, rank_zero_only.rank) == before  # type: ignore[attr-defined]
+    assert not torch.distributed.is_initialized()
 
 
 def test_the_first_of_128_ranks_holds_a_row_or_two_of_each_matrix() -> None:

@@ -14,6 +14,7 @@ TEXT = "data._target_=tests.engine.planning.truth.NumbersOfText"
 PICTURES = "data._target_=tests.engine.planning.truth.NumbersOfPictures"
 MODELS = {
     "language": (*LANGUAGE_MODEL, TEXT),
+    "pictures": ("model._target_=tests.engine.models.pictures.PatchClassifier", PICTURES, "data.samples=150"),
     "late": ("model._target_=tests.engine.foreign.Late", PICTURES, "data.samples=150"),
 }
 BATCH = ("global_batch_size=48", "micro_batch_size=12", "trainer.devices=2")  # two micro batches of 12 a device
@@ -33,7 +34,7 @@ STRATEGIES = (
 )
 
 
-OTHERS = (("late", "ddp"), ("late", "fsdp"), ("late", "fsdp1"))
+OTHERS = (("pictures", "ddp"), ("pictures", "fsdp"), ("late", "ddp"), ("late", "fsdp"), ("late", "fsdp1"))
 
 
 @pytest.mark.parametrize(("model", "strategy"), [*(("language", name) for name in STRATEGIES), *OTHERS])
@@ -45,6 +46,15 @@ def test_a_plan_says_what_a_rank_holds(train: Train, model: str, strategy: str) 
     assert plan["flops_per_step"] == real["flops"]
 
 
+def test_what_is_offloaded_is_counted_on_the_host(train: Train) -> None:
+    """On a CPU, the two are one: parameters, gradients and optimizer state lie there in any case."""
+    words = (*MODELS["language"], *BATCH, "strategy=fsdp_offload")
+    plan, real = _planned(train, *words), _real(train, *(word for word in words if "devices" not in word), ranks=2)
+    assert plan["tensor_bytes"] + plan["host_bytes"] == pytest.approx(real["bytes"], rel=0.01)
+    states = sum(real["by_kind"][kind] for kind in ("parameters", "gradients", "optimizer"))
+    assert plan["host_bytes"] == pytest.approx(states, rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_a_plan_says_what_one_process_holds(train: Train, precision: str) -> None:
     words = (*MODELS["language"], "strategy=single", "global_batch_size=12", f"precision={precision}")
@@ -54,7 +64,7 @@ def test_a_plan_says_what_one_process_holds(train: Train, precision: str) -> Non
 
 def _planned(train: Train, *words: str) -> dict[str, Any]:
     run = train("mode=plan", *words)
-    (strategy,) = json.loads((run.run_dir / "plan.json").read_text())["strategies"]
+    strategy, *_ = json.loads((run.run_dir / "plan.json").read_text())["strategies"]  # then with less activations
     return dict(strategy)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +36,25 @@ class Watchdog(Callback):
     """Join the watchdog once ranks form a group, count the batches begun, and report an error before the teardown.
 
     A run of one process has no watchdog, only a crash report.
+
+    Args:
+        advise: returns what to try next where memory has run out.
     """
 
-    def __init__(self, cfg: DictConfig, run: RunContext, batch: GlobalBatch, timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        run: RunContext,
+        batch: GlobalBatch,
+        timeouts: Timeouts,
+        advise: Callable[[Trainer], str],
+    ) -> None:
         self.cfg = cfg
         self.run = run
         self.report = CrashReport(run)
         self.batch = batch
         self.timeouts = timeouts
+        self.advise = advise
         self._own: Failure | None = None
         self._oom_kills = oom_kills()
         self._trainer: Trainer
@@ -96,6 +108,8 @@ class Watchdog(Callback):
         """Write the crash report of a rank that is alone, or not connected to the others."""
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
+        if own.lacks_memory:
+            own = replace(own, line=f"{own.line}\n{self.advise(trainer)}")
         if own.exit_code == ExitCode.FAILED:
             classify.add_report(error, own, rank, self.batch.describe_position(trainer), self.report)
         return own
@@ -141,7 +155,8 @@ class Watchdog(Callback):
         assert member is not None
         crash_report.write_for_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
-            self.report.print_failure(failure)
+            advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
+            self.report.print_failure(replace(failure, details=advice + failure.details))
             self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
         elif failure.rank == member.rank.number:
             self.run.process.note_failure(failure.line)

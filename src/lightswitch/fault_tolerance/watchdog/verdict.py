@@ -87,13 +87,14 @@ def _died(gone: Sequence[RankState], ranks: Collection[RankState]) -> Failure:
     first = min(gone, key=lambda rank: rank.gone or 0)
     whole = [rank for rank in ranks if rank.rank.node == first.rank.node]
     told = first.ended or WITHOUT_MESSAGE
-    if any(rank.position and rank.position.oom_kills > rank.oom_kills for rank in whole):
+    lacks_memory = any(rank.position and rank.position.oom_kills > rank.oom_kills for rank in whole)
+    if lacks_memory:
         told = f"was killed, as {first.rank.node} ran out of memory"
     if len(whole) > 1 and all(rank in gone for rank in whole):
         return Failure(
             f"{first.rank.node} was lost: all its processes, {_numbers(whole)}, ended without an error message"
         )
-    return Failure(f"{first.rank} failed: process {first.rank.pid} {told}")
+    return Failure(f"{first.rank} failed: process {first.rank.pid} {told}", lacks_memory=lacks_memory)
 
 
 def _lost(silent: Sequence[RankState], seconds: float) -> Failure:

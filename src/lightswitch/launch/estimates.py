@@ -1,0 +1,259 @@
+"""What a run would take on a device, under one strategy or another: steps are simulated, and the rest is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
+from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.launch import build
+from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.device import Device
+from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
+from lightswitch.planning.fake_group import World
+from lightswitch.planning.samples import Samples, first_samples
+from lightswitch.planning.simulation import Work, simulate, without_step
+from lightswitch.planning.timeline import Kind
+from lightswitch.preflight import devices, strategies
+from lightswitch.strategies.single import Single
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run that is asked for, and what it is to run on."""
+
+    cfg: DictConfig
+    device: Device
+    world: World
+    samples: Samples
+    computes: bool = True  # False: a step uses each parameter, and computes nothing of the model's
+    simulated: dict[tuple[str, BatchPlan], Step] = field(default_factory=dict)  # as they are made
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The Trainer's arguments."""
+        plain: Any = OmegaConf.to_container(self.cfg.trainer, resolve=True)
+        return dict(plain)
+
+
+def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
+    """Return the run that a config asks for, on the device that its node plan names.
+
+    Args:
+        prepares_data: False where other processes of the run may do it at the same time.
+
+    Raises:
+        Refused: there is no training data, or a constructor refuses its arguments.
+    """
+    refusals: list[Refused] = []
+    data: LightningDataModule | None = build.instantiated(cfg, "data", refusals)
+    model = build.instantiated(cfg, "model", refusals) if data is None else None
+    build.raise_all(refusals)
+    owner = model if model is not None else LightningModule()
+    with _own_code("the training data"):
+        samples = first_samples(owner, data, not build.shards_itself(cfg), prepares_data)
+    return Request(cfg, device_of(cfg), world_of(cfg), samples)
+
+
+def of_states(cfg: DictConfig, device: Device, world: World) -> Request:
+    """Return a run whose steps use each parameter, and compute nothing: what is known of it is its states."""
+    return Request(cfg, device, world, Samples(torch.empty, is_cut=False, owner=None, loaders=None), computes=False)
+
+
+def device_of(cfg: DictConfig) -> Device:
+    """Return the device that the node plan names, with its memory."""
+    device: Device = instantiate(cfg.plan.device, _convert_="all")
+    return device.with_memory(cfg.plan.memory_gib)
+
+
+def world_of(cfg: DictConfig) -> World:
+    """Return the processes of the run."""
+    plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    return World(plain["num_nodes"], devices.count(plain))
+
+
+def parameter_bytes(cfg: DictConfig) -> float:
+    """Return the bytes of the model's parameters in the run's precision, of a model that is built without memory.
+
+    Raises:
+        Unplanned: it can't be.
+    """
+    with _own_code("the model"), torch.device("meta"):
+        model = _model(cfg)
+        model.configure_model()
+    in_16_bits = str(cfg.trainer.get("precision")) in ("16-true", "bf16-true")
+    return sum(parameter.numel() * (2 if in_16_bits else parameter.itemsize) for parameter in model.parameters())
+
+
+def states(cfg: DictConfig) -> Mapping[Kind, float]:
+    """Return the bytes by kind that one device would keep from one step to the next, if it held all.
+
+    Raises:
+        Unplanned: the model can't be built, or its optimizer not be stepped, on tensors without values.
+    """
+    alone = Candidate((), {"_target_": f"{Single.__module__}.{Single.__name__}"})
+    step = _step(of_states(cfg, device_of(cfg), World(1, 1)), alone, BatchPlan(1, 1, 1, 1))
+    return {kind: bytes for kind, bytes in step.growth.steps[0].peak().by_kind.items() if kind in STATES}
+
+
+def fitted(request: Request, candidate: Candidate) -> Estimate:
+    """Return the estimate at the micro batch that was asked for, or else at the largest that fits.
+
+    The latter follows from the former's simulation; `confirmed` makes one of its own.
+
+    Raises:
+        BatchError: the global batch does not divide.
+        NeedsValues: the module asks a tensor for its values.
+        Refused: the strategy, or the module, can't take the run.
+    """
+    cfg, batch = request.cfg, batch_of(request, candidate, request.cfg.micro_batch_size)
+    check(request, candidate, batch)
+    step = _step(request, candidate, batch)
+    found = _estimate(request, candidate, step, batch)
+    if found.memory.fits or cfg.micro_batch_size is not None or not found.largest_micro_batch:
+        return found
+    step = replace(step, growth=step.growth.accumulating())
+    for micro in _smaller(batch):
+        found = _estimate(request, candidate, step, batch_of(request, candidate, micro))
+        if found.memory.fits:
+            break
+    return found
+
+
+def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> Estimate:
+    """Return an estimate whose own step was simulated, at a smaller micro batch if that has to be."""
+    if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
+        return found
+    candidate, largest = next(one for one in among if one.words == found.words), found.largest_micro_batch
+    batch = batch_of(request, candidate, found.run.micro_batch)
+    alone = replace(request, samples=replace(request.samples, is_cut=False), simulated={})  # how it grows is known
+    for micro in (batch.micro_batch, *_smaller(batch)):
+        smaller = batch_of(request, candidate, micro)
+        found = _estimate(request, candidate, _step(alone, candidate, smaller), smaller)
+        found = replace(found, largest_micro_batch=largest)
+        if found.memory.fits:
+            break
+    return found
+
+
+def words_of(found: Estimate) -> list[str]:
+    """Return the words of the command line that choose what was found."""
+    micro = [f"micro_batch_size={found.run.micro_batch}"] if found.run.accumulation > 1 else []
+    return [*found.words, *micro]
+
+
+def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
+    """Return how the global batch is cut under a strategy.
+
+    Raises:
+        BatchError: it does not divide.
+    """
+    replicas = max(1, request.world.size // int(candidate.node.get("tensor_parallel_size", 1)))
+    return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
+
+
+def _smaller(batch: BatchPlan) -> list[int]:
+    """Return the smaller micro batches that divide a device's share, the largest first."""
+    share = batch.global_batch // batch.replicas
+    return [size for size in range(batch.micro_batch - 1, 0, -1) if share % size == 0]
+
+
+def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
+    """Check what a strategy refuses before a start.
+
+    Raises:
+        RefusedRequest: with each of its reasons.
+    """
+    model: Any = OmegaConf.to_container(request.cfg.model, resolve=True)
+    kind, world = request.device.kind, request.world
+    asked = strategies.Request(
+        dict(candidate.node), model, request.trainer, world.nodes, world.devices_per_node, kind,
+        (batch.global_batch, batch.micro_batch),
+    )  # fmt: skip
+    if problems := list(strategies.problems(asked)):
+        raise RefusedRequest(problems)
+
+
+def _estimate(request: Request, candidate: Candidate, step: Step, batch: BatchPlan) -> Estimate:
+    return estimate(candidate.words, step, run_of(request, batch), request.device, candidate.offloads)
+
+
+def run_of(request: Request, batch: BatchPlan) -> Run:
+    """Return the request as an estimate takes it."""
+    cfg, world = request.cfg, request.world
+    steps = cfg.trainer.get("max_steps")
+    return Run(
+        batch.micro_batch, batch.accumulation, batch.replicas, world.nodes, world.devices_per_node,
+        str(cfg.trainer.get("precision")), cfg.matmul_precision,
+        steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
+    )  # fmt: skip
+
+
+def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
+    """Simulate a step; of one that accumulates, two micro batches."""
+    if not candidate.is_simulated:
+        raise Refused("its engine asks tensors for their values, and a plan has none; strategy=fsdp shards the same")
+    key = (candidate.on_device(), batch)
+    if key in request.simulated:
+        return request.simulated[key]
+    strategy = instantiate(dict(candidate.node), _convert_="all")
+    with _own_code("a step of the model"):
+        request.simulated[key] = simulate(work_of(request, batch), strategy, request.world)
+    return request.simulated[key]
+
+
+@contextmanager
+def _own_code(what: str) -> Iterator[None]:
+    """Context in which the run's own code fails in a line.
+
+    Raises:
+        Unplanned: it does.
+    """
+    try:
+        yield
+    except (Refused, NeedsValues):
+        raise
+    except Exception as error:
+        raise Unplanned([f"{what} fails: {one_line(error)}"], full_traceback(error)) from error
+
+
+def work_of(request: Request, batch: BatchPlan) -> Work:
+    """Return what is simulated: of a step that accumulates, two micro batches."""
+    clip = {key: value for key, value in request.trainer.items() if key.startswith("gradient_clip")}
+    work = Work(
+        lambda: _model(request.cfg),
+        request.samples.batch,
+        request.samples.is_cut,
+        batch.micro_batch,
+        min(2, batch.accumulation),
+        {**clip, **_precision(request.cfg)},
+    )
+    return work if request.computes else without_step(work)
+
+
+def _precision(cfg: DictConfig) -> dict[str, Any]:
+    """Return the Trainer's arguments for the precision; float16 with a loss scale takes what bfloat16 does, and its
+    scale is a value."""
+    asked = cfg.trainer.get("precision")
+    cfg = OmegaConf.create({"trainer": {"precision": "bf16-mixed" if asked in (16, "16", "16-mixed") else asked}})
+    refusals: list[Refused] = []
+    arguments = {"precision": cfg.trainer.precision, **build.plugins(cfg, None, refusals)}
+    build.raise_all(refusals)
+    plugins = arguments["plugins"]
+    return {**arguments, "plugins": plugins if isinstance(plugins, list) else []}
+
+
+def _model(cfg: DictConfig) -> LightningModule:
+    refusals: list[Refused] = []
+    model: LightningModule = build.instantiated(cfg, "model", refusals)
+    build.raise_all(refusals)
+    return model

@@ -1,0 +1,22 @@
+"""Where memory has run out, the next thing to try is named, with its command."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.conftest import PLAIN_DATA, Train
+
+RAISING = (
+    *("model._target_=tests.engine.fault_tolerance.raising.RaisingModel", PLAIN_DATA, "run_id=mine"),
+    *("model.error='no device memory'", "model.where='training_step 0'", "model.rank=null"),
+)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Train) -> None:
+    failed = train(*RAISING, "global_batch_size=32", "strategy=ddp", ranks=ranks, check=False)
+    assert failed.returncode == 1
+    (line,) = (line for line in failed.err.splitlines() if line.startswith("next: "))
+    started, _, command = line.partition("; try ")
+    assert started.startswith("next: parameters, gradients and optimizer state are ")
+    assert command.endswith(f" strategy=ddp micro_batch_size={8 if ranks else 16} run_id=mine")

@@ -1,0 +1,75 @@
+"""What would have to change where nothing fits, with the arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.planning import mending
+from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.device import GIB
+from lightswitch.planning.estimate import Estimate, Memory
+from lightswitch.planning.fake_group import World
+from lightswitch.planning.timeline import Peak
+from tests.engine.planning.test_estimate import DEVICE, RUN, found
+
+__all__ = ["found"]  # a fixture
+FSDP = "lightswitch.strategies.fsdp.FSDP"
+SINGLE = Candidate(("strategy=single",), {"_target_": "lightswitch.strategies.single.Single"})
+DDP = Candidate(("strategy=ddp",), {"_target_": "lightswitch.strategies.ddp.DDP"})
+SHARDED = Candidate(("strategy=fsdp",), {"_target_": FSDP})
+OFFLOADED = Candidate(("strategy=fsdp_offload",), {"_target_": FSDP, "cpu_offload": True})
+RECOMPUTING = Candidate(("strategy=fsdp", "trainer.strategy.activation_checkpointing=true"), dict(SHARDED.node) | {
+    "activation_checkpointing": True
+})  # fmt: skip
+
+
+def _of(found: Estimate, usable: float) -> Estimate:
+    """Of 2 devices, each keeps 6 GiB of states and 2 GiB of activations."""
+    peak = Peak(8 * GIB, {"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 2 * GIB}, "forward", "")
+    memory = Memory(peak, 0, usable * GIB, 0, 0, 0)
+    return replace(found, run=replace(RUN, nodes=1, devices_per_node=2), memory=memory, largest_micro_batch=0)
+
+
+def test_more_devices_share_the_states_alone(found: Estimate) -> None:
+    assert mending.devices_needed(_of(found, usable=5)) == 4  # 2 × 6 / (5 − 2)
+    assert mending.devices_needed(_of(found, usable=2)) is None
+    large = _of(found, usable=5)
+    assert mending.of([large], [large], DEVICE) == "use at least 4 devices, or devices of 8.08 GiB"  # 8 / 0.99
+    assert mending.of([large], [], DEVICE) == "use devices of 8.08 GiB, or shorter samples"
+    assert mending.of([replace(large, largest_micro_batch=3)], [large], DEVICE) == "use micro_batch_size=3 or less"
+
+
+@pytest.mark.parametrize(
+    ("states", "samples", "at", "words"),
+    [
+        (10, 8, DDP, ("micro_batch_size=4",)),  # 10 of 20 GiB are states: the rest is of samples
+        (10, 3, DDP, ("micro_batch_size=1",)),
+        (10, 1, SHARDED, ("trainer.strategy.activation_checkpointing=true",)),
+        (10, 1, DDP, ("strategy=fsdp",)),  # half of the states are less than all
+        (19, 8, DDP, ("strategy=fsdp",)),  # 19 > 0.9 × 20, whatever the samples
+        (40, 8, DDP, ("strategy=fsdp_offload",)),  # 40 / 2 > 0.9 × 20, too
+        (10, 1, RECOMPUTING, ("strategy=fsdp_offload",)),
+        (10, 1, OFFLOADED, ("trainer.strategy.activation_checkpointing=true",)),
+    ],
+)
+def test_after_memory_ran_out_the_next_thing_that_takes_less_is_named(
+    states: float, samples: int, at: Candidate, words: tuple[str, ...]
+) -> None:
+    batch = BatchPlan(24, samples, 1, 24 // samples)
+    others = [SINGLE, DDP, SHARDED, OFFLOADED]
+    assert mending.next_words(states * GIB, 20 * GIB, batch, at, others, World(1, 2)) == words
+
+
+def test_nothing_is_named_where_only_larger_devices_help() -> None:
+    batch = BatchPlan(1, 1, 1, 1)
+    assert mending.next_words(40 * GIB, 20 * GIB, batch, SINGLE, [SINGLE], World(1, 1)) == ()
+
+
+def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:
+    shares = [Candidate((), {"_target_": "x.DeepSpeed", "stage": n}).kept_share(1, 4) for n in (1, 2, 3)]
+    assert shares == [0.5 + 0.5 / 4, 0.25 + 0.75 / 4, 1 / 4]
+    hybrid = Candidate((), {"_target_": FSDP, "sharding_strategy": "HYBRID_SHARD"})
+    assert hybrid.kept_share(nodes=4, devices_per_node=8) == 1 / 8

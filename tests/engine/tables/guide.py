@@ -1,0 +1,91 @@
+"""Which strategy for which size of model on which cards: what strategy=auto takes there, by simulation.
+
+python -m tests.engine.tables.guide             # fills docs/strategies.md; no GPU, some minutes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.conf import ConfigSourceInfo, HydraConf, RuntimeConf
+from hydra.utils import instantiate
+
+from lightswitch.cluster import placement
+from lightswitch.errors import Refused
+from lightswitch.launch import auto, estimates, resolvers
+from lightswitch.launch.estimates import Request
+from lightswitch.planning import candidates, report
+from lightswitch.planning.fake_group import World
+from tests.engine.conftest import CHECKOUT
+from tests.engine.tables import documents
+
+CARDS = ("rtx_4090", "a100_40gb", "h100")
+WORLDS = (World(1, 1), World(1, 8), World(8, 8))
+RUN = ("precision=bf16-mixed", "trainer.default_root_dir=.")  # the run's directory, which only a run has
+CONF = CHECKOUT / "conf"
+
+
+@dataclass(frozen=True)
+class Model:
+    size: str
+    words: tuple[str, ...]
+
+
+MODELS = (
+    Model("10 M", ("model=gpt2", "model.layers=6", "model.width=192", "model.heads=6")),
+    Model("124 M", ("model=gpt2",)),
+    Model("774 M", ("model=gpt2_large",)),
+    Model("1.6 B", ("model=gpt2_xl",)),
+    Model("6.7 B", ("model=gpt_7b",)),
+    Model("69 B", ("model=gpt_7b", "model.layers=80", "model.width=8192", "model.heads=64", "model.mlp_width=22016")),
+)
+
+
+def main() -> None:
+    resolvers.register(placement.detect())
+    rows = [row for model in MODELS for row in _rows(model)]
+    head = ["model", "devices", *CARDS]
+    documents.put("strategies.md", "guide", ["", *documents.markdown(head, rows), ""])
+
+
+def _rows(model: Model) -> list[list[str]]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/docs/*.md']", *RUN])
+        cards = {
+            name: instantiate(compose("config", [f"device={name}"]).plan.device, _convert_="all") for name in CARDS
+        }
+    cfg.micro_batch_size = 1
+    states = sum(estimates.states(cfg).values())
+    samples = replace(estimates.requested(cfg).samples, is_cut=False)  # no other micro batch is asked for
+    rows = []
+    for world in WORLDS:
+        simulated: dict[Any, Any] = {}
+        of = {name: Request(cfg, card, world, samples, simulated=simulated) for name, card in cards.items()}
+        rows.append([model.size, str(world.size), *(_cell(request, states) for request in of.values())])
+        print(*rows[-1], sep=" | ", flush=True)
+    return rows
+
+
+def _cell(request: Request, states: float) -> str:
+    request.cfg.global_batch_size = request.world.size  # a sample each
+    request.cfg.trainer.num_nodes, request.cfg.trainer.devices = request.world.nodes, request.world.devices_per_node
+    usable = request.device.usable_bytes(request.world.devices_per_node)
+    among = candidates.simplest(_folders(), request.world.nodes, request.world.devices_per_node)
+    try:
+        _, found = auto.first_that_fits(request, auto.with_room(among, states, usable, request.world))
+    except Refused:
+        return "more devices"
+    host = found.memory.host_bytes
+    return f"`{report.name(found)}` {report.number(found.memory.bytes)}" + (f" + {report.number(host)}" if host else "")
+
+
+def _folders() -> HydraConf:
+    source = ConfigSourceInfo(path=str(CONF), schema="file", provider="main")
+    runtime = RuntimeConf(version="1.3", version_base="1.3", cwd=".", config_sources=[source])
+    return HydraConf(runtime=runtime)
+
+
+if __name__ == "__main__":
+    main()
