@@ -23,10 +23,10 @@ _PURPOSES = {
         "on_nan",
         "lr_scaling",
     ),
-    "What it runs on": ("strategy", "precision", "compile", "cluster", "matmul_precision", "watch"),
-    "How far, from where": ("trainer", "name", "run_id", "resume", "init_from", "ckpt_path"),
+    "What it runs on": ("strategy", "precision", "compile", "cluster", "matmul_precision", "watch", "meet_timeout_seconds"),
+    "How far, from where": ("trainer", "name", "run_id", "resume", "init_from", "init_names", "ckpt_path"),
     "What it shows": ("callbacks", "logger", "compare", "objective"),
-    "In place of a fit": ("mode", "plan", "device"),
+    "In place of a fit": ("mode", "plan", "dry_run", "device"),
     "Whole recipes": ("experiment", "debug"),
 }
 _OTHER = "Besides"

@@ -31,12 +31,14 @@ def test_help_is_asked_for_by_a_flag(arguments: list[str], about: str | None) ->
     assert help.asked(arguments) == about
 
 
-def test_all_of_it_fits_on_a_screen_and_leaves_out_no_group_and_no_key() -> None:
+def test_all_of_it_fits_on_a_screen_and_leaves_out_no_group_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     lines = _text("").splitlines()
     assert len(lines) < 65
     assert max(map(len, lines)) <= 120
     first = {line.strip().partition("=")[0].partition(".")[0] for line in lines if line.startswith("  ")}
     assert set(groups(CONF)) <= first
+    assert "Besides:" not in lines
     assert {key.path for key in config(CONF).keys if "." not in key.path} <= first
 
 
