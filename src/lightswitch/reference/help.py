@@ -13,21 +13,13 @@ from lightswitch.preflight.signatures import Parameter
 from lightswitch.reference.choices import Choice, Key, config, groups
 
 _PURPOSES = {
-    "What is trained": ("model", "data"),
-    "How it learns": (
-        "optimizer",
-        "scheduler",
-        "global_batch_size",
-        "micro_batch_size",
-        "seed",
-        "on_nan",
-        "lr_scaling",
-    ),
-    "What it runs on": ("strategy", "precision", "compile", "cluster", "matmul_precision", "watch", "meet_timeout_seconds"),
-    "How far, from where": ("trainer", "name", "run_id", "resume", "init_from", "init_names", "ckpt_path"),
-    "What it shows": ("callbacks", "logger", "compare", "objective"),
-    "In place of a fit": ("mode", "plan", "dry_run", "device"),
-    "Whole recipes": ("experiment", "debug"),
+    "What is trained": "model data",
+    "How it learns": "optimizer scheduler lr_scaling global_batch_size micro_batch_size seed on_nan",
+    "What it runs on": "strategy precision compile cluster matmul_precision watch meet_timeout_seconds",
+    "How far, from where": "trainer name run_id resume init_from init_names ckpt_path",
+    "What it shows": "callbacks logger compare objective",
+    "In place of a fit": "mode plan dry_run device",
+    "Whole recipes": "experiment debug",
 }
 _OTHER = "Besides"
 _MORE = """\
@@ -80,9 +72,10 @@ def _docstring(script: Path) -> str:
 def _overview(found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
     """Yield the lines of all groups and keys at the config's root, by purpose."""
     keys = {key.path: key for key in root.keys if "." not in key.path}
-    placed = {name for names in _PURPOSES.values() for name in names}
-    others = tuple(name for name in (*found, *keys) if name not in placed)
-    for purpose, names in (*_PURPOSES.items(), (_OTHER, others)):
+    purposes = {purpose: names.split() for purpose, names in _PURPOSES.items()}
+    placed = {name for names in purposes.values() for name in names}
+    others = [name for name in (*found, *keys) if name not in placed]
+    for purpose, names in (*purposes.items(), (_OTHER, others)):
         there = [name for name in names if name in found or name in keys]
         if there:
             yield f"{purpose}:"
