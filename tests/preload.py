@@ -9,7 +9,7 @@ from pathlib import Path
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ["lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"]
-MODULES += ["sklearn.datasets", "transformers", "transformers.models.gpt2.modeling_gpt2", "peft"]  # seconds
+MODULES += ["sklearn.datasets", "transformers", "peft"]  # seconds
 
 
 def _modules_of(group: str) -> set[str]:

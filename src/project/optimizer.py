@@ -42,5 +42,5 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """GPT-2's layers in transformers are linear ones of another class."""
+    """Return whether a weight multiplies: also that of transformers' Conv1D, a linear layer of another class."""
     return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"

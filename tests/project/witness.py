@@ -82,7 +82,12 @@ def _held(trainer: Trainer, module: nn.Module) -> dict[str, Any]:
     The elements that are trained are those of the whole model: a sharded rank has at most as many.
     """
     optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])  # DeepSpeed's has another within
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim
+    ]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     frozen = [name for name, one in module.named_parameters() if not one.requires_grad and one.grad is not None]
     return {

@@ -70,7 +70,7 @@ def _renamed(text: str, name: str) -> str:
     text = re.sub(r"(?<![\w.-])project(?=\.[a-z_])", name, text)
     text = re.sub(r"\b((?:src|tests)[/.])project\b", rf"\1{name}", text)
     text = re.sub(r"\b(from|import) project\b", rf"\1 {name}", text)
-    block = rf"(?:^from (?:{name}|tests)[\w.]* import [^(\n]+\n)+"
+    block = rf"(?:^from (?:{name}|lightswitch|tests)[\w.]* import [^(\n]+\n)+"
     return re.sub(block, lambda lines: _sorted(lines[0]), text, flags=re.MULTILINE)
 
 
@@ -88,6 +88,9 @@ def _config(path: str) -> tuple[str, str]:
 def _without_examples(text: str, fork: Fork) -> str:
     """Return a text whose commands name no choice that was left out; one that would show it alone goes."""
     gone = [_config(path) for path in fork.removed if _config(path)[0] in ("model", "data", "experiment")]
+    for _, choice in gone:  # an entry of a dict in Python
+        text = re.sub(rf'^    "{choice}": \(.*?^    \),\n', "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"= \{\n\}$", "= {}", text, flags=re.MULTILINE)
     for group in ("model", "data"):
         default = "|".join(choice for group_, choice in gone if group_ == group)
         text = re.sub(rf"^(\s*- {group}: )({default})$", rf"\1{fork.choice(group)}", text, flags=re.MULTILINE)

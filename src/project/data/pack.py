@@ -83,7 +83,9 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m project.data.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m project.data.pack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=lambda text: Path(text).expanduser(), help="where to write")
     parser.add_argument("files", nargs="*", help="paths, addresses or globs of text, JSON lines and Parquet files")

@@ -244,7 +244,8 @@ def many(tmp_path: Path) -> Path:
 
 
 def start_packing(folder: Path, files: Path, workers: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "project.data.pack", str(folder), f"{files}/*.jsonl", "--workers", str(workers)]
+    command = [sys.executable, "-m", "project.data.pack", str(folder)]
+    command += [f"{files}/*.jsonl", "--workers", str(workers)]
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE)
 
