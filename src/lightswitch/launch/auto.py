@@ -82,7 +82,7 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
     usable = device.usable_bytes(world.devices_per_node)
     parameters = estimates.parameter_bytes(cfg)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
-    if cfg.mode != "fit":
+    if cfg.mode not in ("fit", "dry_run"):
         return _evaluating(
             parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
         )
