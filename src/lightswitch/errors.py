@@ -178,13 +178,16 @@ class Ended(SystemExit):
 
 
 def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
-    """Return ' Did you mean X?' for the most similar choice, or nothing.
+    """Return ' Did you mean X?' for a choice that begins with the word, else the most similar one, or nothing.
 
     Args:
         alike: the least similarity, from 0 to 1.
     """
     lowered = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
+    longer = [choice for choice in lowered if len(word) > 2 and choice.startswith(word.lower())]
+    close = sorted(longer, key=lambda choice: (len(choice), choice)) or get_close_matches(
+        word.lower(), lowered, n=1, cutoff=alike
+    )
     return f" Did you mean {lowered[close[0]]}?" if close else ""
 
 

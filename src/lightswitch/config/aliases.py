@@ -7,12 +7,15 @@ from collections.abc import Iterable
 _OTHER_NAMES = {
     "optimizer.lr": ("lr", "learning_rate", "base_lr", "max_lr"),
     "optimizer.weight_decay": ("weight_decay", "wd"),
-    "global_batch_size": ("batch_size", "train_batch_size", "bs", "total_batch_size"),
+    "optimizer.momentum": ("momentum",),
+    "scheduler.warmup_fraction": ("warmup", "warmup_steps", "warmup_ratio", "warmup_iters"),
+    "data.num_workers": ("num_workers", "workers", "dataloader_num_workers"),
+    "global_batch_size": ("batch_size", "batch", "train_batch_size", "bs", "total_batch_size"),
     "micro_batch_size": (
         *("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
         *("per_device_train_batch_size", "device_batch_size"),
     ),
-    "trainer.max_epochs": ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs"),
+    "trainer.max_epochs": ("epoch", "epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs"),
     "trainer.max_steps": ("steps", "max_steps", "num_steps", "max_iters", "iterations", "train_steps"),
     "trainer.max_time": ("max_time", "time_limit"),
     "trainer.devices": ("gpus", "devices", "num_gpus", "ngpus", "n_gpus", "nproc_per_node", "num_devices"),
@@ -27,7 +30,8 @@ _OTHER_NAMES = {
     "ckpt_path": ("checkpoint", "checkpoint_path"),
     "init_from": ("pretrained", "load_weights", "finetune_from"),
     "run_id": ("version", "run_name"),
-    "name": ("experiment_name", "exp_name", "project"),
+    "name": ("experiment_name", "exp_name", "project", "output_dir", "save_dir", "log_dir"),
+    "logger": ("wandb", "report_to", "wandb_log"),
     "compile": ("torch_compile",),
 }
 _CHOICES = {
@@ -39,13 +43,14 @@ _CHOICES = {
     },
     "strategy": {
         "deepspeed_stage_1": ("zero1", "zero_1", "zero-1"),
-        "deepspeed_stage_2": ("zero2", "zero_2", "zero-2"),
+        "deepspeed_stage_2": ("zero", "zero2", "zero_2", "zero-2"),
         "deepspeed_stage_3": ("zero3", "zero_3", "zero-3"),
-        "fsdp_grad_op": ("shard_grad_op",),
+        "fsdp_grad_op": ("shard_grad_op", "ddp_sharded", "fairscale"),
         "fsdp_hybrid": ("hsdp", "hybrid_shard"),
-        "fsdp": ("full_shard",),
+        "fsdp": ("full_shard", "fsdp_full"),
         "fsdp_tp": ("tp", "tensor_parallel"),
         "single": ("none", "single_gpu"),
+        "ddp": ("horovod", "dist", "distributed"),
     },
 }
 

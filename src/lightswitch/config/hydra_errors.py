@@ -30,7 +30,17 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "fsdp_native": "use strategy=fsdp, or strategy=fsdp1 for the older one",
     "model_parallel": "use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
     "single_device": "use strategy=single",
+    "tpu": "there is no strategy for TPUs here",
     "xla": "there is no strategy for TPUs here",
+}
+
+
+_OF_TRAINER = {  # what lightning-hydra-template has a file for
+    "cpu": "use trainer.accelerator=cpu",
+    "gpu": "use trainer.accelerator=gpu",
+    "mps": "use trainer.accelerator=mps",
+    "ddp": "use strategy=ddp trainer.devices=N",
+    "ddp_sim": "use strategy=ddp trainer.devices=2 trainer.accelerator=cpu",
 }
 
 
@@ -72,6 +82,8 @@ def problems_of_composition(error: BaseException) -> list[str]:
 
 
 def _unparsed(override: str, error: OverrideParseException) -> str:
+    if " " in override and (spaced := re.fullmatch(r"([\w.]+) *= *(\S+)", override, re.ASCII)):
+        return f"{override}: a setting has no spaces; type {spaced[1]}={spaced[2]}"
     if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
         return f"{override}: it has no value; type {override}=VALUE"
     return f"{override}: {str(error).splitlines()[0]}"
@@ -112,6 +124,8 @@ def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
     if group == "strategy" and choice in _STRATEGIES:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
+    if group == "trainer" and choice in _OF_TRAINER:
+        return f"trainer={choice}: {_OF_TRAINER[choice]}"
     choices = sorted(error.options or _files_of(group, str(error)))
     found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
     other = aliases.choice(group, choice)

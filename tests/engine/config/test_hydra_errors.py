@@ -120,9 +120,123 @@ MISTAKES = {
 }
 
 
+# What is typed by those who come from elsewhere: a choice that is not there, and the one that was meant
+MEANT = {
+    "precision": {"fp16": "16-mixed", "half": "16-mixed", "fp32": "32-true", "float32": "32-true"},
+    "strategy": {
+        **{"DDP": "ddp", "ddp2": "ddp", "horovod": "ddp", "ddp_sharded": "fsdp_grad_op", "fsdp_full": "fsdp"},
+        **{"zero": "deepspeed_stage_2", "zero2": "deepspeed_stage_2", "deepspeed_stage3": "deepspeed_stage_3"},
+        **{"deepspeed_3": "deepspeed", "shard_grad_op": "fsdp_grad_op", "hsdp": "fsdp_hybrid", "tp": "fsdp_tp"},
+    },
+    "logger": {"wandbb": "wandb", "tensorbord": "tensorboard"},
+    "optimizer": {"AdamW": "adamw", "adamW": "adamw"},
+    "scheduler": {"cosin": "cosine"},
+    "model": {"gpt3": "gpt", "VIT": "vit"},
+    "data": {"mnist": "fashion_mnist"},
+    "experiment": {"gpt2": "gpt2_openwebtext"},
+    "device": {"a100": "a100_40gb", "h10": "h100"},
+}
+UNMEANT = ("precision=8", "strategy=colossalai", "logger=none", "callbacks=none", "optimizer=lion", "cluster=pbs")
+UNMEANT = (*UNMEANT, "scheduler=onecycle", "model=resnet", "debug=true", "debug=fast", "experiment=lora")
+
+
+def _choices(group: str) -> str:
+    return ", ".join(sorted(path.stem for path in (CHECKOUT / "conf" / group).glob("*.yaml")))
+
+
+MISTAKES |= {
+    f"{group}={word}": f"{group}={word}: there is no such {group}. Did you mean {meant}? Choices: {_choices(group)}"
+    for group, words in MEANT.items()
+    for word, meant in words.items()
+}
+MISTAKES |= {
+    choice: f"{choice}: there is no such {(group := choice.partition('=')[0])}. Choices: {_choices(group)}"
+    for choice in UNMEANT
+}
+MISTAKES |= {
+    f"{word}=3": f"{word}: there is no such key. Did you mean {key}?"
+    for key, words in {
+        "optimizer.weight_decay": ("wd", "weight_decay"),
+        "optimizer.momentum": ("momentum",),
+        "scheduler.warmup_fraction": ("warmup_steps",),
+        "data.num_workers": ("num_workers", "workers"),
+        "global_batch_size": ("batch", "bs", "train_batch_size"),
+        "micro_batch_size": ("micro_batch", "grad_accum", "per_device_train_batch_size", "accumulate_grad_batches"),
+        "trainer.max_epochs": ("epoch", "n_epochs", "num_train_epochs"),
+        "trainer.max_steps": ("steps", "max_iters"),
+        "trainer.devices": ("devices",),
+        "trainer.num_nodes": ("nodes", "num_nodes"),
+        "trainer.accelerator": ("accelerator",),
+        "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch",),
+        "seed": ("random_seed",),
+        "name": ("output_dir", "save_dir", "log_dir"),
+        "logger": ("wandb",),
+        "ckpt_path": ("checkpoint", "ckpt"),
+        "resume": ("resume_from_checkpoint",),
+        "init_from": ("pretrained",),
+    }.items()
+    for word in words
+}
+MISTAKES |= {
+    f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
+    for word, argument in {
+        **{"num_gpus": "devices", "nodes": "num_nodes", "max_epoch": "max_epochs", "log_every": "log_every_n_steps"},
+        **{"gradient_clip": "gradient_clip_val", "clip": "gradient_clip_val", "val_interval": "val_check_interval"},
+        **{"progress_bar_refresh_rate": "enable_progress_bar"},
+    }.items()
+}
+MISTAKES |= {
+    "strategy=tpu": "strategy=tpu: there is no strategy for TPUs here",
+    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp_fork",
+    "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
+    "trainer.strategy.find_unused_parameters=true",
+    "strategy=model_parallel": "strategy=model_parallel: use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
+    "strategy=single_device": "strategy=single_device: use strategy=single",
+    "strategy=deepspeed": "trainer.strategy.config: there is no default; type trainer.strategy.config=VALUE",
+    "strategy=fsdp trainer.strategy.cpu_offlod=true": "trainer.strategy.cpu_offlod: FSDP takes no cpu_offlod. "
+    "Did you mean cpu_offload?",
+    "strategy=fsdp trainer.strategy.cpu_offload=maybe": "trainer.strategy.cpu_offload=maybe: found str, expected bool",
+    "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
+    "Did you mean stage?",
+    "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
+    "trainer=ddp": "trainer=ddp: use strategy=ddp trainer.devices=N",
+    "--trainer.max_steps=10": "unrecognized arguments: --trainer.max_steps=10; type trainer.max_steps=10, and --help "
+    "lists what there is",
+    "trainer.deterministic=maybe": "trainer.deterministic=maybe: found str, expected warn, bool or null",
+    "trainer.gradient_clip_val=high": "trainer.gradient_clip_val=high: found str, expected float or int or null",
+    "trainer.devices=-2": "trainer.devices=-2: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
+    "trainer.num_nodes=-1": "trainer.num_nodes=-1: use a number from 1",
+    "trainer.num_nodes=1.5": "trainer.num_nodes=1.5: found float, expected int",
+    "optimizer.beta1=0.9": "optimizer.beta1: AdamW takes no beta1. Did you mean betas?",
+    "optimizer.weightdecay=0.1": "optimizer.weightdecay: AdamW takes no weightdecay. Did you mean weight_decay?",
+    "scheduler.warmup=3": "scheduler.warmup: WarmupDecay takes no warmup. Did you mean warmup_fraction?",
+    "name=a/b": "name='a/b' is no valid name: letters, digits and . _ - = , are allowed; type name=NAME",
+    "run_id=../x": "run_id='../x' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
+    "run_id=": "run_id is empty; type run_id=NAME",
+    "mode=eval": "mode=eval: use one of fit, validate, test, predict, plan, dry_run",
+    "mode=plan plan.memory_gib=big": "plan.memory_gib=big: use a number greater than 0",
+    "mode=dry_run dry_run.rank=99": "dry_run.rank=99: the world has one rank, 0",
+    "global_batch_size=64.5": "global_batch_size=64.5: found float, expected int",
+    "on_nan=retry": "on_nan=retry: use one of stop, skip, ignore",
+    "matmul_precision=tf32": "matmul_precision=tf32: use one of highest, high, medium",
+    "meet_timeout_seconds=soon": "meet_timeout_seconds=soon: found str, expected float or int",
+    "watch.hung_after_seconds=-1": "watch.hung_after_seconds=-1: it is a time in seconds, above 0",
+    "seed=1.5": "seed=1.5: found float, expected int",
+    "seed=99999999999": "seed=99999999999: use one from 0 to 4294967295, as NumPy needs it",
+    "compare=yes": "compare=yes: found str, expected true or false",
+    "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE",
+    "model._target_=nowhere.Model": "model._target_=nowhere.Model: there is no module nowhere",
+    "data.samples=many": "data.samples=many: found str, expected int",
+    "++trainer.foo=1": "trainer.foo: Trainer takes no foo.",
+}
+WITH_SPACES = {"trainer.max_steps = 10": "trainer.max_steps = 10: a setting has no spaces; type trainer.max_steps=10"}
+MISTAKES |= WITH_SPACES
+
+
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     commands = {mistake: [*PLAIN, *mistake.split()] for mistake in MISTAKES}
+    commands |= {mistake: [*PLAIN, mistake] for mistake in WITH_SPACES}
     commands["several"] = [*PLAIN, "trainer.max_stps=1", "seed=x", "mode=train", "model.wdth=3"]
     commands["from the environment"] = ["API_KEY=marker123456", *PLAIN, "strategy=${oc.env:API_KEY}"]
     commands["--help"] = ["--help"]
@@ -137,6 +251,10 @@ def test_a_mistake_is_told_in_a_line_before_torch_is_imported(mistake: str, answ
     assert (answer.returncode, answer.out) == (2, "")
     assert answer.imported == []
     assert answer.left == []
+
+
+def test_there_are_as_many_mistakes_as_were_found_to_be_typed() -> None:
+    assert len(MISTAKES) >= 160
 
 
 def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict[str, Answer]) -> None:
