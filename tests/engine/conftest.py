@@ -54,6 +54,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     ),
     *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth")),
 )
+SLOW_OF_PROJECT = ("tests/project/examples/test_hf.py::test_a_tuned",)  # a fork has no quick suite, and no such mark
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (
     *("slurm/test_preemption.py", "test_gpu.py", "fork/test_made.py", "slurm/test_multinode.py"),
@@ -66,7 +67,7 @@ PLAIN = (PLAIN_MODEL, PLAIN_DATA)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(tuple(f"tests/engine/{name}" for name in SLOW)):
+        if item.nodeid.startswith((*(f"tests/engine/{name}" for name in SLOW), *SLOW_OF_PROJECT)):
             item.add_marker(pytest.mark.slow)
     items.sort(key=_turn)
     for item in items:

@@ -110,7 +110,6 @@ def test_what_fits_no_model_is_refused_before_anything_is_read(options, told):
         HFCausalLM(32, ADAMW, **options)
 
 
-@pytest.mark.slow
 def test_a_name_that_is_not_in_the_cache_is_one_line_and_no_download(train: Train):
     words = ("model=hf_causal_lm", "model.pretrained=nobody/nothing", "data=hf_text", "data.files=[x]")
     refused = train(*words, "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", check=False)
@@ -156,7 +155,6 @@ def test_a_gpt_of_another_shape_is_none(gpt):
         gpt().to_hf()
 
 
-@pytest.mark.slow
 def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     pretrained: Path, train: Train, tmp_path: Path
 ) -> None:
