@@ -19,6 +19,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "test_gpu.py",
         "test_images_and_tables.py",
         "test_matrix.py",
+        "test_same_run.py",
         "test_survives.py",
         "test_tutorial.py",
     ),
@@ -52,9 +53,11 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "runs/test_record.py",
         "sweeps/test_sweeps.py",
     ),
+    *("batches/test_streams.py", "checkpoints/test_hostile.py", "doctor/", "strategies/test_ddp.py"),
+    *(f"launch/test_{name}.py" for name in ("auto", "commands", "launchers")),
     *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth")),
 )
-SLOW_OF_PROJECT = ("tests/project/examples/test_hf.py::test_a_tuned",)  # a fork has no quick suite, and no such mark
+SLOW_OF_PROJECT = ("tests/project/test_promises.py", "tests/project/examples/test_hf.py::test_a_tuned")  # a fork has no quick suite, and no such mark
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (
     *("slurm/test_preemption.py", "test_gpu.py", "fork/test_made.py", "slurm/test_multinode.py"),
