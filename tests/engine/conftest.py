@@ -57,7 +57,8 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *(f"launch/test_{name}.py" for name in ("auto", "commands", "launchers")),
     *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth")),
 )
-SLOW_OF_PROJECT = ("tests/project/test_promises.py", "tests/project/examples/test_hf.py::test_a_tuned")  # a fork has no quick suite, and no such mark
+# a fork has no quick suite, and no such mark
+SLOW_OF_PROJECT = ("tests/project/test_promises.py", "tests/project/examples/test_hf.py::test_a_tuned")
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (
     *("slurm/test_preemption.py", "test_gpu.py", "fork/test_made.py", "slurm/test_multinode.py"),
