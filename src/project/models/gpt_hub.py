@@ -7,15 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from project.hub import require
+from project.models.transformer import Shape
 
-if TYPE_CHECKING:
-    from project.models.gpt import GPT
+
+class GPT(Protocol):
+    """What is read of a GPT."""
+
+    shape: Shape
+    vocab_size: int
+    context: int
+    position: Any
+    tied: bool
+
+    def state_dict(self) -> Any: ...
 
 
 @dataclass(frozen=True)
