@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -85,6 +88,8 @@ def test_the_shell_completes_a_word_at_a_tab(shell: str, tmp_path: Path) -> None
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"HOME": str(tmp_path), "PATH": paths, "TERM": "xterm", "PYTHONPATH": str(CHECKOUT / "src")}
     controller, terminal = pty.openpty()
+    # wide, so that no line is cut, however long the prompt
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 250, 0, 0))
     process = subprocess.Popen(
         ("setsid", "--ctty", *SHELLS[shell]),  # fish ends where it can't be in the foreground
         cwd=CHECKOUT,
