@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightswitch.checkpoints.piece import Piece
 
 Kept = TypeVar("Kept")
 
-_COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -70,17 +68,6 @@ def set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
         name = own_name(f"{path}._extra_state".lstrip("."))
         if name in state and type(part).set_extra_state is not nn.Module.set_extra_state:  # not a wrapper's
             part.set_extra_state(state[name])
-
-
-def groups_of(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, with names in place of parameters."""
-    names = names_of(module)
-    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-
-
-def state_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved parameter group without what says how its step is computed, which is for the run that loads it."""
-    return {key: value for key, value in group.items() if key not in _COMPUTED}
 
 
 def names_of(module: nn.Module) -> dict[int, str]:

@@ -19,7 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightswitch.batches.position import saved_position
-from lightswitch.checkpoints import averaged, best, directory, find, hub_files, names, trainable
+from lightswitch.checkpoints import averaged, best, directory, find, hub_files, names, optimizers, trainable
 from lightswitch.checkpoints.finetuning import unfreeze_again
 from lightswitch.checkpoints.fitting import fitted
 from lightswitch.checkpoints.piece import Piece, Stored
@@ -28,7 +28,7 @@ from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
 from lightswitch.checkpoints.shares import fingerprint, share
-from lightswitch.errors import LostRank, UnfitCheckpoint
+from lightswitch.errors import LostRank
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +72,8 @@ class PortableCheckpoints(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's class, its state by parameter names, and its groups with names in place of
         parameters."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer's
         assert self.lightning_module is not None
-        of = names.names_of(self.lightning_module)
-        state = {of[id(parameter)]: values for parameter, values in optimizer.state.items()}
-        groups = names.groups_of(optimizer, self.lightning_module)
-        return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+        return optimizers.state_of(optimizer, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Copy the state into memory and return; a thread writes it while training goes on.
@@ -238,11 +234,12 @@ class PortableCheckpoints(Strategy):
         parameters = names.parameters(self.lightning_module)
         if (position := saved_position(checkpoint)) is not None:
             unfreeze_again(self.lightning_module.trainer, position)
-        self.check_optimizers(checkpoint["optimizer_states"])
+        optimizers.check(self._reader.path, self.described_optimizers(), checkpoint["optimizer_states"])
         for index, optimizer in enumerate(self.optimizers):
             saved = checkpoint["optimizer_states"][index]
             state = self._read_optimizer_state(f"optimizer.{index}.", saved["state"], parameters)
-            _load_by_name(optimizer, names.groups_of(optimizer, self.lightning_module), state, saved["param_groups"])
+            groups = optimizers.groups_of(optimizer, self.lightning_module)
+            optimizers.load(optimizer, groups, state, saved["param_groups"])
 
     def _read_optimizer_state(
         self, prefix: str, values: dict[str, Any], parameters: Mapping[str, nn.Parameter]
@@ -267,27 +264,13 @@ class PortableCheckpoints(Strategy):
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
         return torch.zeros_like(saved, device="cpu")
 
-    def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
+    def described_optimizers(self) -> list[tuple[str, optimizers.Groups]]:
         """Return the class and the parameter groups, by name, of each optimizer."""
         assert self.lightning_module is not None
         return [
-            (type(optimizer).__name__, names.groups_of(optimizer, self.lightning_module))
+            (type(optimizer).__name__, optimizers.groups_of(optimizer, self.lightning_module))
             for optimizer in self.optimizers
         ]
-
-    def check_optimizers(self, saved: list[dict[str, Any]]) -> None:
-        """Check that the saved optimizers are of the same classes and over the same parameters as this run's.
-
-        Raises:
-            UnfitCheckpoint: they are not.
-        """
-        here, there = self.described_optimizers(), [(one["class"], one["param_groups"]) for one in saved]
-        if _members(here) != _members(there):
-            path = self._reader.path
-            raise UnfitCheckpoint(
-                f"{path} holds the state of {_described(there)}, and this run has {_described(here)}; "
-                f"to start from its weights alone, type init_from={path} and another run_id"
-            )
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -330,47 +313,14 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]
     weights = checkpoint.pop("state_dict")
     tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
     checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
-    optimizers = checkpoint.pop("optimizer_states", [])
-    for index, optimizer in enumerate(optimizers):
+    states = checkpoint.pop("optimizer_states", [])
+    for index, optimizer in enumerate(states):
         found = names.tensors_in(optimizer["state"])
         tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
         optimizer["state"] = {
             name: {key: value for key, value in values.items() if not names.is_stored(value)}
             for name, values in optimizer["state"].items()
         }
-    if optimizers:
-        checkpoint["optimizer_states"] = optimizers
+    if states:
+        checkpoint["optimizer_states"] = states
     return tensors, checkpoint
-
-
-def _load_by_name(
-    optimizer: Optimizer,
-    live: list[dict[str, Any]],
-    state: dict[str, dict[str, Any]],
-    saved: list[dict[str, Any]],
-) -> None:
-    """Load an optimizer's state by parameter names: `load_state_dict` takes numbers, and strategies may reorder
-    them."""
-    number = {name: index for index, name in enumerate(name for group in live for name in group["params"])}
-    optimizer.load_state_dict(
-        {
-            "state": {number[name]: values for name, values in state.items()},
-            "param_groups": [
-                {**group, **names.state_of_group(values), "params": [number[name] for name in group["params"]]}
-                for group, values in zip(live, saved, strict=True)
-            ],
-        }
-    )
-
-
-def _members(optimizers: list[tuple[str, list[dict[str, Any]]]]) -> list[tuple[str, list[set[str]]]]:
-    return [(name, [set(group["params"]) for group in groups]) for name, groups in optimizers]
-
-
-def _described(optimizers: list[tuple[str, list[dict[str, Any]]]]) -> str:
-    told = []
-    for name, groups in optimizers:
-        counts = " + ".join(str(len(group["params"])) for group in groups)
-        first = ", ".join(group["params"][0] for group in groups if group["params"])
-        told.append(f"{name} over {counts} parameters ({first}, …)")
-    return "; ".join(told)

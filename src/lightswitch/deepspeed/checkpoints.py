@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import names, trainable
+from lightswitch.checkpoints import names, optimizers, trainable
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.deepspeed import loss_scale
@@ -29,7 +29,7 @@ class PortableDeepSpeed(PortableCheckpoints):
     def remember_groups(self, optimizer: Optimizer) -> None:
         """Keep the names of an optimizer's parameter groups, before DeepSpeed takes it over."""
         assert self.lightning_module is not None
-        self._group_names = [group["params"] for group in names.groups_of(optimizer, self.lightning_module)]
+        self._group_names = [group["params"] for group in optimizers.groups_of(optimizer, self.lightning_module)]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, engine = self.lightning_module, self.model
@@ -71,7 +71,7 @@ class PortableDeepSpeed(PortableCheckpoints):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read optimizer states and the loss scale, and set the groups' options to the saved ones."""
         assert self.lightning_module is not None
-        self.check_optimizers(checkpoint["optimizer_states"])
+        optimizers.check(self._reader.path, self.described_optimizers(), checkpoint["optimizer_states"])
         keys: dict[str, list[str]] = {}
         for full_name in sorted(self._reader.names("optimizer.0.")):
             name, _, key = full_name.rpartition(".")
@@ -85,12 +85,12 @@ class PortableDeepSpeed(PortableCheckpoints):
         for group, saved in zip(
             self.optimizers[0].param_groups, checkpoint["optimizer_states"][0]["param_groups"], strict=True
         ):
-            group.update({key: value for key, value in names.state_of_group(saved).items() if key != "params"})
+            group.update(optimizers.options_of(saved))
 
-    def described_optimizers(self) -> list[tuple[str, list[dict[str, Any]]]]:
+    def described_optimizers(self) -> list[tuple[str, optimizers.Groups]]:
         return [(_class(optimizer), self._groups(optimizer)) for optimizer in self.optimizers]
 
-    def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+    def _groups(self, optimizer: Optimizer) -> optimizers.Groups:
         return [
             {**group, "params": params}
             for group, params in zip(optimizer.param_groups, self._group_names, strict=True)
