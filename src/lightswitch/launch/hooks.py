@@ -32,7 +32,7 @@ _EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
 
 def skip_empty_hooks() -> None:
     """Let Lightning skip hooks that do nothing, in this process; order and arguments of the others stay."""
-    patches.replace(call, "_call_callback_hooks", _call_callback_hooks)
+    patches.replace(call, "_call_callback_hooks", _CallbackHooks())
     patches.replace(call, "_call_lightning_module_hook", _call_lightning_module_hook)
     patches.replace(call, "_call_strategy_hook", _call_strategy_hook)
 
@@ -40,20 +40,40 @@ def skip_empty_hooks() -> None:
 def _is_observed(trainer: Trainer) -> bool:
     """Return whether someone profiles calls of hooks, or logs them."""
     profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
-    return not isinstance(profiler, PassThroughProfiler) or call.log.isEnabledFor(logging.DEBUG)
+    passes_through = PassThroughProfiler in type(profiler).__mro__  # a profiler is an ABC: isinstance takes longer
+    return not passes_through or call.log.isEnabledFor(logging.DEBUG)
 
 
-def _call_callback_hooks(
-    trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
-) -> None:
-    module: LightningModule | None = trainer.lightning_module  # None before it is attached
-    if module is None or monitoring_callbacks is not None or _is_observed(trainer):
-        _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-        return
-    empty = getattr(Callback, hook_name, None)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-        if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback):
-            _call(getattr(callback, hook_name), module, hook_name, (trainer, module, *args), kwargs)
+class _CallbackHooks:
+    """Lightning's `_call_callback_hooks`, which looks at a class of callbacks once for each hook."""
+
+    def __init__(self) -> None:
+        self._overriding: dict[str, _Overriding] = {}
+
+    def __call__(
+        self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+    ) -> None:
+        module: LightningModule | None = trainer.lightning_module  # None before it is attached
+        if module is None or monitoring_callbacks is not None or _is_observed(trainer):
+            _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+            return
+        overriding = self._overriding.get(hook_name) or self._overriding.setdefault(hook_name, _Overriding(hook_name))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if overriding[type(callback)] or hook_name in callback.__dict__:
+                _call(getattr(callback, hook_name), module, hook_name, (trainer, module, *args), kwargs)
+
+
+class _Overriding(dict[type, bool]):
+    """Whether classes of callbacks have a hook that is not the empty one of the base class."""
+
+    def __init__(self, hook_name: str) -> None:
+        super().__init__()
+        self.hook_name = hook_name
+
+    def __missing__(self, kind: type) -> bool:
+        empty = getattr(Callback, self.hook_name, None)
+        self[kind] = getattr(kind, self.hook_name, None) is not empty
+        return self[kind]
 
 
 def _call_lightning_module_hook(
