@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.tables.reference import FOLDER, pages
 
-PAGES = ("choices.md", "commands.md", "messages.md")
+PAGES = ("choices.md", "commands.md", "messages.md", "run-directory.md", "environment.md")
 
 
 @pytest.fixture(scope="module")
