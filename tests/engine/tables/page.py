@@ -1,14 +1,14 @@
-"""A page of docs/reference: its head, its tables, and code in their cells."""
+"""A page that is made: its head, its tables, and code in their cells."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_MADE = "<!-- made by `python -m tests.engine.tables.reference` -->"
+MADE = "<!-- made by `python -m tests.engine.tables.reference` -->"
 
 
 def page(title: str, *paragraphs: str) -> str:
-    return "\n\n".join((f"# {title}", _MADE, *paragraphs)) + "\n"
+    return "\n\n".join((f"# {title}", MADE, *paragraphs)) + "\n"
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

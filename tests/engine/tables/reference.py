@@ -1,4 +1,4 @@
-"""The pages of docs/reference, made from conf and from the code.
+"""The pages of docs/ that are made from conf, from the code, and from what was measured.
 
 python -m tests.engine.tables.reference         # tests/engine/reference/test_pages.py fails while they are older
 """
@@ -15,25 +15,25 @@ from pathlib import Path
 from lightswitch.errors import ExitCode
 from lightswitch.reference.choices import Choice, Key, config, groups
 from tests.engine.conftest import CHECKOUT
-from tests.engine.tables import environment, run_directory
+from tests.engine.tables import environment, measurements, run_directory
 from tests.engine.tables.page import code, page, table
 
-FOLDER = CHECKOUT / "docs" / "reference"
+FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"
 COMMANDS = ("fork", "doctor", "compare", "export", "fork.update", "config.moved", "reference.schema")
 COMMANDS += ("reference.completion", "patches")
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by the name of its file."""
-    made = {"choices.md": _choices(), "commands.md": _commands(), "messages.md": _messages()}
-    return {**made, "run-directory.md": run_directory.text(), "environment.md": environment.text()}
+    """Return the text of each page by its path in docs/."""
+    reference = {"choices": _choices(), "commands": _commands(), "messages": _messages()}
+    reference |= {"run-directory": run_directory.text(), "environment": environment.text()}
+    return {f"reference/{name}.md": text for name, text in reference.items()} | {"measurements.md": measurements.text()}
 
 
 def _choices() -> str:
