@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 from tests.engine.tables.page import MADE
-from tests.engine.tables.reference import FOLDER, pages
+from tests.engine.tables.reference import ENGINE, FOLDER, SCRIPTS, pages
 
 NAMES = ("choices", "commands", "messages", "run-directory", "environment")
 PAGES = (*(f"reference/{name}.md" for name in NAMES), "measurements.md")
@@ -37,4 +38,17 @@ def test_messages_are_found_by_what_a_user_pastes(now: dict[str, str]) -> None:
     page = now["reference/messages.md"]
     assert "does not divide over" in page
     assert "the training set has no samples" in page
+    assert "failed with exit code {code}, time {count} of at most {max_failures}: requeued" in page
     assert page.count("\n- `") > 200
+
+
+def test_the_lines_by_which_a_job_was_requeued_are_those_that_are_printed() -> None:
+    _, _, section = (FOLDER / "clusters.md").read_text().partition("## Why a job was requeued\n")
+    told = re.findall(
+        r"`([a-z]+ .*?)`", "\n".join(re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE))
+    )
+    assert len(told) == 6
+    code = "".join(path.read_text() for folder in (ENGINE, SCRIPTS) for path in folder.rglob("*.[ps][yh]"))
+    filled = re.sub(r"%s|\$\w+", "N", code)
+    for line in told:
+        assert re.sub(r"\b(ID|SIG\w+|3)\b", "N", line) in filled, line

@@ -20,6 +20,8 @@ from tests.engine.tables.page import code, page, table
 
 FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"
+SCRIPTS = CHECKOUT / "slurm"
+_VARIABLE = re.compile(r"[$](?:{#?)?(\w+)(?:\[@\])?(?::-\w+)?}?")  # of a shell
 COMMANDS = ("fork", "doctor", "compare", "export", "fork.update", "config.moved", "reference.schema")
 COMMANDS += ("reference.completion", "patches")
 
@@ -112,13 +114,26 @@ def _messages() -> str:
         listed = [_of_file(file, messages) for file, messages in found if messages]
         if listed:
             sections.append("\n\n".join((f"## {folder.stem}", *listed)))
-    return page("Messages and exit codes", _exit_codes(), intro, *sections)
+    return page("Messages and exit codes", _exit_codes(), intro, *sections, _of_scripts())
 
 
 def _of_file(file: Path, messages: list[str]) -> str:
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
     lines = "\n".join(f"- {code(message)}" for message in messages)
     return f"*{' '.join(docstring.splitlines()[0].split())}*\n\n{lines}"
+
+
+def _of_scripts() -> str:
+    lines = [
+        f"- {code(_VARIABLE.sub(_word, told))} ({path.name})"
+        for path in sorted(SCRIPTS.glob("*.sh"))
+        for told in re.findall(r'echo "(.*?)" >&2', path.read_text())
+    ]
+    return "\n".join(("## The job scripts\n", *lines))
+
+
+def _word(variable: re.Match[str]) -> str:
+    return "{code}" if variable[1] == "1" else f"{{{variable[1]}}}"  # an argument has no name
 
 
 def _exit_codes() -> str:
