@@ -19,6 +19,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "test_gpu.py",
         "test_images_and_tables.py",
         "test_matrix.py",
+        "test_readme.py",
         "test_same_run.py",
         "test_survives.py",
         "test_tutorial.py",

@@ -26,7 +26,8 @@ def _build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     shutil.copytree(CHECKOUT / "docs", tmp_path / "docs")
-    shutil.copy(CHECKOUT / "mkdocs.yml", tmp_path)
+    for file in ("mkdocs.yml", "README.md"):
+        shutil.copy(CHECKOUT / file, tmp_path)
     return tmp_path
 
 
@@ -34,8 +35,9 @@ def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
     built = _build(copy, REPOSITORY_URL="https://example.org/us/lightswitch")
     assert built.returncode == 0, built.stderr
     home = (copy / "site" / "index.html").read_text()
-    assert 'href="https://example.org/us/lightswitch/blob/main/README.md#fork-it"' in home
+    assert 'href="https://example.org/us/lightswitch/blob/main/CONTRIBUTING.md"' in home
     assert 'href="strategies.html"' in home
+    assert "what each device holds" in home
     assert "fonts.googleapis" not in home
     assert "does not divide over" in (copy / "site" / "search" / "search_index.json").read_text()
 

@@ -27,11 +27,11 @@ _SLURM = (
     *("STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"),
 )
 _PREFIXED = (*(f"NCCL_{name}" for name in _NCCL), *(f"SLURM_{name}" for name in _SLURM))
-_SHOWN = frozenset((*_RANKS, *_RENDEZVOUS, *_DEVICES, *_THREADS, *_TORCH, *_PREFIXED))
+SHOWN = frozenset((*_RANKS, *_RENDEZVOUS, *_DEVICES, *_THREADS, *_TORCH, *_PREFIXED))
 _PLAIN = re.compile(r"(?!.*://)[\w.,:;=/+*^()\[\] -]{0,200}")  # names, numbers and lists of them: no URL, no user@host
 
 
 def shown(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return those that are set, with values that may be URLs or logins replaced by `(not shown)`."""
-    found = {name: environ[name] for name in sorted(_SHOWN & environ.keys())}
+    found = {name: environ[name] for name in sorted(SHOWN & environ.keys())}
     return {name: value if _PLAIN.fullmatch(value) else "(not shown)" for name, value in found.items()}

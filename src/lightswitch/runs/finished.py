@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ log = logging.getLogger(__name__)
 _FILE = "ended.json"
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The end of a run, as written to ended.json.
+
+    Args:
+        step: optimizer steps that were trained.
+        limits: `max_steps`, `max_epochs` and `max_time` of the Trainer, under which it ended.
+        go_on: the command that continues the run under higher limits; null where there is no checkpoint.
+    """
+
+    step: int
+    limits: dict[str, Any]
+    go_on: str | None
+
+
 def before(cfg: DictConfig, run: RunContext) -> bool:
     """Return whether fit and test have ended already under limits at least as high as this start's.
 
@@ -28,14 +44,14 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
     if cfg.mode != "fit" or cfg.resume != "auto":
         return False
     ended = _read(run)
-    if ended is None or _exceed(_limits(cfg), ended["limits"]):
+    if ended is None or _exceed(_limits(cfg), ended.limits):
         return False
     if run.is_first:
         changed = changes.since(run.run_dir, cfg)
         otherwise = f", and {changed} changes nothing" if changed else ""
-        log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended["step"], otherwise)
-        if ended["go_on"]:
-            log.info("go on      %s", ended["go_on"])
+        log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended.step, otherwise)
+        if ended.go_on:
+            log.info("go on      %s", ended.go_on)
     return True
 
 
@@ -47,7 +63,7 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     """
     file = run_dir / _FILE
     beside = file.with_suffix(".partial")
-    beside.write_text(json.dumps({"step": step, "limits": _limits(cfg), "go_on": go_on}, indent=2) + "\n")
+    beside.write_text(json.dumps(asdict(Ended(step, _limits(cfg), go_on)), indent=2) + "\n")
     beside.replace(file)
 
 
@@ -63,7 +79,7 @@ def forget(run_dir: Path) -> None:
     (run_dir / _FILE).unlink(missing_ok=True)
 
 
-def _read(run: RunContext) -> dict[str, Any] | None:
+def _read(run: RunContext) -> Ended | None:
     """Return the mark; None if there is none, a faster rank has just removed it, or it is damaged."""
     file = run.run_dir / _FILE
     try:
@@ -76,7 +92,7 @@ def _read(run: RunContext) -> dict[str, Any] | None:
         if run.is_first:
             log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(file))
         return None
-    return dict(ended)
+    return Ended(**{name: ended[name] for name in Ended.__dataclass_fields__})
 
 
 def _is_whole(ended: Any) -> bool:

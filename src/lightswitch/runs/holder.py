@@ -16,6 +16,8 @@ class Holder:
     """A process as a lock file names it.
 
     Args:
+        host: its machine.
+        pid: its process id.
         started: its start time on the kernel's clock, as process ids are reused.
         boot: the id of the machine's boot, new after each.
         namespace: the process id's namespace; each container has its own.

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,31 @@ from lightswitch.runs.saved import set_aside
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 _LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in the run directory as they are opened
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The start of a run, as written to run.json.
+
+    Args:
+        command: of the last start, which a shell takes as it is.
+        overrides: those of the command line, one each.
+        folder: the working directory.
+        commit: of the git repository that train.py lies in; null outside of one.
+        uncommitted_changes: whether its tracked files differed from that commit.
+        python: its version.
+        host: the machine of rank 0.
+        packages: versions of those that are installed, by name.
+    """
+
+    command: str
+    overrides: list[str]
+    folder: str
+    commit: str | None
+    uncommitted_changes: bool
+    python: str
+    host: str
+    packages: dict[str, str]
 
 
 class RunRecord(Callback):
@@ -155,22 +181,22 @@ def _write_all(files: dict[Path, str]) -> None:
 
 def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
     hydra = run.hydra
-    told = {
-        "command": shlex.join([sys.executable, *sys.argv]),
-        "overrides": typed_overrides(hydra),
-        "folder": str(Path.cwd()),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "packages": versions.of(_PACKAGES),
-    }
+    origin = Origin(
+        command=shlex.join([sys.executable, *sys.argv]),
+        overrides=typed_overrides(hydra),
+        folder=str(Path.cwd()),
+        commit=_git("rev-parse", "HEAD"),
+        uncommitted_changes=bool(_git("status", "--porcelain", "--untracked-files=no")),
+        python=platform.python_version(),
+        host=platform.node(),
+        packages=versions.of(_PACKAGES),
+    )
     return {  # the first three as Hydra writes them as soon as it has composed a config
         ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
         ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
         ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
         "config.yaml": OmegaConf.to_yaml(confidential.redacted(cfg)),
-        "run.json": json.dumps(told, indent=2) + "\n",
+        "run.json": json.dumps(asdict(origin), indent=2) + "\n",
     }
 
 

@@ -22,7 +22,11 @@ class Record:
     """The state of one job, as written to job.json.
 
     Args:
+        number: among the sweep's jobs, from 0.
+        overrides: what its run was started with.
         directory: of the job's run.
+        state: running, finished, failed or stopped.
+        objective: the metric that jobs are compared by; null until there is one.
         error: the first line of its failure.
         start: which start of the cluster's job it was; several tasks of one start write the same record.
     """

@@ -57,8 +57,9 @@ def test_a_fork_is_one_commit_that_names_nothing_of_ours(
         assert checked.returncode == 0, checked.stdout
 
 
-def test_make_fork_prints_what_the_readme_shows(clone: Path, tmp_path: Path) -> None:
-    shown = re.search(r"^    \$ (make fork .*)\n((?:    .*\n)+)", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
+def test_make_fork_prints_what_its_page_shows(clone: Path, tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "fork.md").read_text()
+    shown = re.search(r"^    \$ (make fork .*)\n((?:    .*\n)+)", page, re.MULTILINE)
     assert shown is not None
     told = run(shown[1].replace("../", f"{tmp_path}/").split(" "), clone)
     masked = r"\d+ files|commit \w+"

@@ -1,14 +1,17 @@
-"""The pages of docs/reference are as conf and the code are now."""
+"""The pages that are made are as conf, the code and the results of benchmarks are now."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
-from tests.engine.tables.reference import FOLDER, pages
+from tests.engine.tables.page import MADE
+from tests.engine.tables.reference import ENGINE, FOLDER, SCRIPTS, pages
 
-PAGES = ("choices.md", "commands.md", "messages.md")
+NAMES = ("choices", "commands", "messages", "run-directory", "environment")
+PAGES = (*(f"reference/{name}.md" for name in NAMES), "measurements.md")
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +21,34 @@ def now() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_no_older_than_the_code(name: str, now: dict[str, str]) -> None:
-    if name == "commands.md" and sys.version_info[:2] != (3, 11):
+    if name == "reference/commands.md" and sys.version_info[:2] != (3, 11):
         pytest.skip("argparse of another Python sets options otherwise")
     assert (FOLDER / name).read_text() == now[name], "type python -m tests.engine.tables.reference"
 
 
 def test_nothing_else_is_made(now: dict[str, str]) -> None:
-    assert now.keys() == set(PAGES) == {path.name for path in FOLDER.glob("*.md")}
+    assert (
+        now.keys()
+        == set(PAGES)
+        == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.md") if MADE in path.read_text()}
+    )
 
 
 def test_messages_are_found_by_what_a_user_pastes(now: dict[str, str]) -> None:
-    page = now["messages.md"]
+    page = now["reference/messages.md"]
     assert "does not divide over" in page
     assert "the training set has no samples" in page
+    assert "failed with exit code {code}, time {count} of at most {max_failures}: requeued" in page
     assert page.count("\n- `") > 200
+
+
+def test_the_lines_by_which_a_job_was_requeued_are_those_that_are_printed() -> None:
+    _, _, section = (FOLDER / "clusters.md").read_text().partition("## Why a job was requeued\n")
+    told = re.findall(
+        r"`([a-z]+ .*?)`", "\n".join(re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE))
+    )
+    assert len(told) == 6
+    code = "".join(path.read_text() for folder in (ENGINE, SCRIPTS) for path in folder.rglob("*.[ps][yh]"))
+    filled = re.sub(r"%s|\$\w+", "N", code)
+    for line in told:
+        assert re.sub(r"\b(ID|SIG\w+|3)\b", "N", line) in filled, line

@@ -1,4 +1,4 @@
-"""The pages of docs/reference, made from conf and from the code.
+"""The pages of docs/ that are made from conf, from the code, and from what was measured.
 
 python -m tests.engine.tables.reference         # tests/engine/reference/test_pages.py fails while they are older
 """
@@ -15,37 +15,27 @@ from pathlib import Path
 from lightswitch.errors import ExitCode
 from lightswitch.reference.choices import Choice, Key, config, groups
 from tests.engine.conftest import CHECKOUT
+from tests.engine.tables import environment, measurements, run_directory
+from tests.engine.tables.page import code, page, table
 
-FOLDER = CHECKOUT / "docs" / "reference"
+FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"
+SCRIPTS = CHECKOUT / "slurm"
+_VARIABLE = re.compile(r"[$](?:{#?)?(\w+)(?:\[@\])?(?::-\w+)?}?")  # of a shell
 COMMANDS = ("fork", "doctor", "compare", "export", "fork.update", "config.moved", "reference.schema")
 COMMANDS += ("reference.completion", "patches")
-_MADE = "<!-- made by `python -m tests.engine.tables.reference` -->"
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by the name of its file."""
-    return {"choices.md": _choices(), "commands.md": _commands(), "messages.md": _messages()}
-
-
-def _page(title: str, *paragraphs: str) -> str:
-    return "\n\n".join((f"# {title}", _MADE, *paragraphs)) + "\n"
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = (head, ("---",) * len(head), *rows)
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _code(text: str) -> str:
-    """Return a text as code, of one line."""
-    return f"`{' '.join(text.split())}`" if text else ""
+    """Return the text of each page by its path in docs/."""
+    reference = {"choices": _choices(), "commands": _commands(), "messages": _messages()}
+    reference |= {"run-directory": run_directory.text(), "environment": environment.text()}
+    return {f"reference/{name}.md": text for name, text in reference.items()} | {"measurements.md": measurements.text()}
 
 
 def _choices() -> str:
@@ -58,11 +48,11 @@ def _choices() -> str:
     keys = [key for key in config(conf).keys if not key.is_node]
     parts = [f"## Of the whole run\n\n{_keys(keys)}"]
     parts += [_group(name, choices) for name, choices in groups(conf).items()]
-    return _page("Choices and keys", intro, *parts)
+    return page("Choices and keys", intro, *parts)
 
 
 def _group(name: str, choices: list[Choice]) -> str:
-    sentences = _table(("choice", "what it is"), ((_code(choice.name), choice.sentence) for choice in choices))
+    sentences = table(("choice", "what it is"), ((code(choice.name), choice.sentence) for choice in choices))
     told: set[str] = set()
     sections = []
     for choice in choices:
@@ -74,25 +64,25 @@ def _group(name: str, choices: list[Choice]) -> str:
 
 
 def _keys(keys: Iterable[Key]) -> str:
-    return _table(("key", "set to", "type", "default", "what it is"), map(_row, keys))
+    return table(("key", "set to", "type", "default", "what it is"), map(_row, keys))
 
 
 def _row(key: Key) -> tuple[str, ...]:
     annotation = key.parameter.annotation if key.parameter else ""
     default = (key.parameter.default or "") if key.parameter else ""
-    return _code(key.path), _code(key.value or ""), _code(annotation), _code(default), key.sentence
+    return code(key.path), code(key.value or ""), code(annotation), code(default), key.sentence
 
 
 def _commands() -> str:
     intro = "What is run beside `python train.py`. Each refuses in a line, with exit code 2."
     made = subprocess.run(["make", "help"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
-    targets = _table(("target", "what it does"), (_target(line) for line in made.splitlines() if " make " in line))
-    return _page("Commands", intro, f"## make\n\n{targets}", *map(_command, COMMANDS))
+    targets = table(("target", "what it does"), (_target(line) for line in made.splitlines() if " make " in line))
+    return page("Commands", intro, f"## make\n\n{targets}", *map(_command, COMMANDS))
 
 
 def _target(line: str) -> tuple[str, str]:
     name, _, told = line.strip().removeprefix("make ").partition(" ")
-    return _code(f"make {name}"), told.strip()
+    return code(f"make {name}"), told.strip()
 
 
 def _command(name: str) -> str:
@@ -124,22 +114,35 @@ def _messages() -> str:
         listed = [_of_file(file, messages) for file, messages in found if messages]
         if listed:
             sections.append("\n\n".join((f"## {folder.stem}", *listed)))
-    return _page("Messages and exit codes", _exit_codes(), intro, *sections)
+    return page("Messages and exit codes", _exit_codes(), intro, *sections, _of_scripts())
 
 
 def _of_file(file: Path, messages: list[str]) -> str:
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
-    lines = "\n".join(f"- {_code(message)}" for message in messages)
+    lines = "\n".join(f"- {code(message)}" for message in messages)
     return f"*{' '.join(docstring.splitlines()[0].split())}*\n\n{lines}"
+
+
+def _of_scripts() -> str:
+    lines = [
+        f"- {code(_VARIABLE.sub(_word, told))} ({path.name})"
+        for path in sorted(SCRIPTS.glob("*.sh"))
+        for told in re.findall(r'echo "(.*?)" >&2', path.read_text())
+    ]
+    return "\n".join(("## The job scripts\n", *lines))
+
+
+def _word(variable: re.Match[str]) -> str:
+    return "{code}" if variable[1] == "1" else f"{{{variable[1]}}}"  # an argument has no name
 
 
 def _exit_codes() -> str:
     source = (ENGINE / "errors.py").read_text()
     rows = []
-    for code in ExitCode:
-        comment = re.search(rf"^    {code.name} = [^#\n]*(?:# (.*))?$", source, re.MULTILINE)
-        rows.append((_code(str(code.value)), (comment and comment[1]) or code.name.lower()))
-    return _table(("exit code", "what it means"), rows)
+    for member in ExitCode:
+        comment = re.search(rf"^    {member.name} = [^#\n]*(?:# (.*))?$", source, re.MULTILINE)
+        rows.append((code(str(member.value)), (comment and comment[1]) or member.name.lower()))
+    return table(("exit code", "what it means"), rows)
 
 
 def _told(tree: ast.Module) -> Iterator[str]:
