@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def _run_suite(wrapper: list[str], clone: Path, home: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIGHTSWITCH_", "PYTEST_"))}
     environ |= {"PYTHONPATH": str(clone / "src"), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home)}
     options = ["-p", "no:cacheprovider", "--basetemp", str(clone.with_name("temporary")), "-q"]
-    command = [*wrapper, sys.executable, "-m", "pytest", *options, *SUITE]
+    command = [*wrapper, "python", "-m", "pytest", *options, *SUITE]
     done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _contents(clone) == before
