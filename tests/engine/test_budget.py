@@ -17,10 +17,11 @@ def test_every_package_of_tests_has_a_budget() -> None:
 
 
 def test_a_package_that_takes_more_than_its_share_is_named() -> None:
-    slow = [("tests/engine/slurm/test_sweep.py", 1000.0), ("tests/engine/export/test_load.py", 300.0)]
+    slurm, export = budget.SECONDS["slurm"], budget.SECONDS["export"]
+    slow = [("tests/engine/slurm/test_sweep.py", 1.0 * slurm), ("tests/engine/export/test_load.py", 3.0 * export)]
     whole, over = budget.told(budget.by_package(slow))
-    assert whole == "1300 s of tests, of a budget of 1145 s (tests/engine/budget.py)"
-    assert over == "over its budget: export: 300 s of 95 s"
+    assert whole == f"{slurm + 3 * export} s of tests, of a budget of {slurm + export} s (tests/engine/budget.py)"
+    assert over == f"over its budget: export: {3 * export} s of {export} s"
 
 
 def test_a_slow_machine_is_no_reason_to_warn_of_each_package() -> None:
