@@ -13,7 +13,13 @@ import pytest
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm.cluster import PATH
 
-SUITE = ("tests/engine/slurm", "tests/engine/test_trees.py", "tests/engine/checkpoints/test_last.py")
+SUITE = (
+    *("tests/engine/slurm", "tests/engine/test_trees.py"),
+    *(
+        f"tests/engine/checkpoints/test_last.py::test_{name}"
+        for name in ("last_points_to_the_newest_and_older_ones_go", "what_is_not_ours_is_not_removed_and_told_once")
+    ),
+)
 
 
 @pytest.fixture
