@@ -9,28 +9,37 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+Found = dict[tuple[str, frozenset[str]], Distribution]
 
-def link_into(folder: Path) -> None:
-    """Link the modules and the metadata of lightswitch's dependencies, and of theirs, into a folder for sys.path."""
-    found: dict[str, Distribution] = {}
-    _add("lightswitch", found)
+
+def link_into(folder: Path, *requirements: str) -> None:
+    """Link the modules and the metadata of requirements, and of theirs, into a folder for sys.path.
+
+    Args:
+        requirements: as in `lightswitch[deepspeed]`, all of which are installed; without any, lightswitch.
+    """
+    found: Found = {}
+    for requirement in requirements or ("lightswitch",):
+        _add(Requirement(requirement), found)
     for path in {path for one in found.values() for path in _top_level(one)}:
         (folder / path.name).symlink_to(path)
 
 
-def _add(name: str, found: dict[str, Distribution]) -> None:
-    if canonicalize_name(name) in found:
+def _add(requirement: Requirement, found: Found) -> None:
+    key = canonicalize_name(requirement.name), frozenset(requirement.extras)
+    if key in found:
         return
     try:
-        found[canonicalize_name(name)] = package = distribution(name)
+        found[key] = package = distribution(requirement.name)
     except PackageNotFoundError:  # another platform's, or one that an extra of a dependency names
         return
     for needed in map(Requirement, package.requires or ()):
-        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-            _add(needed.name, found)
+        if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *key[1])):
+            _add(needed, found)
 
 
 def _top_level(package: Distribution) -> Iterator[Path]:
     for file in package.files or ():
-        if file.parts[0] not in ("..", "__pycache__"):  # scripts lie above
+        # scripts lie above; a .pth would lead to an installed checkout, and is read in site-packages alone
+        if file.parts[0] not in ("..", "__pycache__") and file.suffix != ".pth":
             yield Path(str(package.locate_file(file.parts[0])))

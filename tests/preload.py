@@ -7,9 +7,16 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+
 CONF = Path(__file__).parents[1] / "conf"
-MODULES = ["lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard", "lightswitch.launch.build"]
+MODULES = ["lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard"]
+MODULES += [f"lightswitch.launch.{name}" for name in ("auto", "build", "dry_run", "ending", "entry")]
+MODULES += ["lightswitch.preflight.check"]
 MODULES += ["sklearn.datasets", "transformers", "peft"]  # seconds
+# a second: DeepSpeed imports torch's inductor with one of its optimizers, whichever is used
+MODULES += ["lightswitch.deepspeed.strategy", "deepspeed.runtime.zero.muon.muon_optimizer"]
+MODULES += ["deepspeed.module_inject.auto_ep_config", "deepspeed.module_inject.auto_ep_layer"]
 
 
 def _modules_of(group: str) -> set[str]:
@@ -20,3 +27,8 @@ def _modules_of(group: str) -> set[str]:
 for module in [*MODULES, *sorted(_modules_of("strategy") | _modules_of("model") | _modules_of("data"))]:
     with contextlib.suppress(Exception):  # a run that needs it will tell
         import_module(module)
+
+with contextlib.suppress(Exception), initialize_config_dir(str(CONF), version_base="1.3"):
+    compose(
+        "config", ["trainer.max_steps=3", "+trainer.list=[1]"], return_hydra_config=True
+    )  # its grammar learns as it parses

@@ -85,11 +85,11 @@ def train(tmp_path: Path) -> Train:
     return runs_in(tmp_path)
 
 
-def runs_in(tmp_path: Path) -> Train:
+def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
     """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
 
     With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script. To
-    ``meanwhile=`` they are handed while they run.
+    ``meanwhile=`` they are handed while they run. What a run starts by script, it starts by ``python``.
     """
     count = 0
 
@@ -112,7 +112,7 @@ def runs_in(tmp_path: Path) -> Train:
         visible = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
         environments: list[dict[str, str]] = as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
         processes = [
-            context.Process(target=_train, args=(arguments, folder, path, {**visible, **environment, **own}))
+            context.Process(target=_train, args=(arguments, folder, path, {**visible, **environment, **own}, python))
             for path, own in zip(written, environments, strict=True)
         ]
         codes = _run(processes, timeout_seconds, meanwhile)
@@ -156,7 +156,7 @@ def _run(
     return [process.exitcode for process in processes]
 
 
-def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment: dict[str, str]) -> None:
+def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment: dict[str, str], python: Path) -> None:
     multiprocessing.set_start_method("fork", force=True)  # as elsewhere: its loader workers need no server of their own
     os.setsid()  # so that a time-out ends the processes it has started, too
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -168,5 +168,6 @@ def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment:
     os.environ.update(environment)
     sys.path[:0] = [str(CHECKOUT), str(folder)]
     sys.argv = [str(CHECKOUT / "train.py"), *arguments]
+    sys.executable = str(python)
     sys.orig_argv = [sys.executable, *sys.argv]
     runpy.run_path(sys.argv[0], run_name="__main__")

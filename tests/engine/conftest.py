@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.engine.interpreter import python
 from tests.engine.processes import port, start
-from tests.runs import CHECKOUT, GPUS, Finished, Train, as_torchrun, context, environment, no_gpus, runs_in, train
+from tests.runs import CHECKOUT, GPUS, Finished, Train, as_torchrun, context, environment, no_gpus, runs_in
 
 __all__ = ["CHECKOUT", "PLAIN", "PLAIN_DATA", "PLAIN_MODEL", "Finished", "Train", "as_torchrun", "context"]
-__all__ += ["environment", "no_gpus", "port", "runs_in", "start", "train"]  # fixtures, for all folders
+__all__ += ["environment", "no_gpus", "port", "python", "runs_in", "start", "train"]  # fixtures, for all folders
 
 SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *(
@@ -68,6 +71,11 @@ FIRST = (
 )
 PLAIN_MODEL, PLAIN_DATA = "model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData"
 PLAIN = (PLAIN_MODEL, PLAIN_DATA)
+
+
+@pytest.fixture
+def train(tmp_path: Path, python: Path) -> Train:
+    return runs_in(tmp_path, python)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

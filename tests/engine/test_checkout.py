@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,13 @@ import pytest
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm.cluster import PATH
 
-SUITE = ("tests/engine/slurm", "tests/engine/test_trees.py", "tests/engine/checkpoints/test_last.py")
+SUITE = (
+    *("tests/engine/slurm", "tests/engine/test_trees.py"),
+    *(
+        f"tests/engine/checkpoints/test_last.py::test_{name}"
+        for name in ("last_points_to_the_newest_and_older_ones_go", "what_is_not_ours_is_not_removed_and_told_once")
+    ),
+)
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def _run_suite(wrapper: list[str], clone: Path, home: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIGHTSWITCH_", "PYTEST_"))}
     environ |= {"PYTHONPATH": str(clone / "src"), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home)}
     options = ["-p", "no:cacheprovider", "--basetemp", str(clone.with_name("temporary")), "-q"]
-    command = [*wrapper, sys.executable, "-m", "pytest", *options, *SUITE]
+    command = [*wrapper, "python", "-m", "pytest", *options, *SUITE]
     done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _contents(clone) == before

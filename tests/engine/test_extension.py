@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,7 @@ def test_its_strategy_gives_the_curve_of_one_process_and_resumes_under_another(f
 
 
 def test_its_launcher_starts_a_run_of_two_processes(fork: Path) -> None:
-    script = [sys.executable, "launch.py", "2", str(CHECKOUT / "train.py"), "strategy=ddp", "run_id=mine"]
+    script = ["python", "launch.py", "2", str(CHECKOUT / "train.py"), "strategy=ddp", "run_id=mine"]
     environ = {**os.environ, "PYTHONPATH": f"{CHECKOUT / 'src'}:{CHECKOUT}"}
     done = subprocess.run([*script, *SHORT], cwd=fork, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,7 +30,14 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(name: str, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out)]
+    command = [
+        sys.executable if name == "startup" else "python",
+        "-m",
+        f"benchmarks.{name}",
+        "--quick",
+        "--out",
+        str(out),
+    ]
     finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
 
     assert finished.returncode == 0, finished.stderr

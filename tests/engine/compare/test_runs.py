@@ -236,7 +236,7 @@ def test_runs_are_told_apart_by_the_end_of_their_path(runs: Path, tmp_path: Path
 def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, str(CHECKOUT / "train.py"), "-m", *PLAIN, "run_id=x", "compare=true"),
+            *("python", str(CHECKOUT / "train.py"), "-m", *PLAIN, "run_id=x", "compare=true"),
             *(
                 "strategy=single,ddp_fork",
                 "trainer.devices=2",
@@ -267,7 +267,7 @@ def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [[], ["-m"]])
 def test_a_switch_that_is_none_is_refused(flags: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(CHECKOUT / "train.py"), *flags, "compare=both"],
+        ["python", str(CHECKOUT / "train.py"), *flags, "compare=both"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def test_what_is_no_name_is_refused_before_anything_is_written(override: str, tr
     ids=["Slurm", "torchrun"],
 )
 def test_a_launchers_id_is_no_way_out_either(launcher: dict[str, str], start: Start, tmp_path: Path) -> None:
-    refused = start(sys.executable, TRAIN_PY, *PLAIN, **launcher)
+    refused = start("python", TRAIN_PY, *PLAIN, **launcher)
     out = said(refused)
     assert (refused.returncode, out.count("\n")) == (2, 1), out
     assert out.startswith("error: run_id='../../x' is no valid name")
@@ -56,7 +55,7 @@ def test_a_launchers_id_is_no_way_out_either(launcher: dict[str, str], start: St
 
 
 def test_a_sweep_is_no_way_out_either(start: Start, tmp_path: Path) -> None:
-    refused = start(sys.executable, TRAIN_PY, "-m", *PLAIN, "seed=1,2", "run_id=../../x")
+    refused = start("python", TRAIN_PY, "-m", *PLAIN, "seed=1,2", "run_id=../../x")
     out = said(refused)
     assert (refused.returncode, out.startswith("error: run_id='../../x' is no valid name")) == (2, True)
     assert list(tmp_path.iterdir()) == []

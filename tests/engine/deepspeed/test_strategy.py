@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, train: T
 
 
 def test_stages_follow_one_another_in_a_process() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("sequence.py"))]
+    command = ["python", str(Path(__file__).with_name("sequence.py"))]
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}
     ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     validated, tested, again, predicted = ended.stdout.splitlines()[-1].split()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 
 from tests.engine.conftest import CHECKOUT
 
@@ -14,7 +13,7 @@ DOCTOR = ("-m", "lightswitch.doctor", "--timeout", "20")
 
 def _asked(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([sys.executable, *command], cwd=CHECKOUT, env=environ, capture_output=True, text=True)
+    return subprocess.run(["python", *command], cwd=CHECKOUT, env=environ, capture_output=True, text=True)
 
 
 def test_alone_it_tells_what_the_machine_has() -> None:

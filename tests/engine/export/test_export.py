@@ -8,7 +8,6 @@ import pty
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from tests.engine.export.models import question
 from tests.engine.foreign import Late
 from tests.engine.tiny import PICTURES
 
-EXPORT = (sys.executable, "-m", "lightswitch.export")
+EXPORT = ("python", "-m", "lightswitch.export")
 
 
 def export(*words: str | Path) -> None:
@@ -303,7 +302,7 @@ def peak_mb(run_dir: Path, file: Path) -> float:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000)"
     )
     # By way of a shell: Linux counts the memory of the process that forks as the child's own until it runs its program.
-    told = subprocess.check_output(("sh", "-c", f'"{sys.executable}" -c "$0"', script), text=True)
+    told = subprocess.check_output(("sh", "-c", 'python -c "$0"', script), text=True)
     return float(told.splitlines()[-1])
 
 
@@ -324,4 +323,4 @@ def test_help_and_mistakes_of_the_command_line_need_no_torch(tmp_path: Path) -> 
         "import sys\nfrom lightswitch.export.__main__ import main\n"
         "try:\n    main(['x', '-o', 'x.bin'])\nfinally:\n    assert 'torch' not in sys.modules"
     )
-    assert subprocess.run((sys.executable, "-c", script), capture_output=True).returncode == 2
+    assert subprocess.run(("python", "-c", script), capture_output=True).returncode == 2

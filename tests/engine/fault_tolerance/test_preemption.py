@@ -6,7 +6,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -130,7 +129,7 @@ def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends(tmp_path: Path) -
     run = (*RUN, "callbacks.pace.seconds=1000", "strategy=single", "trainer.num_sanity_val_steps=0")
     controller, terminal = pty.openpty()
     started = tmp_path / "runs/plainmodel/mine/config.yaml"
-    command = ("setsid", "--ctty", sys.executable, TRAIN_PY, *run)
+    command = ("setsid", "--ctty", "python", TRAIN_PY, *run)
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdin=terminal, stdout=terminal, stderr=terminal

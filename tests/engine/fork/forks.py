@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -52,11 +51,12 @@ def made(clone: Path, into: Path, *options: str, name: str = "birdsong") -> Path
 
 
 def environment(folder: Path, *requirements: str) -> Path:
-    """Make `.venv` there with the requirements, and with the packages of this interpreter; as `make` would leave it."""
+    """Make `.venv` there with the requirements, and with the packages of `python`; as `make` would leave it."""
     venv.EnvBuilder(symlinks=True).create(folder / ".venv")
     python = folder / ".venv/bin/python"
     (site,) = (folder / ".venv/lib").glob("python*/site-packages")
-    (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (shared,) = Path(shutil.which("python") or "").parents[1].glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{shared}\n")
     for program in ("shellcheck", "mypy", "ruff"):
         (folder / ".venv/bin" / program).symlink_to(Path(sys.prefix, "bin", program))
     install = [str(python), "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", *requirements]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
@@ -226,7 +225,7 @@ def test_a_batch_size_of_the_data_is_answered_by_the_name_that_it_has_here(train
 
 def test_a_table_of_lightnings_profiler_is_shown(start: Start) -> None:
     """Of a process of its own: where Lightning is imported first, as in the others, its loggers go elsewhere."""
-    told = said(start(sys.executable, TRAIN_PY, *RUN, "trainer.profiler=simple", "trainer.max_steps=2"))
+    told = said(start("python", TRAIN_PY, *RUN, "trainer.profiler=simple", "trainer.max_steps=2"))
     assert "FIT Profiler Report" in told, told
 
 

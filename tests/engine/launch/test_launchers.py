@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.engine.conftest import PLAIN, Train
@@ -29,7 +28,7 @@ def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
 def test_srun_must_start_as_many_processes_on_each_node(start: Start) -> None:
     tasks = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
     tasks |= {"SLURM_NTASKS": "5", "SLURM_NODELIST": "node[1-2]", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    process = start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", **tasks, SLURM_PROCID="0")
+    process = start("python", TRAIN_PY, *RUN, "run_id=mine", **tasks, SLURM_PROCID="0")
     out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 2
     assert out == (
@@ -41,7 +40,7 @@ def test_srun_must_start_as_many_processes_on_each_node(start: Start) -> None:
 def test_torchrun_must_start_as_many_processes_on_each_node(start: Start) -> None:
     counts = {"TORCHELASTIC_RUN_ID": "mine", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     second = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    process = start(sys.executable, TRAIN_PY, *RUN, **counts, **second)
+    process = start("python", TRAIN_PY, *RUN, **counts, **second)
     out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 2
     assert out == (
@@ -54,7 +53,7 @@ def test_ranks_that_were_given_different_values_are_told_once(start: Start, tmp_
     (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
     (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [start(sys.executable, TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
+    ranks = [start("python", TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
     outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
     host = socket.gethostname()
     assert [rank.returncode for rank in ranks] == [2, 2]
@@ -97,7 +96,7 @@ def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
 def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port: str) -> None:
     nodes = [
         start(
-            *(sys.executable, TRAIN_PY, *RUN, "strategy=ddp", "run_id=mine", "trainer.num_nodes=2", "cluster=manual"),
+            *("python", TRAIN_PY, *RUN, "strategy=ddp", "run_id=mine", "trainer.num_nodes=2", "cluster=manual"),
             *(f"cluster.node_rank={node}", "cluster.main_address=localhost", f"cluster.main_port={port}"),
         )
         for node in (0, 1)
@@ -114,7 +113,7 @@ def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port:
 def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port: str) -> None:
     ranks = [
         start(
-            *(sys.executable, TRAIN_PY, *RUN, "cluster=env", "run_id=mine"),
+            *("python", TRAIN_PY, *RUN, "cluster=env", "run_id=mine"),
             **{"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank},
         )
         for rank in ("0", "1")
@@ -133,7 +132,7 @@ def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port:
 
 def test_processes_started_one_by_one_need_a_run_id(start: Start, tmp_path: Path) -> None:
     process = start(
-        *(sys.executable, TRAIN_PY, *RUN, "cluster=env"),
+        *("python", TRAIN_PY, *RUN, "cluster=env"),
         **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"},
     )
     out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
@@ -148,7 +147,7 @@ def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, 
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "tiny.yaml").write_text("# @package _global_\ntrainer:\n  devices: 2\n")
     out = finish(
-        start(sys.executable, TRAIN_PY, *RUN, "strategy=ddp", "experiment=tiny", "--config-dir", str(tmp_path / "mine"))
+        start("python", TRAIN_PY, *RUN, "strategy=ddp", "experiment=tiny", "--config-dir", str(tmp_path / "mine"))
     )
     seen = witnesses(the_run(tmp_path))
     assert [place["local_rank"] for place in seen] == [0, 1]

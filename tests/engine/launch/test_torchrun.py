@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from tests.engine.launch.test_launchers import RUN, finish, the_run
 from tests.engine.launch.witness import witnesses
 from tests.engine.processes import TRAIN_PY, Start
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LAUNCH = (sys.executable, "-m", "torch.distributed.launch")  # its older name
+TORCHRUN = ("python", "-m", "torch.distributed.run")
+LAUNCH = ("python", "-m", "torch.distributed.launch")  # its older name
 
 
 def test_standalone_it_starts_one_run(start: Start, tmp_path: Path) -> None:

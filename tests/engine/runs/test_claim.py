@@ -7,7 +7,6 @@ import multiprocessing.process
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +79,7 @@ def test_an_evaluation_beside_a_run_has_a_directory_of_its_own(train: Train) -> 
 def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:
     for path in ("conf", "tests/engine/sweeps/swept.py"):
         (tmp_path / Path(path).name).symlink_to(CHECKOUT / path)
-    command = (sys.executable, "swept.py", "-m", "name=waiting", "seed=1,2", "run_id=x")
+    command = ("python", "swept.py", "-m", "name=waiting", "seed=1,2", "run_id=x")
     first = start(*command)
     _until(lambda: (tmp_path / "runs/waiting/x/0/waits").exists())
     second = start(*command)

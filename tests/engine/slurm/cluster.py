@@ -232,7 +232,7 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-        return {**outside, "PATH": PATH, "SLURM_CONF": str(self.root / "slurm.conf")}
+        return {**outside, "PATH": f"{outside['PATH']}:/usr/sbin:/sbin", "SLURM_CONF": str(self.root / "slurm.conf")}
 
     def _until(self, ready: Callable[[], bool], complaint: str, timeout_seconds: float = 30) -> None:
         deadline = time.monotonic() + timeout_seconds

@@ -1,5 +1,4 @@
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +24,9 @@ def slurm_cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, python: Path) -> Path:
     """The checkout seen from a folder of the test's own, so that its runs stay there."""
     for name in ("train.py", "conf", "slurm"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / ".venv").symlink_to(python.parents[1])
     return tmp_path

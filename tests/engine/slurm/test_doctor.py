@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def wall(slurm_cluster: Cluster) -> Iterator[None]:
 @pytest.mark.usefixtures("wall")
 def test_two_nodes_that_do_not_reach_each_other_are_named(slurm_cluster: Cluster, tmp_path: Path) -> None:
     srun = ("srun", "--nodes=3", "--nodelist=node[1-3]", "--ntasks-per-node=1", "--cpus-per-task=1")
-    done = slurm_cluster.run(*srun, sys.executable, "-m", "lightswitch.doctor", cwd=tmp_path)
+    done = slurm_cluster.run(*srun, "python", "-m", "lightswitch.doctor", cwd=tmp_path)
     assert done.returncode == 1
     assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("node")] == [
         "node1",

@@ -15,7 +15,6 @@ from tests.engine.slurm.jobs import submit
 pytestmark = pytest.mark.slurm
 
 SLURM = CHECKOUT / "slurm"
-SHAPES = ((4, 1), (2, 2))
 RUN = (
     *PLAIN,
     "name=plain",
@@ -36,7 +35,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.mark.parametrize(
     ("script", "strategy", "nodes", "tasks_per_node"),
     [
-        *(("multinode.sh", strategy, *shape) for strategy in ("ddp", "fsdp", "deepspeed_stage_2") for shape in SHAPES),
+        ("multinode.sh", "ddp", 4, 1),  # how ranks are placed is the same for each strategy
+        *(("multinode.sh", strategy, 2, 2) for strategy in ("ddp", "fsdp", "deepspeed_stage_2")),
         ("torchrun.sh", "fsdp", 2, 2),
     ],
 )

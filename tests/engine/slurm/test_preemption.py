@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -76,13 +75,13 @@ def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout:
 
 
 def test_jobs_that_slurm_preempts_are_not_counted_as_failed(
-    slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
+    slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished, python: Path
 ) -> None:
     contained = checkout / "contained"  # in a container, where there is no scontrol: the job script hands the job back
     contained.mkdir()
     for name in ("train.py", "conf"):
         (contained / name).symlink_to(CHECKOUT / name)
-    _with_site(contained, f"python=(env PATH=/nowhere {sys.executable})\n")
+    _with_site(contained, f"python=(env PATH=/nowhere {python})\n")
     run = (SLURM / "multinode.sh", *RUN, *PACE)
     jobs = {
         folder: submit(slurm_cluster, *run, cwd=folder, nodes=1, ntasks=1, nodelist=node)

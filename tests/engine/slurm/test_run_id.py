@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -37,8 +36,7 @@ def _tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_typed_in_an_allocation_is_a_run_each(slurm_cluster: Cluster, checkout: Path) -> None:
     """By `python` and, as a step each, by `srun python`."""
     (checkout / "swept.py").symlink_to(CHECKOUT / "tests/engine/sweeps/swept.py")
-    python = f"{sys.executable} swept.py"
-    commands = (f"{python} seed=1", f"{python} seed=2", f"srun -n1 {python} seed=3", f"srun -n1 {python} seed=4")
+    commands = (f"{srun}python swept.py seed={seed}" for seed, srun in enumerate(("", "", "srun -n1 ", "srun -n1 "), 1))
     done = slurm_cluster.run("salloc", "-n1", "bash", "-ec", "; ".join(commands), cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = {json.loads(path.read_text())["val/loss"] * 4: path.parent.name for path in checkout.glob("runs/*/*/*.json")}

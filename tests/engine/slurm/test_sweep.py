@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def swept(slurm_cluster: Cluster, checkout: Path, monkeypatch: pytest.MonkeyPatc
     launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2", "hydra.launcher.timeout_min=5", "run_id=x")
 
     def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return slurm_cluster.run(sys.executable, script, "-m", *launcher, *arguments, cwd=checkout)
+        return slurm_cluster.run("python", script, "-m", *launcher, *arguments, cwd=checkout)
 
     return run
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ Sweep = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def command(script: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(script), "-m", *arguments]
+    return ["python", str(script), "-m", *arguments]
 
 
 @pytest.fixture

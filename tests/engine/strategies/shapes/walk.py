@@ -26,7 +26,7 @@ from lightswitch.strategies.callbacks import KnownCallbacks
 from tests.engine.conftest import as_torchrun, context
 from tests.engine.strategies.shapes import modules
 
-SAVED, END = 3, 6  # steps
+SAVED, END = 2, 4  # steps
 CELL_SECONDS = 60  # for one shape, the start of the processes included
 _SETTLE_SECONDS = 5
 
