@@ -123,6 +123,12 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
     Patch(
+        "lightning.pytorch.utilities.CombinedLoader",
+        "_state_dicts",
+        "(self)",
+        "a loader that keeps a state, as torchdata's, would go on from it beside the position that the engine keeps",
+    ),
+    Patch(
         "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
         "output_result_cls",
         "type",

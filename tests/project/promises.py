@@ -9,8 +9,8 @@ from tests.runs import Finished, Train
 # What makes a model small enough to train a few steps in a second, as {"large": ("model.layers=2", "model.width=32")}
 SMALLER: dict[str, tuple[str, ...]] = {
     "hf_causal_lm": (
-        "model.config={model_type: gpt2, vocab_size: 256, n_positions: 64, n_embd: 32, n_layer: 2, n_head: 2, "
-        "bos_token_id: null, eos_token_id: null}",
+        "model.config={model_type: llama, vocab_size: 256, max_position_embeddings: 64, hidden_size: 32, "
+        "intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, bos_token_id: null, eos_token_id: null}",
         "model.lora={r: 4, alpha: 8}",
         "model.context=64",
     ),
@@ -18,7 +18,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 # Models that take long, and the strategies that they are tried under; the others save and compute as one of these
 UNDER: dict[str, tuple[str, ...]] = {
     "hf_causal_lm": (
-        *("single", "ddp", "fsdp"),
+        *("single", "ddp", "fsdp", "fsdp_tp"),
         *("deepspeed_stage_2", "deepspeed_stage_3"),
     ),
 }

@@ -173,6 +173,8 @@ class GlobalBatch(Callback):
         self._batches = 0
         for loader in self._loaders.others:
             _set_epoch(loader, trainer.current_epoch)
+        if self._loaders.slices:
+            patches.replace(trainer.fit_loop._combined_loader, "_state_dicts", list)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.others and not self._loaders.slices:

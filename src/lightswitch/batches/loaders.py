@@ -19,6 +19,8 @@ from lightswitch.batches.position import Position
 from lightswitch.batches.randomness import SeededSamples
 from lightswitch.errors import Refused
 
+_OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
+
 
 def obstacle(loader: object) -> str | None:
     """Return why a loader can't be re-made, for the user to read; None when it can."""
@@ -28,8 +30,8 @@ def obstacle(loader: object) -> str | None:
         return "it has batch_size=None, so that its dataset makes the batches"
     if is_stream(loader):
         return None
-    if type(_plain(loader.batch_sampler)) is not BatchSampler:
-        return f"it has a batch sampler of its own, {type(loader.batch_sampler).__name__}"
+    if not _is_plain(kind := type(_unwrapped(loader.batch_sampler))):
+        return f"it has a batch sampler of its own, {kind.__name__}"
     return None
 
 
@@ -123,7 +125,12 @@ def _samples(loader: DataLoader[Any]) -> int:
     return len(loader.dataset) if replicated else len(loader.sampler)  # type: ignore[arg-type]  # torch declares no length for datasets
 
 
-def _plain(batch_sampler: Any) -> Any:
+def _is_plain(kind: type) -> bool:
+    """Return whether a batch sampler cuts what its sampler yields, in order: torch's, or that of torchdata's loader."""
+    return kind is BatchSampler or (kind.__module__, kind.__name__) == _OF_TORCHDATA
+
+
+def _unwrapped(batch_sampler: Any) -> Any:
     """Return the batch sampler inside of the wrapper that Lightning puts around it for prediction."""
     return getattr(batch_sampler, "_batch_sampler", batch_sampler)
 

@@ -51,6 +51,8 @@ class StreamSlices(TrainingSlices):
         self._turn = 0
         self._short: tuple[Place, int] | None = None  # the pass's last step, and its samples
         self._states: dict[int, Any] = {}  # of the dataset, by the step that comes next
+        self._begins: dict[str, int] = {}  # digests of the first samples of passes that were read from their start
+        self._continued: str | None = None  # the pass that went on from a state
         total = _ENDLESS if samples is None else samples
         super().__init__(None, total, drop_last, plan, rank, seed, at.epoch, at.step, combined)
 
@@ -74,11 +76,16 @@ class StreamSlices(TrainingSlices):
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
         super().start_at(epoch, step)
         self._kept = state
+        self._begins |= (state or {}).get("begins", {})
 
     def state_at(self, step: int) -> dict[str, Any] | None:
-        """Return the dataset's state at the nearest step of the epoch that it is known at, up to one; None without."""
-        known = [one for one in self._states if one <= step]
-        return {"step": max(known), "state": self._states[max(known)]} if known and step else None
+        """Return what a run that goes on at a step of the epoch needs; None at the epoch's start.
+
+        It is the dataset's state at the nearest step up to this one at which it is known, step 0 and None without, and
+        what passes began with.
+        """
+        nearest = max((one for one in self._states if one <= step), default=0)
+        return {"step": nearest, "state": self._states.get(nearest), "begins": self._begins} if step else None
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = self.epoch, self._first_step()
@@ -99,6 +106,7 @@ class StreamSlices(TrainingSlices):
         if self._kept is None or not begin < self._kept["step"] <= step:
             return Resume(step - begin)
         self._states[self._kept["step"]] = self._kept["state"]
+        self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
         return Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
 
     def note(self, cut: Cut) -> None:
@@ -106,11 +114,25 @@ class StreamSlices(TrainingSlices):
         step = cut.place.step
         if cut.samples < self.plan.global_batch:
             self._short = cut.place, cut.samples
+        if cut.digest is not None:
+            self._compare(str(cut.place.key), cut.digest)
         if cut.state is None:
             return
         self._states[step + 1] = cut.state
         latest = max((one for one in self._states if one <= step + 1 - _UNFINISHED_STEPS), default=0)
         self._states = {one: state for one, state in self._states.items() if one >= latest}
+
+    def _compare(self, of_pass: str, digest: int) -> None:
+        """Tell where a pass begins with other samples than before, in the run that this one goes on from."""
+        if of_pass == self._continued:
+            return
+        if self._begins.get(of_pass, digest) != digest and self.rank == 0:
+            log.warning(
+                "a stream does not begin as it did before, so that the run does not go on at its sample: its data have "
+                "changed, or its order is drawn anew by each process; let it draw from the generators of torch, NumPy "
+                "and Python, or from one that set_epoch seeds"
+            )
+        self._begins = {of_pass: digest}
 
     def end(self, cut: Cut) -> None:
         """Take it that the stream has ended before a step.

@@ -72,5 +72,11 @@ class TensorParallel(FSDP):
     def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
         for part in module.modules():
             if part in self._styles:
-                parallelize_module(part, self.device_mesh["tensor_parallel"], self._styles.pop(part))
+                self._cut(part, self._styles.pop(part))
         super()._shard_unit(module, is_root)
+
+    def _cut(self, layer: nn.Module, style: ParallelStyle) -> None:
+        trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+        parallelize_module(layer, self.device_mesh["tensor_parallel"], style)
+        for name, parameter in layer.named_parameters():  # styles make new ones, which some let train
+            parameter.requires_grad_(trained[name])

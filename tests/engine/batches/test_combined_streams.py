@@ -38,9 +38,14 @@ class Reading(pl.LightningModule):
 
 
 def _read(plan: BatchPlan, mode: str, folder: Path, **sets: Any) -> dict[tuple[int, int], dict[str, list[int]]]:
-    loaders = {name: DataLoader(data, 3, drop_last=True) for name, data in sets.items()}
     model = Reading()
-    trainer = pl.Trainer(
+    loaders = {name: DataLoader(data, 3, drop_last=True) for name, data in sets.items()}
+    _trainer(plan, folder).fit(model, CombinedLoader(loaders, mode))
+    return model.read
+
+
+def _trainer(plan: BatchPlan, folder: Path) -> pl.Trainer:
+    return pl.Trainer(
         strategy=Single(),
         accelerator="cpu",
         callbacks=[GlobalBatch(plan, seed=0)],
@@ -53,8 +58,16 @@ def _read(plan: BatchPlan, mode: str, folder: Path, **sets: Any) -> dict[tuple[i
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(model, CombinedLoader(loaders, mode))
-    return model.read
+
+
+class StatefulLoader(DataLoader):
+    """Keeps a state, as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("the engine keeps the position")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("the engine sets the position")
 
 
 SETS = {"a": range(40), "b": Stream(range(27))}  # five steps, and three
@@ -76,3 +89,11 @@ def test_a_stream_beside_a_longer_loader_reads_the_same_at_any_accumulation(mode
 def test_of_several_loaders_in_a_cycle_a_stream_must_have_a_length(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"has no len\(\), so it is unknown which one ends last"):
         _read(WHOLE, "max_size_cycle", tmp_path, **SETS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dataset", [range(40), Stream(range(40))])
+def test_a_loader_that_keeps_a_state_is_not_asked_for_it(dataset: Any, tmp_path: Path) -> None:
+    trainer = _trainer(WHOLE, tmp_path)
+    trainer.fit(Reading(), CombinedLoader({"a": StatefulLoader(dataset, 4)}, "min_size"))
+    assert "combined_loader" not in trainer.fit_loop.state_dict()["state_dict"]

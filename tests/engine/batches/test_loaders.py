@@ -29,6 +29,10 @@ class Buckets(BatchSampler):
     pass
 
 
+# that of torchdata's StatefulDataLoader, which is not installed here
+OfTorchdata = type("BatchSampler", (BatchSampler,), {"__module__": "torchdata.stateful_dataloader.sampler"})
+
+
 @pytest.mark.parametrize(
     "loader",
     [
@@ -36,6 +40,7 @@ class Buckets(BatchSampler):
         DataLoader(DATA, 5, shuffle=True, num_workers=2),
         Positional(50),
         DataLoader(Subset(DATA, range(50))),
+        DataLoader(DATA, batch_sampler=OfTorchdata(SequentialSampler(DATA), 5, False)),
     ],
 )
 def test_a_loader_is_remade_whoever_wrote_it(loader: DataLoader) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import random
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,15 @@ from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, St
 from tests.engine.plain import PlainModel
 
 ALONE = Position()
+
+
+class Unseeded(Stream):
+    """Shuffles by a generator of its own, as webdataset does unless it is told otherwise."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = [*super().__iter__()]
+        random.Random().shuffle(samples)
+        return iter(samples)
 
 
 def _alike(digest: int) -> list[int]:
@@ -127,7 +138,7 @@ def test_a_resumed_stream_goes_on_at_any_step_under_another_cut(kind: type, work
     loader = _training(kind(range(61)), BatchPlan(8, 4, 1, 2), num_workers=workers)
     assert len(_ids(loader, 7)) == 7  # three steps and a half
     state = loader.sampler.state_at(3)
-    assert (state is not None) == (kind is StatefulStream)
+    assert (state["state"] is not None) == (kind is StatefulStream)
     stream = kind(range(61))
     resumed = _training(stream, BatchPlan(8, 8, 1, 1), at=Position(step=3))
     resumed.sampler.start_at(0, 3, state)
@@ -186,7 +197,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_told_and_skipped(caplog: pytest.
     caplog.set_level("INFO")
     loader = _training(Odd(range(20)), BatchPlan(4, 4, 1, 1))
     assert len(_ids(loader)) == 5
-    assert loader.sampler.state_at(3) is None
+    assert loader.sampler.state_at(3)["state"] is None
     assert "the stream's state holds a Generator" in caplog.text
 
 
@@ -260,4 +271,15 @@ def test_the_buffer_that_a_hugging_face_dataset_shuffles_in_is_no_part_of_its_st
     stream._ex_iterable = Mapped()
     loader = _training(stream, BatchPlan(4, 4, 1, 1))
     assert len(_ids(loader)) == 3
-    assert loader.sampler.state_at(2) is None
+    assert loader.sampler.state_at(2)["state"] is None
+
+
+@pytest.mark.parametrize("kind", [Stream, Unseeded])
+def test_a_resumed_stream_that_begins_with_other_samples_is_told(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    loader = _training(kind(range(61), 20), BatchPlan(8, 8, 1, 1))
+    loader.sampler.set_epoch(2)
+    _ids(loader, 4)
+    resumed = _training(kind(range(61), 20), BatchPlan(8, 8, 1, 1), at=Position(epoch=2, step=3))
+    resumed.sampler.start_at(2, 3, loader.sampler.state_at(3))
+    _ids(resumed)
+    assert ("does not begin as it did before" in caplog.text) == (kind is Unseeded)
