@@ -13,8 +13,10 @@ from lightswitch.strategies.single import Single
 
 # By name, as an older Lightning lacks some
 NOWHERE = {
-    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells what fits",
-    "LearningRateFinder": "a resumed run would search again; compare short runs: python train.py -m "
+    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells the largest "
+    "micro_batch_size that fits",
+    "LearningRateFinder": "what it finds follows the devices and micro_batch_size, as it goes by the loss of rank 0's "
+    "micro batch; compare short runs: python train.py -m "
     "optimizer.lr=1e-4,3e-4,1e-3 trainer.max_steps=100",
     "ModelPruning": "no run could be resumed, as its checkpoints do not fit the module that it prepares; prune in the "
     "module's constructor, by torch.nn.utils.prune",
