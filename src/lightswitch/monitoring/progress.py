@@ -218,6 +218,8 @@ class Progress(ProgressBar):
 
 
 def _total(trainer: Trainer) -> int | None:
+    if not trainer.lightning_module.automatic_optimization and trainer.max_steps != -1:
+        return trainer.max_steps  # Lightning's estimate is the smaller one of these and the batches
     total = trainer.estimated_stepping_batches  # inf or -1 where neither epochs nor steps bound the run
     return int(total) if 0 < total < math.inf else None
 
