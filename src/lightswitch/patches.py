@@ -141,6 +141,18 @@ PATCHES = (
         f"{_LOOP}; it asks three times a batch who has the hooks of its transfer",
     ),
     Patch("lightning.pytorch.loops._TrainingEpochLoop", "_batches_that_stepped", "int", _COUNTERS),
+    Patch(
+        "lightning.pytorch.loops._TrainingEpochLoop",
+        "max_steps",
+        "int",
+        "steps of a run whose accumulation is scheduled: the Trainer estimates them by the accumulation of the moment",
+    ),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "accumulate_grad_batches",
+        "int",
+        "a scheduler of it counts global batches: Lightning's counts micro batches, and sets nothing in mid-epoch",
+    ),
     Patch("lightning.pytorch.loops._Loop", "_restarting", "bool", f"{_COUNTERS}; an epoch's start is no restart"),
     Patch(
         "lightning.pytorch.strategies.Strategy",

@@ -231,6 +231,34 @@ class ManualModel(PlainModel):
         return [torch.optim.SGD(layer.parameters(), lr=self.hparams.lr) for layer in (self.net[0], self.net[3])]
 
 
+class GanModel(PlainModel):
+    """As GANs do: each of two optimizers has a loss of its own, which reaches its own parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(2, 4)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        for part, optimizer in zip((self.net, self.critic), self.optimizers(), strict=True):
+            loss = nn.functional.cross_entropy(part(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), lr=self.hparams.lr) for part in (self.net, self.critic)]
+
+
+class AutomaticGanModel(GanModel):
+    """Whose author has forgotten that Lightning steps a single optimizer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+
 class PlateauModel(PlainModel):
     """Halves its rate when a validation has improved nothing: a schedule by epochs."""
 

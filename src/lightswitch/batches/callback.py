@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightswitch import patches
+from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.loaders import evaluation_loader, is_stream, obstacle, pin, training_loader
 from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
+from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import STREAMS, Position, rewrite_loops, save_position, saved_position
 from lightswitch.batches.randomness import mix, seed_generators
@@ -56,6 +58,9 @@ class GlobalBatch(Callback):
         self._are_shared = True  # of the loaders so far: the next one begins a new set
         self._epoch_start = self._resumed
         self._optimizer_steps = 0  # of the Trainer, at the epoch's start
+        self._accumulation = Accumulation(())
+        self._batches_a_step = 1  # in this epoch
+        self._step_samples = plan.global_batch  # as told last
         self._batches = 0  # micro batches finished in this epoch
         self._own_batch: int | None = None  # samples a step of a loader that runs as it is
         self._validated_step = 0
@@ -67,6 +72,8 @@ class GlobalBatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
         _check_replicas(trainer, self.plan)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._accumulation = Accumulation(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         process = strategy.process_dataloader
         patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
@@ -104,11 +111,25 @@ class GlobalBatch(Callback):
             shared = self._share_stream(trainer, loader, rank, training)
         elif training:
             shared = training_loader(loader, self.plan, rank, self.seed, self._resumed, self._loaders)
+            self._bound_steps(trainer)
         else:
             shared = evaluation_loader(loader, self.plan, rank)
         if trainer.strategy.root_device.type == "cuda":
             pin(shared)
         return shared
+
+    def _bound_steps(self, trainer: Trainer) -> None:
+        """Let the Trainer know how many optimizer steps its epochs have, which a schedule may ask it for.
+
+        It counts them by the accumulation of the moment.
+        """
+        epochs, limit, loop = trainer.max_epochs, trainer.limit_train_batches, trainer.fit_loop.epoch_loop
+        if not self._accumulation.is_scheduled or epochs is None or epochs == -1 or limit is None:
+            return
+        steps = max(slices.steps for slices in self._loaders.slices)
+        batches = min(steps, limit // self.plan.accumulation) if isinstance(limit, int) else int(steps * limit)
+        most = self._accumulation.steps(epochs, batches)
+        patches.replace(loop, "max_steps", most if loop.max_steps == -1 else min(most, loop.max_steps))
 
     def _split(self, loader: Any) -> str | None:
         """Return why a stream is taken to split itself by ranks; None where it does not."""
@@ -158,19 +179,24 @@ class GlobalBatch(Callback):
             global_step=at.global_step - at.step,
             samples=at.samples - at.step * self.plan.global_batch,
         )
-        self._optimizer_steps = trainer.global_step - at.step
+        self._batches_a_step = self._accumulation.batches_a_step(at.epoch)
+        self._optimizer_steps = trainer.global_step - -(-at.step // self._batches_a_step)
         self._batches = at.step * self.plan.accumulation
+        if self._accumulation.is_scheduled:
+            self._check_schedule()
+            patches.replace(trainer, "accumulate_grad_batches", 1)  # which the scheduler asks for as it starts
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
             for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
                 patches.replace(part, "_restarting", False)
         if at.validation_due:
-            _validate(trainer, at.global_step - 1)
+            _validate(trainer, _logged_steps(trainer, at) - 1)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._are_shared = True
         self._epoch_start = replace(self._position(trainer), epoch=trainer.current_epoch, step=0)
         self._optimizer_steps = trainer.global_step
         self._batches = 0
+        self._batches_a_step = self._accumulation.batches_a_step(trainer.current_epoch)
         for loader in self._loaders.others:
             _set_epoch(loader, trainer.current_epoch)
         if self._loaders.slices:
@@ -179,6 +205,8 @@ class GlobalBatch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.others and not self._loaders.slices:
             self._count_own_batch(trainer, batch)
+        if self._accumulation.is_scheduled:
+            self._take_accumulation(trainer)
         seed = mix(self.seed, self._epoch_start.global_step, self._batches, _data_rank(trainer))
         seed_generators(seed, trainer.strategy.root_device)
 
@@ -194,7 +222,7 @@ class GlobalBatch(Callback):
         if logged:
             self._add_loss(outputs)
         self._batches += 1
-        if logged and (self._batches % self.plan.accumulation == 0 or self._at_epoch_end(trainer)):
+        if logged and (self._batches % self._micro_batches == 0 or self._at_epoch_end(trainer)):
             self._log_step(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,6 +232,35 @@ class GlobalBatch(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_samples(trainer)
+
+    def _check_schedule(self) -> None:
+        """Check that the last step of an epoch is known before it is read, as steps take several batches.
+
+        Raises:
+            Refused: a stream, several loaders, or one that runs as it is.
+        """
+        known = self._loaders.is_single and any(type(slices) is TrainingSlices for slices in self._loaders.slices)
+        if not known:
+            raise Refused(
+                "GradientAccumulationScheduler: how many samples the last step of an epoch has is known of a single "
+                "data loader over samples with indices alone; leave it out, and type global_batch_size=N"
+            )
+
+    def _take_accumulation(self, trainer: Trainer) -> None:
+        """Let the Trainer take the epoch's accumulation, and tell what shows the speed of a step."""
+        patches.replace(trainer, "accumulate_grad_batches", self._micro_batches)
+        samples = self.plan.global_batch * self._batches_a_step
+        if samples == self._step_samples:
+            return
+        self._step_samples = samples
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if isinstance(callback, Throughput | Progress):
+                callback.count(samples)
+        if trainer.global_rank == 0:
+            log.info(
+                "batch      %d samples a step from epoch %d on = %d × global_batch_size, as scheduled",
+                samples, trainer.current_epoch, self._batches_a_step,
+            )  # fmt: skip
 
     def _count_own_batch(self, trainer: Trainer, batch: Any) -> None:
         """Tell how many samples a step takes where its batches are the loader's own, also to what shows the speed."""
@@ -229,7 +286,20 @@ class GlobalBatch(Callback):
         if not (self._loaders.slices and self._loaders.is_single):  # of several loaders, each is cut evenly
             return 1.0
         step, micro = divmod(self._batches, self.plan.accumulation)
-        return self._loaders.slices[0].weight(step, micro)
+        weight = self._loaders.slices[0].weight(step, micro)
+        return weight if self._batches_a_step == 1 else weight * self._share_of_step(step)
+
+    def _share_of_step(self, batch: int) -> float:
+        """Return the weight of a global batch's mean in the mean over its optimizer step, which may take several."""
+        slices, several = self._loaders.slices[0], self._batches_a_step
+        first = batch // several * several
+        samples = [slices.step_samples(one) for one in range(first, min(first + several, slices.steps))]
+        return samples[batch - first] * several / sum(samples)
+
+    @property
+    def _micro_batches(self) -> int:
+        """Micro batches of an optimizer step."""
+        return self.plan.accumulation * self._batches_a_step
 
     def _add_loss(self, outputs: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
@@ -249,7 +319,7 @@ class GlobalBatch(Callback):
             return
         position = self._position(trainer)
         for logger in trainer.loggers:  # not through `log`, whose 32-bit floats lose count at 16 million
-            logger.log_metrics({"samples": position.samples}, step=max(0, position.global_step - 1))
+            logger.log_metrics({"samples": position.samples}, step=max(0, _logged_steps(trainer, position) - 1))
 
     # Position
 
@@ -262,14 +332,16 @@ class GlobalBatch(Callback):
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
             if position is not None:  # metrics are logged at the step of the weights that are evaluated
-                patches.replace(trainer.fit_loop.epoch_loop, "_batches_that_stepped", position.global_step)
+                stepped = _logged_steps(trainer, position)
+                patches.replace(trainer.fit_loop.epoch_loop, "_batches_that_stepped", stepped)
         else:
             assert position is not None, "a run goes on from no other checkpoint"
             self._resumed, self._states = position, checkpoint.get(STREAMS, [])
             self._start_streams()
             if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # a module has asked how long the run is
                 iter(fetcher)  # what it holds ahead is the first epoch's
-            rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation)
+            stepped = _logged_steps(trainer, position)
+            rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation, stepped)
 
     def describe_position(self, trainer: Trainer, most_samples: int | None = None) -> str:
         """Return which batch this rank is in: stage, epoch, step, micro batch, and the indices of its samples.
@@ -292,7 +364,8 @@ class GlobalBatch(Callback):
         if (
             trainer.lightning_module.automatic_optimization
         ):  # also right in a hook that runs between the optimizer's step and the batch's end
-            step = trainer.global_step - self._optimizer_steps
+            steps = (trainer.global_step - self._optimizer_steps) * self._batches_a_step
+            step = min(steps, self._begun(trainer))
         else:
             step = self._batches // self.plan.accumulation
         samples = step * self.plan.global_batch
@@ -307,7 +380,12 @@ class GlobalBatch(Callback):
             samples=start.samples + samples,
             dataset=self._loaders.samples or None,
             validation_due=False,
+            optimizer_steps=trainer.global_step,
         )
+
+    def _begun(self, trainer: Trainer) -> int:
+        """Return the global batches that have begun in this epoch."""
+        return -(-trainer.fit_loop.epoch_loop.batch_progress.current.ready // self.plan.accumulation)
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -370,6 +448,11 @@ def _is_logged(trainer: Trainer) -> bool:
     if every_n_steps == 0:  # which means never
         return False
     return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
+
+
+def _logged_steps(trainer: Trainer, position: Position) -> int:
+    """Return the steps that loggers are told of: optimizer steps, but batches of a module that optimizes by hand."""
+    return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
 
 
 def _mode(trainer: Trainer) -> str:

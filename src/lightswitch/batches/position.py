@@ -15,13 +15,19 @@ class Position:
     """A point between two optimizer steps. World size and accumulation are no part of it."""
 
     epoch: int = 0
-    step: int = 0  # optimizer steps taken in this epoch
-    global_step: int = 0  # optimizer steps taken in all
+    step: int = 0  # global batches taken in this epoch
+    global_step: int = 0  # global batches taken in all
     samples: int = 0  # consumed in all
     seed: int = 0
     global_batch: int = 0
     dataset: int | None = None  # samples in the training set; None where its loader runs as it is
     validation_due: bool = False  # the step's validation had not run yet
+    optimizer_steps: int | None = None  # taken in all, as the Trainer counts them; None where a batch is a step
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken in all."""
+        return self.global_step if self.optimizer_steps is None else self.optimizer_steps
 
     def other_dataset(self, samples: int) -> str | None:
         """Return why a run with so many training samples can't go on from here; None if it can."""
@@ -57,7 +63,7 @@ def save_position(checkpoint: dict[str, Any], position: Position) -> None:
     checkpoint[KEY] = asdict(position)
 
 
-def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: int) -> None:
+def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: int, logged_steps: int) -> None:
     """Set the counters of Lightning's fit loop, in a checkpoint that is being read, to those of a position.
 
     Lightning saves its counters as they are in whatever hook the checkpoint was written, counts micro batches, and
@@ -66,7 +72,8 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
 
     Args:
         fit_loop: the checkpoint's state of the loop, changed in place.
-        accumulation: micro batches of a step in this run.
+        accumulation: micro batches of a global batch in this run.
+        logged_steps: that loggers were told of.
     """
     epoch, taken = position.epoch, position.step * accumulation
     total = position.global_step * accumulation
@@ -84,7 +91,7 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
         "is_last_batch": False,
     }
     # Lightning adds the one itself when it resumes from `on_train_batch_end`
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = position.global_step - bool(taken)
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = logged_steps - bool(taken)
 
 
 def _batches(count: int, ended: bool) -> dict[str, int]:

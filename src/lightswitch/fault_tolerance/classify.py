@@ -24,6 +24,7 @@ from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
+_SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # of Lightning, which steps one by itself
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
@@ -53,9 +54,14 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return error.problems
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         return [f"the disk is full: {error.strerror}{f': {error.filename}' if error.filename else ''}"]
+    frame = raised_in(error)
+    if frame is not None and frame.f_code.co_name == _SEVERAL_OPTIMIZERS:
+        return [
+            f"model: {type(frame.f_locals['model']).__name__} has several optimizers, of which Lightning steps one by "
+            "itself; set self.automatic_optimization = False in its constructor, and step them in training_step"
+        ]
     if steps_have_begun or type(error) not in _ON_PURPOSE:
         return []
-    frame = raised_in(error)
     if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
         return ["data: a DataLoader that shuffles has no samples, as its dataset is empty"]
     node = _owner(str(frame.f_globals.get("__name__")), cfg) if frame is not None else None

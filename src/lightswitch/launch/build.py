@@ -32,6 +32,7 @@ from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.launch import handshake, out_of_memory
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
+from lightswitch.monitoring.batch_count import StepsByHand
 from lightswitch.monitoring.judged import BestCheckpoint
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
@@ -91,7 +92,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(out_of_memory.advice, cfg, run, plan))
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
-    engine += [MatmulPrecision(cfg.matmul_precision), FusedStep()]
+    engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand()]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation:

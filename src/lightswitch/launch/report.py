@@ -60,7 +60,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
         log.info("%-10s %s", what, text)
     if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
         # the counters of spawned ranks ended with them, so the checkpoint's step counts
-        finished.keep(cfg, run.run_dir, position.global_step if position else trainer.global_step, go_on)
+        finished.keep(cfg, run.run_dir, position.steps if position else trainer.global_step, go_on)
 
 
 def _told(run: RunContext, go_on: str | None) -> dict[str, str]:

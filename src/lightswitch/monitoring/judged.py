@@ -95,7 +95,8 @@ class BestCheckpoint(Judged, ModelCheckpoint):
         if not self._has_told and trainer.is_global_zero:
             self._has_told = True
             if found is None:
-                logged = sorted(name for name in trainer.callback_metrics if not name.startswith("train"))
+                metrics = objective.of_module(trainer.callback_metrics)
+                logged = [name for name in metrics if not name.startswith("train")]
                 told = f"validation has logged {', '.join(logged) or 'no metric'}"
                 log.warning("best       is not kept: %s; type callbacks.best_checkpoint.monitor=NAME", told)
             elif found != (self._given or objective.LOSS):

@@ -59,7 +59,7 @@ class Meter:
             self._paused_seconds += perf_counter() - self._pause_start
             self._pause_start = None
 
-    def seconds_for(self, steps: int) -> float | None:
+    def seconds_for(self, steps: float) -> float | None:
         """Return the expected wall time of so many more steps, with pauses in the proportion seen so far."""
         if self.steps_per_second is None:
             return None

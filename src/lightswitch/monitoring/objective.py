@@ -33,9 +33,14 @@ def mode(name: str) -> Literal["min", "max"]:
 
 def absent(wanted: str, names: Iterable[str]) -> str:
     """Return what to tell of a metric that was asked for and is not logged."""
-    logged = sorted(names)
+    logged = of_module(names)
     told = f"the run has logged {listed(logged, 'metrics', shown=8)}" if logged else "the run has logged no metric"
     return f"monitor={wanted}: {told}.{nearest(wanted, logged)}"
+
+
+def of_module(names: Iterable[str]) -> list[str]:
+    """Return metrics in order, without the learning rates that LearningRateMonitor puts beside them: `lr-AdamW`."""
+    return sorted(name for name in names if not name.startswith("lr-"))
 
 
 def _plain(name: str) -> str:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightswitch.monitoring.batch_count import batches
 from lightswitch.monitoring.meter import Meter
 from lightswitch.monitoring.quantities import clock, compact
 from lightswitch.monitoring.terminal import Line
@@ -28,7 +29,8 @@ LOG_EVALUATION_SECONDS = 30
 class Progress(ProgressBar):
     """Progress bar of optimizer steps over the whole run, with loss, speed and time left, on rank 0.
 
-    Where stdout is not a terminal it logs a line each tenth of the run, or five minutes, and one a validation.
+    Where stdout is not a terminal it logs a line each tenth of the run, or five minutes, and one a validation. Of a
+    module that optimizes by hand it shows batches, and steps where `max_steps` ends the run, and the other beside them.
 
     Args:
         samples_per_step: the global batch.
@@ -43,9 +45,10 @@ class Progress(ProgressBar):
         self._enabled = True
         self._line: Line | None = None
         self._meter = Meter(window=300)  # 30 s of redrawing, or 300 steps where they take longer
-        self._total_steps: int | None = None
-        self._shown_step = 0
-        self._next_step = self._next_seconds = math.inf
+        self._unit_of_progress = "step"
+        self._total: int | None = None
+        self._shown = 0
+        self._next = self._next_seconds = math.inf
         self._validation: dict[str, float] = {}
         self._evaluated_batches = 0
         self._next_evaluation_seconds = math.inf
@@ -71,9 +74,11 @@ class Progress(ProgressBar):
         if not self._enabled:
             return
         self._open()
-        self._total_steps = _total_steps(trainer)
-        self._meter.start(trainer.global_step)
-        self._schedule(trainer.global_step)
+        by_batches = not pl_module.automatic_optimization and trainer.max_steps == -1
+        self._unit_of_progress = "batch" if by_batches else "step"
+        self._total = _total(trainer)
+        self._meter.start(batches(trainer))
+        self._schedule(self._done(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.resume()
@@ -83,17 +88,17 @@ class Progress(ProgressBar):
     ) -> None:
         if not self._enabled:
             return
-        step = trainer.global_step
-        self._meter.update(step)
-        due = step >= self._next_step or perf_counter() >= self._next_seconds
-        if due and step != self._shown_step:  # a step of many micro-batches is shown when it is whole
+        done = self._done(trainer)
+        self._meter.update(batches(trainer))
+        due = done >= self._next or perf_counter() >= self._next_seconds
+        if due and done != self._shown:  # a step of many micro-batches is shown when it is whole
             self._show_training(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._meter.pause()  # until the next batch starts
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._enabled and (self._line is not None or trainer.global_step != self._shown_step):
+        if self._enabled and (self._line is not None or self._done(trainer) != self._shown):
             self._show_training(trainer)
         self._close()
 
@@ -117,7 +122,7 @@ class Progress(ProgressBar):
             self._show_training(trainer)
         elif self._validation:
             values = "".join(f" · {name} {_short(value)}" for name, value in self._validation.items())
-            log.info("step %s%s", _of_total(trainer.global_step, self._total_steps), values)
+            log.info("%s %s%s", self._unit_of_progress, _of_total(self._done(trainer), self._total), values)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_evaluation()
@@ -149,33 +154,39 @@ class Progress(ProgressBar):
             self._line.end()
             self._line = None
 
-    def _schedule(self, step: int) -> None:
+    def _done(self, trainer: Trainer) -> int:
+        return batches(trainer) if self._unit_of_progress == "batch" else trainer.global_step
+
+    def _schedule(self, done: int) -> None:
         """Set when training is shown next: at the earlier of a step and a time."""
-        self._shown_step = step
+        self._shown = done
         self._next_seconds = perf_counter() + (LOG_SECONDS if self._line is None else REDRAW_SECONDS)
-        if self._line is None and self._total_steps is not None:
-            stride = math.ceil(self._total_steps / LOG_LINES_A_RUN)
-            self._next_step = min((step // stride + 1) * stride, self._total_steps)
+        if self._line is None and self._total is not None:
+            stride = math.ceil(self._total / LOG_LINES_A_RUN)
+            self._next = min((done // stride + 1) * stride, self._total)
 
     def _show_training(self, trainer: Trainer) -> None:
-        step = trainer.global_step
-        status = "".join(f" · {part}" for part in self._status(step, trainer.progress_bar_metrics))
+        done = self._done(trainer)
+        status = "".join(f" · {part}" for part in self._status(trainer, done))
         if self._line is None:
-            log.info("step %s%s", _of_total(step, self._total_steps), status)
+            log.info("%s %s%s", self._unit_of_progress, _of_total(done, self._total), status)
         else:
-            self._line.draw("train", step, self._total_steps, status)
-        self._schedule(step)
+            self._line.draw("train", done, self._total, status)
+        self._schedule(done)
 
-    def _status(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+    def _status(self, trainer: Trainer, done: int) -> list[str]:
+        metrics, trained = trainer.progress_bar_metrics, batches(trainer)
         parts = []
+        if not trainer.lightning_module.automatic_optimization:
+            parts.append(f"step {trainer.global_step}" if self._unit_of_progress == "batch" else f"batch {trained}")
         if (loss := _loss(metrics, "train")) is not None:
             parts.append(f"loss {_short(loss)}")
         if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
             parts.append(f"val {_short(loss)}")
-        if (steps_per_second := self._meter.read(step)) is not None:
-            parts.append(f"{compact(steps_per_second * self._units_per_step)} {self._unit}/s")
-        if self._total_steps is not None:
-            seconds = self._meter.seconds_for(self._total_steps - step)
+        if (batches_per_second := self._meter.read(trained)) is not None:
+            parts.append(f"{compact(batches_per_second * self._units_per_step)} {self._unit}/s")
+        if self._total is not None:
+            seconds = self._meter.seconds_for((self._total - done) * trained / max(1, done))
             parts += [] if seconds is None else [f"{clock(seconds)} left"]
         return parts
 
@@ -206,7 +217,9 @@ class Progress(ProgressBar):
         self._close()
 
 
-def _total_steps(trainer: Trainer) -> int | None:
+def _total(trainer: Trainer) -> int | None:
+    if not trainer.lightning_module.automatic_optimization and trainer.max_steps != -1:
+        return trainer.max_steps  # Lightning's estimate is the smaller one of these and the batches
     total = trainer.estimated_stepping_batches  # inf or -1 where neither epochs nor steps bound the run
     return int(total) if 0 < total < math.inf else None
 

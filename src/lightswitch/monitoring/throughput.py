@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightswitch.monitoring.batch_count import batches
 from lightswitch.monitoring.memory import peak_bytes
 from lightswitch.monitoring.meter import Meter
 
@@ -31,7 +32,7 @@ class Throughput(Callback):
         self._samples_per_step = samples_per_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meter.start(trainer.global_step)
+        self._meter.start(batches(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.resume()
@@ -39,11 +40,11 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._meter.update(trainer.global_step)
+        self._meter.update(batches(trainer))
         if not trainer._logger_connector.should_update_logs or trainer.fit_loop._should_accumulate():
             return
         metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
-        if (steps_per_second := self._meter.read(trainer.global_step)) is not None:
+        if (steps_per_second := self._meter.read(batches(trainer))) is not None:
             metrics |= self._speed(steps_per_second)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -24,7 +24,7 @@ class Start:
 
     def __str__(self) -> str:
         assert self.path is not None
-        return shown(self.path) + (f", at step {self.position.global_step}" if self.position else "")
+        return shown(self.path) + (f", at {_reached(self.position)}" if self.position else "")
 
 
 def find(cfg: DictConfig, run: RunContext) -> Start:
@@ -48,6 +48,11 @@ def find(cfg: DictConfig, run: RunContext) -> Start:
             f"or from its weights alone with init_from={path} and another run_id"
         )
     return start
+
+
+def _reached(position: Position) -> str:
+    batches = "" if position.steps == position.global_step else f", batch {position.global_step}"
+    return f"step {position.steps}{batches}"
 
 
 def _to_resume(resume: str, run_dir: Path) -> Start:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
 from lightswitch.errors import RefusedRequest
 from lightswitch.strategies.ddp import DDP
@@ -13,10 +13,10 @@ from lightswitch.strategies.single import Single
 
 # By name, as an older Lightning lacks some
 NOWHERE = {
-    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells what fits",
-    "GradientAccumulationScheduler": "the accumulation follows from global_batch_size, which is the same in each step; "
-    "type micro_batch_size=N for less memory",
-    "LearningRateFinder": "a resumed run would search again; compare short runs: python train.py -m "
+    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells the largest "
+    "micro_batch_size that fits",
+    "LearningRateFinder": "what it finds follows the devices and micro_batch_size, as it goes by the loss of rank 0's "
+    "micro batch; compare short runs: python train.py -m "
     "optimizer.lr=1e-4,3e-4,1e-3 trainer.max_steps=100",
     "ModelPruning": "no run could be resumed, as its checkpoints do not fit the module that it prepares; prune in the "
     "module's constructor, by torch.nn.utils.prune",
@@ -26,6 +26,12 @@ NOWHERE = {
 OF_WHOLE_PARAMETERS = {
     "BaseFinetuning": "unfreezes parameters in mid-run",
     "WeightAveraging": "averages whole parameters",
+}
+OF_LIGHTNINGS_STEPS = {  # DeepSpeed's engine decides when its optimizer steps
+    "GradientAccumulationScheduler": "DeepSpeed's accumulation is fixed once it starts; use strategy=fsdp",
+}
+OF_AUTOMATIC_OPTIMIZATION = {
+    "GradientAccumulationScheduler": "leave the callback out, and accumulate in training_step",
 }
 OF_ONE_PROCESS = {
     "OnExceptionCheckpoint": "the other ranks take no part in a save by the one that fails; "
@@ -44,10 +50,15 @@ class KnownCallbacks(Callback):
 def refused(trainer: Trainer) -> Iterator[str]:
     """Yield what is wrong with the callbacks of a Trainer under its strategy, and what to use instead."""
     callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+    module: LightningModule | None = trainer.lightning_module  # None before it is attached
+    by_hand = module is not None and not module.automatic_optimization
     for callback in callbacks:
         of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
         for name in sorted(of_lightning):
             if told := _problem(name, trainer.strategy, trainer.num_nodes * trainer.num_devices):
+                yield f"{type(callback).__name__}: {told}"
+            elif by_hand and name in OF_AUTOMATIC_OPTIMIZATION:
+                told = f"{type(module).__name__} optimizes by hand; {OF_AUTOMATIC_OPTIMIZATION[name]}"
                 yield f"{type(callback).__name__}: {told}"
 
 
@@ -56,4 +67,6 @@ def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
         return f"it {OF_WHOLE_PARAMETERS[name]}, which {type(strategy).__name__} does not allow; use strategy=ddp"
     if name in OF_ONE_PROCESS and devices > 1:
         return OF_ONE_PROCESS[name]
+    if name in OF_LIGHTNINGS_STEPS and isinstance(strategy, DeepSpeedStrategy):
+        return OF_LIGHTNINGS_STEPS[name]
     return NOWHERE.get(name)

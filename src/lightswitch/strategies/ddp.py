@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.constants import default_pg_timeout
@@ -22,6 +23,8 @@ from lightswitch.errors import Refused, listed
 from lightswitch.strategies.replicated import average_gradient
 
 log = logging.getLogger(__name__)
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"  # torch's, in a text of a page
 
 
 class DDP(PortableCheckpoints, DDPStrategy):
@@ -107,6 +110,23 @@ class DDP(PortableCheckpoints, DDPStrategy):
         first = self.model.static_graph and not self.model._static_graph_delay_allreduce_enqueued
         with nullcontext() if first else self.model.no_sync():
             yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Call the module's training step.
+
+        Raises:
+            Refused: the module optimizes by hand, and its backward passes do not reach every parameter.
+        """
+        assert self.lightning_module is not None
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if self.lightning_module.automatic_optimization or _UNFINISHED not in str(error):
+                raise
+            raise Refused(
+                f"{type(self.lightning_module).__name__} optimizes by hand, and a backward pass has not reached every "
+                "parameter, whose gradients ddp waits for; type trainer.strategy.find_unused_parameters=true"
+            ) from error
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Check that every parameter has a gradient, and average those that DDP does not know.

@@ -12,6 +12,7 @@ from lightswitch.strategies import callbacks as known
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.single import Single
 from tests.engine.conftest import PLAIN, Train
+from tests.engine.plain import ManualModel, PlainModel
 
 NAMED = "lightning.pytorch.callbacks"
 BESIDE = {  # what each is given, in one run
@@ -25,11 +26,12 @@ BESIDE = {  # what each is given, in one run
 
 
 def test_a_callback_that_no_resume_could_follow_is_refused_with_what_to_use(train: Train) -> None:
-    refused = train(*PLAIN, f"callbacks.mine._target_={NAMED}.GradientAccumulationScheduler", _scheduled(), check=False)
+    given = (f"callbacks.mine._target_={NAMED}.StochasticWeightAveraging", "callbacks.mine.swa_lrs=0.1")
+    refused = train(*PLAIN, *given, check=False)
     assert (refused.returncode, refused.err) == (
         2,
-        "error: GradientAccumulationScheduler: the accumulation follows from global_batch_size, which is the same in "
-        "each step; type micro_batch_size=N for less memory\n",
+        "error: StochasticWeightAveraging: a resumed run could not follow it, as it replaces the schedule in mid-run; "
+        "use lightning.pytorch.callbacks.EMAWeightAveraging\n",
     )
 
 
@@ -44,6 +46,15 @@ def test_what_can_not_be_served_is_told_of_a_class_and_of_those_made_from_it(nam
     assert bool(served) == (name in known.NOWHERE)
 
 
+def test_accumulation_by_schedule_is_for_steps_that_lightning_takes() -> None:
+    trainer = _trainer(Single(), [callbacks.GradientAccumulationScheduler({0: 2})])
+    trainer.strategy.connect(ManualModel())
+    told = "ManualModel optimizes by hand; leave the callback out, and accumulate in training_step"
+    assert list(known.refused(trainer)) == [f"GradientAccumulationScheduler: {told}"]
+    trainer.strategy.connect(PlainModel())
+    assert list(known.refused(trainer)) == []
+
+
 def test_callbacks_that_a_run_serves_are_beside_one_another_and_after_a_resume(train: Train) -> None:
     given = [f"callbacks.{name.lower()}._target_={NAMED}.{name}" for name in BESIDE]
     given += [f"callbacks.{name.lower()}.{argument}" for name, argument in BESIDE.items() if argument]
@@ -56,10 +67,6 @@ def test_callbacks_that_a_run_serves_are_beside_one_another_and_after_a_resume(t
         "epoch=0-step=4.ckpt",
     ]
     assert "resumes " in train(*run, "trainer.max_steps=6", folder=begun.folder).out
-
-
-def _scheduled() -> str:
-    return "callbacks.mine.scheduling={1:2}"
 
 
 def _trainer(strategy: FSDP | Single, given: list[Callback]) -> Trainer:

@@ -73,18 +73,18 @@ EFFECTS: dict[str, tuple[str, Any]] = {  # what is typed, and what `Effects` fin
 }
 ELSEWHERE = {  # the tests that show the effect, and what they type
     "accelerator": ("monitoring/test_step_times.py", "trainer.accelerator="),
-    "check_val_every_n_epoch": ("launch/test_habits.py", "trainer.check_val_every_n_epoch="),
+    "check_val_every_n_epoch": ("launch/habits.py", "trainer.check_val_every_n_epoch="),
     "devices": ("test_survives.py", "trainer.devices="),
     "fast_dev_run": ("launch/test_choices.py", "one_batch"),
-    "max_epochs": ("launch/test_habits.py", "trainer.max_epochs="),
-    "max_steps": ("launch/test_habits.py", "trainer.max_steps="),
+    "max_epochs": ("launch/habits.py", "trainer.max_epochs="),
+    "max_steps": ("launch/habits.py", "trainer.max_steps="),
     "num_nodes": ("preflight/test_environment.py", "trainer.num_nodes="),
     "overfit_batches": ("launch/test_choices.py", "overfit"),
     "precision": ("test_every_switch.py", "precision"),
     "profiler": ("launch/test_habits.py", "trainer.profiler="),
-    "strategy": ("launch/test_habits.py", "trainer.strategy="),
-    "sync_batchnorm": ("launch/test_habits.py", "trainer.sync_batchnorm="),
-    "val_check_interval": ("launch/test_habits.py", "trainer.val_check_interval="),
+    "strategy": ("launch/habits.py", "trainer.strategy="),
+    "sync_batchnorm": ("launch/habits.py", "trainer.sync_batchnorm="),
+    "val_check_interval": ("launch/habits.py", "trainer.val_check_interval="),
 }
 
 

@@ -60,7 +60,9 @@ def _of_callbacks(strategy: str) -> dict[str, str]:
     }
 
 
-_OF_DEEPSPEED |= _of_callbacks("DeepSpeed")
+_OF_DEEPSPEED |= _of_callbacks("DeepSpeed") | {
+    "Scheduled": "GradientAccumulationScheduler: DeepSpeed's accumulation is fixed once it starts; use strategy=fsdp"
+}
 REFUSED = {
     "fsdp": _of_callbacks("FSDP"),
     "fsdp_grad_op": _of_callbacks("FSDP"),

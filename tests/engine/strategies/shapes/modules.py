@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear
@@ -378,6 +378,13 @@ class Unfreezing(Plain):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [BackboneFinetuning(unfreeze_backbone_at_epoch=0)]
+
+
+class Scheduled(Plain):
+    """Steps once in two batches, and from its second epoch on in three; of eight batches, the last step has fewer."""
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [GradientAccumulationScheduler({0: 2, 1: 3})]
 
 
 class Boring(BoringModel):

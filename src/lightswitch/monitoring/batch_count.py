@@ -1,0 +1,30 @@
+"""Batches and optimizer steps, which a module that optimizes by hand takes as many of in a batch as it likes."""
+
+from __future__ import annotations
+
+import logging
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+
+def batches(trainer: Trainer) -> int:
+    """Return how many batches have been trained on, this one included; of automatic optimization, optimizer steps."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.total_batch_idx + 1  # by hand, a batch is never cut into micro batches
+
+
+class StepsByHand(Callback):
+    """Callback that says what is counted in batches and what in optimizer steps, where a module optimizes by hand."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization or not trainer.is_global_zero:
+            return
+        optimizers = f"{len(trainer.optimizers)} optimizer{'s' if len(trainer.optimizers) != 1 else ''}"
+        log.info(
+            "by hand    %s has %s: trainer.max_steps and step_N.ckpt count the steps of all; "
+            "trainer.val_check_interval, trainer.log_every_n_steps and metrics.csv count batches",
+            type(pl_module).__name__, optimizers,
+        )  # fmt: skip
