@@ -24,11 +24,6 @@ LIGHT, DARK = "light", "dark"
 QUALITY = 85  # of WebP, in percent
 
 
-def program() -> str | None:
-    """Return the browser that is installed; None where there is none."""
-    return next(filter(None, map(shutil.which, PROGRAMS)), None)
-
-
 class Browser:
     """One page of a browser, for a `with` block.
 
@@ -45,10 +40,12 @@ class Browser:
         self._unread = b""
 
     def __enter__(self) -> Browser:
+        if (found := next(filter(None, map(shutil.which, PROGRAMS)), None)) is None:
+            raise SystemExit(f"found none of {', '.join(PROGRAMS)}; on Debian type: apt-get install chromium")
         self._profile = tempfile.TemporaryDirectory()
         asked, self._to = os.pipe()
         self._from, answered = os.pipe()
-        command = [program() or PROGRAMS[0], *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}"]
+        command = [found, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}"]
         # the protocol is spoken over descriptors 3 and 4
         script = f'exec "$@" 3<&{asked} 4>&{answered}'
         self._process = subprocess.Popen(

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; all without any")
     parser.add_argument("--runs", type=Path, help="a folder of finished runs; without it some are made")
     given = parser.parse_args()
+    if unknown := set(given.names) - PICTURES.keys():
+        parser.error(f"found {', '.join(sorted(unknown))}, expected some of: {', '.join(PICTURES)}")
     with tempfile.TemporaryDirectory() as folder:
         for name in given.names or PICTURES:
             PICTURES[name](Path(folder), given.runs)
