@@ -10,16 +10,23 @@ python train.py mode=test ckpt_path=runs/gpt/mine/checkpoints/best.ckpt
 sbatch slurm/multinode.sh strategy=ddp
 """
 
-from omegaconf import DictConfig
+from __future__ import annotations
 
-from lightswitch.context import RunContext
+from typing import TYPE_CHECKING
+
 from lightswitch.launch.entry import entry
-from lightswitch.preflight.check import check
-from lightswitch.runs import claim, finished
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lightswitch.context import RunContext
 
 
 @entry(config_path="conf", config_name="config")
 def main(cfg: DictConfig, run: RunContext) -> None:
+    from lightswitch.preflight.check import check
+    from lightswitch.runs import claim, finished
+
     batch = check(cfg, run)  # what is wrong with the config is told before torch is imported
     if finished.before(cfg, run):
         return

@@ -1,4 +1,4 @@
-"""RunContext, what a process knows of its run: made once, in launch/entry, and passed down."""
+"""RunContext, what a process knows of its run: made once, in launch/hydra_entry, and passed down."""
 
 from __future__ import annotations
 

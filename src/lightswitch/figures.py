@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,17 +54,29 @@ THEMES = (LIGHT, DARK)
 
 @dataclass(frozen=True)
 class Picture:
-    """The two forms of one picture, as whole SVG elements."""
+    """The two forms of one picture, as whole SVG elements.
+
+    Args:
+        title: what it shows, and
+        description: what it says; a screen reader reads both in the files.
+    """
 
     light: str
     dark: str
+    title: str = ""
+    description: str = ""
 
     def save(self, path: Path) -> tuple[Path, Path]:
         """Write `<path>` and, beside it, `<stem>_dark.svg`; return both."""
         dark = path.with_name(f"{path.stem}_dark{path.suffix}")
-        path.write_text(self.light + "\n", encoding="utf-8")
-        dark.write_text(self.dark + "\n", encoding="utf-8")
+        path.write_text(self._told(self.light), encoding="utf-8")
+        dark.write_text(self._told(self.dark), encoding="utf-8")
         return path, dark
+
+    def _told(self, svg: str) -> str:
+        """Return a form as a file has it; inside of a page, a title would cover the picture where the mouse is."""
+        label = f'<title id="title">{escape(self.title)}</title>\n<desc id="desc">{escape(self.description)}</desc>'
+        return svg.replace(">", f' role="img" aria-labelledby="title desc">\n{label}', 1) + "\n"
 
 
 def missing() -> str | None:
@@ -73,14 +86,20 @@ def missing() -> str | None:
     return "pictures are left out: matplotlib is not installed; type pip install -e '.[plots]'"
 
 
-def picture(draw: Callable[[Figure, Theme], None], width_inches: float, height_inches: float) -> Picture:
+def picture(
+    draw: Callable[[Figure, Theme], None],
+    width_inches: float,
+    height_inches: float,
+    title: str = "",
+    description: str = "",
+) -> Picture:
     """Draw a picture once in each form.
 
     Args:
         draw: draws on an empty figure, in a theme's colours; text is kept as text.
     """
     light, dark = (_svg(draw, theme, (width_inches, height_inches)) for theme in THEMES)
-    return Picture(light, dark)
+    return Picture(light, dark, title, description)
 
 
 def _svg(draw: Callable[[Figure, Theme], None], theme: Theme, size_inches: tuple[float, float]) -> str:

@@ -14,6 +14,7 @@ from tests.engine.conftest import CHECKOUT
 
 ENGINE = CHECKOUT / "src" / "lightswitch"
 DOCUMENTS = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+DOCUMENTS += sorted((CHECKOUT / "docs" / "zh").glob("*.md"))
 ROOTS = (CHECKOUT, CHECKOUT / "src", ENGINE, CHECKOUT / "docs", CHECKOUT / "tests" / "engine")
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|yaml|sh|toml|json|md|yml)|(?:[\w-]+/)+")

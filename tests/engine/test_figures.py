@@ -27,11 +27,15 @@ def _draw(figure: Figure, theme: Theme) -> None:
 
 
 def test_a_picture_is_svg_in_two_forms_with_its_text_as_text(tmp_path: Path) -> None:
-    files = figures.picture(_draw, 6, 3).save(tmp_path / "loss.svg")
+    files = figures.picture(_draw, 6, 3, "The loss", "It rises from 2 to 3 & more.").save(tmp_path / "loss.svg")
     assert [path.name for path in files] == ["loss.svg", "loss_dark.svg"]
     for path, theme in zip(files, THEMES, strict=True):
         svg = path.read_text()
         assert {"loss by step", "a run"} <= set(ElementTree.fromstring(svg).itertext())
+        assert [part.text for part in list(ElementTree.fromstring(svg))[:2]] == [
+            "The loss",
+            "It rises from 2 to 3 & more.",
+        ]
         assert theme.background in svg
         assert theme.colors[0] in svg
 

@@ -42,6 +42,7 @@ WITHOUT_TORCH = (
     "lightswitch",
     "lightswitch.export.__main__",
     "lightswitch.launch.entry",
+    "lightswitch.launch.hydra_entry",
     "lightswitch.preflight.check",
     "lightswitch.preflight.root_keys",
     "lightswitch.runs.finished",

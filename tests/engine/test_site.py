@@ -39,6 +39,8 @@ def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
     assert 'href="strategies.html"' in home
     assert "what each device holds" in home
     assert "fonts.googleapis" not in home
+    assert '<html lang="en"' in home
+    assert '<html lang="zh-Hans"' in (copy / "site" / "zh" / "strategies.html").read_text()
     assert "does not divide over" in (copy / "site" / "search" / "search_index.json").read_text()
 
 

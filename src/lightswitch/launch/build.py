@@ -66,7 +66,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     Raises:
         RefusedRequest: with the messages of all constructors about their arguments, and tracebacks of the user's own.
     """
-    gc.freeze()  # what was imported stays, so the collector, off since launch/entry, need not search it again
+    gc.freeze()  # what was imported stays, so the collector, off since launch/hydra_entry, need not search it again
     gc.enable()
     leave_group_at_exit()
     skip_empty_hooks()

@@ -1,42 +1,16 @@
-"""The entry of train.py: from the command line to a composed config and its RunContext, or to messages about it."""
+"""The entry of train.py: a line on the terminal at once, then everything that takes its time to import."""
 
 from __future__ import annotations
 
 import functools
-import gc
-import logging
-import os
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from lightswitch.launch import first_line
 
-from lightswitch.cluster import placement
-from lightswitch.config import composition
-from lightswitch.config.hydra_errors import check_flags, problems_of_composition
-from lightswitch.config.overrides import normalised
-from lightswitch.context import RunContext
-from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
-from lightswitch.fault_tolerance import requeue
-from lightswitch.launch import commands, ending, resolvers
-from lightswitch.preflight import environment
-from lightswitch.process import signals
-from lightswitch.process.signals import Signals, stopped_with
-from lightswitch.process.state import Process
-from lightswitch.reference import help
-from lightswitch.runs import claim
-from lightswitch.sweeps import job, multirun
-
-log = logging.getLogger(__name__)
-
-Main = Callable[[DictConfig, RunContext], None]
+if TYPE_CHECKING:
+    from lightswitch.launch.hydra_entry import Main
 
 
 def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
@@ -49,137 +23,11 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
     def decorate(main: Main) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
+            first_line.show(sys.argv[1:])
+            from lightswitch.launch.hydra_entry import Entry  # Hydra takes as long as a reader of that line
+
             Entry(main).run(config_path, config_name)
 
         return run
 
     return decorate
-
-
-class Entry:
-    """One process's start of a script's main function. A sweep's launcher may send a copy to another machine."""
-
-    def __init__(self, main: Main) -> None:
-        self.main = main
-        self.process = Process()
-        self.signals = Signals(self.process)
-        self.is_composed = False
-        self.typed: list[str] = []  # the script and its arguments
-
-    def run(self, config_path: str, config_name: str) -> None:
-        """Compose the config and run the main function on it, or each job of a sweep.
-
-        Raises:
-            SystemExit: the run was refused, stopped, or has failed.
-        """
-        # Threads that wait by spinning slow a run tenfold where it shares its cores; they cost nothing asleep.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
-        self.signals.catch(is_first=False)  # the rank is not known yet
-        gc.disable()  # until all is imported (launch/build turns it on): many objects, and little garbage
-        try:
-            self._run_hydra(config_path, config_name)
-            signals.ignore()
-        except Stopped as stopped:
-            signals.ignore()
-            raise requeue.after(stopped, self.signals.is_first) from None
-        except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
-            if self.is_composed:
-                raise
-            if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-                )  # for what Python still writes at its end
-                return
-            ending.exit_with(problems_of_composition(error))
-        finally:
-            self.process.release_locks()
-
-    def _run_hydra(self, config_path: str, config_name: str) -> None:
-        composition.patch_composition()
-        multirun.patch_multirun(self.process, _of_jobs)
-        environment.check()
-        found = placement.detect()
-        self.signals.catch(is_first=found.rank == 0)
-        resolvers.register(found)
-        if found.launcher == "local" and "LOCAL_RANK" in os.environ:
-            self.process.follow_parent()
-        if (about := help.asked(sys.argv[1:])) is not None:
-            print(help.text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
-            return
-        sys.argv[1:] = normalised(sys.argv[1:], found.rank)
-        check_flags(sys.argv[1:])
-        self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
-
-        @functools.wraps(self.main)  # Hydra finds the script by it, and conf/ beside the script
-        def composed(cfg: DictConfig) -> float | None:
-            return self._run_composed(cfg)
-
-        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(composed)()
-
-    def _run_composed(self, cfg: DictConfig) -> float | None:
-        found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            gc.enable()
-            return job.run(self.typed, cfg, found)
-        self.is_composed = True
-        run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
-        if not OmegaConf.is_missing(run.hydra.job, "num"):
-            self.process.failure_file = job.failure_file(run.run_dir, found)
-        try:
-            self.main(cfg, run)
-            ending.leave_watchdog(run.process)
-        except Stopped as stopped:
-            _stop(stopped, cfg, run)
-        except Ended:
-            signals.ignore()
-            run.process.end_ranks()
-            raise
-        except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
-            _answer(error, cfg, run)
-        return None
-
-
-def _of_jobs(cfg: DictConfig, sweep: Path) -> Iterator[str]:
-    """Yield what is told of a sweep's jobs beside one another; a single run need not import what tells it."""
-    if cfg.get("mode") == "dry_run":
-        from lightswitch.planning import scaling
-
-        yield from scaling.of_sweep(sweep)
-    elif cfg.get("compare"):
-        from lightswitch.compare import files
-
-        yield from files.of_sweep(sweep)
-
-
-def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
-    stopped = None if ending.is_known(run.process) else _stop_cause(error, run)  # launchers end the remaining ranks
-    if stopped is not None:
-        ending.log(error, cfg, run)
-        _stop(stopped, cfg, run)
-    code = ending.answer(error, cfg, run)
-    signals.ignore()  # of the launcher, which ends the remaining ranks when one has ended
-    run.process.end_ranks()
-    run.process.release_locks()
-    claim.remove_if_empty(run.run_dir)  # Hydra has made it before all checks
-    if code is not None:
-        raise SystemExit(code) from None
-    if isinstance(error, Exception):
-        raise error
-    raise RuntimeError(f"the run was ended before it was finished, by {error!r}") from error
-
-
-def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
-    """Return the signal behind an error, received by this process or a rank that it spawned; None without one."""
-    if run.signals.received is not None:
-        return Stopped(run.signals.received)
-    return stopped_with(error.exit_code) if isinstance(error, RanksFailed) else None
-
-
-def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
-    run.process.withdraw_from_watchdog()
-    run.process.end_ranks()
-    if run.is_first:
-        log.info("stopped    by %s", stopped.by.name)
-        log.info("go on      %s", commands.repeat(cfg, run.placement))
-    raise stopped from None

@@ -49,7 +49,15 @@ def memory(estimates: Sequence[Estimate], device: Device) -> figures.Picture:
         axes.tick_params(axis="y", labelcolor=theme.ink)
         figure.legend(loc="outside lower left", ncols=4)
 
-    return figures.picture(draw, 8, 1.5 + 0.5 * len(estimates))
+    told = (f"{report.name(one)}, micro batch {one.run.micro_batch}: {one.memory.bytes / GIB:.3g}" for one in estimates)
+    description = f"GiB on each device, at the peak of a step. {'; '.join(told)}. {_limit(estimates, device)}"
+    return figures.picture(
+        draw, 8, 1.5 + 0.5 * len(estimates), f"Memory of each strategy on {device.name}", description
+    )
+
+
+def _limit(estimates: Sequence[Estimate], device: Device) -> str:
+    return f"{device.name} has {estimates[0].memory.usable_bytes / GIB:.3g} to give."
 
 
 def _parts(memory: Memory) -> dict[str, float]:

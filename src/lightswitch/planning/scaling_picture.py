@@ -66,7 +66,17 @@ class Line:
 
 def picture(lines: Sequence[Line]) -> figures.Picture:
     """Draw three panels over the number of devices; the first is left out where no time is known."""
-    return figures.picture(partial(_draw, lines), 10, 3.9)
+    description = " ".join(f"{line.strategy}, {line.kind}: {_told(line)}." for line in lines)
+    title = "Seconds a step, memory and received bytes of a device over the number of devices"
+    return figures.picture(partial(_draw, lines), 10, 3.9, title, description)
+
+
+def _told(line: Line) -> str:
+    return "; ".join(
+        f"{point.ranks} devices{'' if point.seconds is None else f', at least {point.seconds:.3g} s'}, "
+        f"{point.bytes / GIB:.3g} GiB, {point.received_bytes / 1e9:.3g} GB received"
+        for point in line.points
+    )
 
 
 def _draw(lines: Sequence[Line], figure: Figure, theme: figures.Theme) -> None:

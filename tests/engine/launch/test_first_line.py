@@ -1,0 +1,73 @@
+"""The line that train.py shows at once on a terminal: before what takes its time is imported, and only to a reader."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightswitch.launch import first_line
+from tests.engine.conftest import CHECKOUT
+from tests.engine.processes import shown_by
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+TAKES_ITS_TIME = r"\| +(omegaconf|hydra|yaml|numpy|torch|lightning|logging)\b"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _shown(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> str:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    first_line.show(arguments, environ)
+    return terminal.getvalue()
+
+
+def test_it_is_on_the_terminal_before_hydra_or_torch_is_imported(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-X", "importtime", str(CHECKOUT / "train.py"), "strategy=fdsp"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = shown_by(controller, lambda text: text.partition("error: ")[2].endswith("\n"))
+    process.wait()
+    os.close(controller)
+    until, line, after = shown.partition(f"process    {process.pid} on {os.uname().nodename} reads the config, then ")
+    assert line
+    assert "lightswitch.launch.entry" in until
+    assert not re.search(TAKES_ITS_TIME, until)
+    assert re.search(TAKES_ITS_TIME, after)
+    assert "error: strategy=fdsp: there is no such strategy. Did you mean fsdp?" in after
+
+
+def test_it_says_what_the_process_is_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _shown(monkeypatch).endswith("then imports torch, for mode=fit\n")
+    assert _shown(monkeypatch, "strategy=ddp", "mode=plan").endswith("for mode=plan\n")
+    assert _shown(monkeypatch, "-m", "seed=1,2").endswith("then starts its jobs\n")
+    assert _shown(monkeypatch, **TORCHRUN, RANK="0", LOCAL_RANK="0").count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "question", ["--help strategy", "-h", "strategy=ddp --cfg job", "--cfg=job", "--info", "-sc a"]
+)
+def test_a_question_is_answered_alone(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _shown(monkeypatch, *question.split()) == ""
+
+
+def test_other_ranks_and_what_a_launcher_exports_wrongly_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _shown(monkeypatch, **TORCHRUN, RANK="1", LOCAL_RANK="1") == ""
+    assert _shown(monkeypatch, LOCAL_RANK="1") == ""
+    assert _shown(monkeypatch, LOCAL_RANK="many") == ""
+
+
+def test_nothing_is_shown_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    first_line.show([], {})
+    assert capsys.readouterr().out == ""
