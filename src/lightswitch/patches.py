@@ -66,6 +66,7 @@ _HELD = "loggers are held back until the run is known to go on: the Trainer woul
 _STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
 _FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
+_KEPT = "what it was before a step was planned: DeepSpeed keeps it for the process, and takes it for the next engine"
 _ON_META = "a module that was made on the meta device, to be planned, is simulated as one of the CPU"
 
 PATCHES = (
@@ -282,6 +283,9 @@ PATCHES = (
     Patch("lightning.pytorch.strategies.DDPStrategy", "_setup_model", "(self, model)", f"{_FAKE}: DDP's reducer does"),
     Patch("lightning.pytorch.strategies.DDPStrategy", "pre_backward", "(self, closure_loss)", f"{_FAKE}; so does this"),
     Patch("lightning.pytorch.plugins.Precision", "convert_module", "(self, module)", _FAKE),
+    Patch(
+        "lightning.pytorch.LightningModule", "to", "(self, *args, **kwargs)", f"{_FAKE}; DeepSpeed's engine moves it"
+    ),
     Patch("lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "_device", "device", _ON_META),
     Patch(
         "torch.UntypedStorage",
@@ -325,6 +329,25 @@ PATCHES = (
         "process_group",
         "ProcessGroup | None",
         "devices that hold a layer together have seen the same samples, and count once",
+    ),
+    *(
+        Patch(
+            f"deepspeed.runtime.zero.{module}",
+            "assert_ints_same_as_other_ranks",
+            "(*args, **kwargs)",
+            "of a step that is planned: there is no rank 0 to agree with; what it was once it is planned",
+            for_process=True,
+        )
+        for module in ("stage3", "partition_parameters", "partitioned_param_coordinator")
+    ),
+    *(
+        Patch(f"deepspeed.{module}", name, expected, _KEPT, for_process=True)
+        for module, name, expected in (
+            ("comm.comm", "cdb", "TorchBackend | None"),
+            ("utils.groups", "_WORLD_GROUP", "ProcessGroup | None"),
+            ("runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED", "bool"),
+            ("runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE", "dtype | None"),
+        )
     ),
     Patch(
         "deepspeed.DeepSpeedEngine",

@@ -59,7 +59,7 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     ),
     *("batches/test_streams.py", "checkpoints/test_hostile.py", "doctor/", "strategies/test_ddp.py"),
     *(f"launch/test_{name}.py" for name in ("auto", "commands", "launchers")),
-    *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth")),
+    *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth", "zero")),
 )
 # a fork has no quick suite, and no such mark
 SLOW_OF_PROJECT = ("tests/project/test_promises.py", "tests/project/examples/test_hf.py::test_a_tuned")

@@ -244,10 +244,14 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
                 if parameter.numel():  # small ones are kept whole on the device, and would be taken for it on the CPU
                     parameter.partition()
         super().teardown()
-        if engine is not None:  # its hooks would run beside those of the next
-            engine.module_forward_pre_hook.remove()
-            engine.module_forward_post_hook.remove()
-            engine.destroy()
+        self.release_engine()
+
+    def release_engine(self) -> None:
+        """Take DeepSpeed's engine out of the process: its hooks would run beside those of the next."""
+        if isinstance(self.model, deepspeed.DeepSpeedEngine):
+            self.model.module_forward_pre_hook.remove()
+            self.model.module_forward_post_hook.remove()
+            self.model.destroy()
 
 
 def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:

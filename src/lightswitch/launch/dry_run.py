@@ -129,7 +129,7 @@ def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, num
 
 
 def _estimate(request: Request, candidate: Candidate, batch: BatchPlan, step: Step) -> Estimate:
-    return estimate(candidate.words, step, estimates.run_of(request, batch), request.device, candidate.offloads)
+    return estimate(candidate.words, step, estimates.run_of(request, batch), request.device, candidate.on_host)
 
 
 def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed:

@@ -14,15 +14,26 @@ from hydra.conf import HydraConf
 from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
+from lightswitch.planning.estimate import STATES
+from lightswitch.planning.timeline import Kind
+
 _TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by strategy=auto
 _TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # on one device
 _RECOMPUTES = "activation_checkpointing"
 _OFFLOADS = "cpu_offload"
-_ORDER = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_tp", "fsdp_offload")  # the simplest first
+_ORDER = (
+    "single",
+    "ddp",
+    "fsdp_grad_op",
+    "fsdp_hybrid",
+    "fsdp",
+    "fsdp_tp",
+    "fsdp_offload",
+)  # the simplest first
 _SUPERSEDED = ("FSDP1",)  # planned where it is asked for
 _REPLICATED = ("Single", "DDP")
 _WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # by stage: parameters and gradients, parameters
-_NOT_SIMULATED = ("DeepSpeed",)  # its engine asks tensors for their values
+_ZERO = "DeepSpeed"
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,17 @@ class Candidate:
         return self.words[0].partition("=")[2]
 
     @property
+    def on_host(self) -> tuple[Kind, ...]:
+        """What is kept in the host's memory."""
+        if self.node.get(_OFFLOADS):
+            return STATES
+        offloaded: dict[Kind, str] = {"parameters": "offload_parameters", "optimizer": "offload_optimizer"}
+        return tuple(kind for kind, key in offloaded.items() if self.is_zero and self.node.get(key))
+
+    @property
     def offloads(self) -> bool:
-        """Whether what training changes is kept in the host's memory."""
-        return bool(self.node.get(_OFFLOADS))
+        """Whether something is."""
+        return bool(self.on_host)
 
     @property
     def is_replicated(self) -> bool:
@@ -56,24 +75,28 @@ class Candidate:
     def shards_all(self) -> bool:
         """Whether each of all devices holds its part of parameters, gradients and optimizer state."""
         is_full = self.node.get("sharding_strategy", "FULL_SHARD") == "FULL_SHARD"
-        return is_full and not self.is_replicated and not self.offloads
+        return is_full and not self.is_replicated and not self.offloads and (not self.is_zero or self._stage == 3)
 
     @property
-    def is_simulated(self) -> bool:
-        """Whether its own code runs on tensors without values."""
-        return str(self.node.get("_target_")).rpartition(".")[2] not in _NOT_SIMULATED
+    def is_zero(self) -> bool:
+        """Whether it is DeepSpeed's."""
+        return str(self.node.get("_target_")).rpartition(".")[2] == _ZERO
 
     def kept_share(self, nodes: int, devices_per_node: int) -> float:
         """Return the share of parameters, gradients and optimizer state that a device keeps from step to step."""
         if self.is_replicated:
             return 1.0
-        if self.offloads:
+        if self.node.get(_OFFLOADS):
             return 0.0
-        if not self.is_simulated:  # ZeRO shards one kind after the other; Adam's state is as large as all else
-            whole = _WHOLE_UNDER_ZERO.get(self.node.get("stage", 2), 0.0)
+        if self.is_zero:  # it shards one kind after the other; Adam's state is as large as all else
+            whole = _WHOLE_UNDER_ZERO.get(self._stage, 0.0)
             return whole + (1 - whole) / (nodes * devices_per_node)
         is_hybrid = self.node.get("sharding_strategy") == "HYBRID_SHARD"
         return 1 / (self.node.get("shard_size") or devices_per_node * (1 if is_hybrid else nodes))
+
+    @property
+    def _stage(self) -> int:
+        return int(self.node.get("stage", 2))
 
     def on_device(self) -> str:
         """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
@@ -133,8 +156,10 @@ def _files(hydra: HydraConf) -> Iterator[Path]:
 def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
     """Return whether a node is a strategy of its own: a function, as that of auto, returns one of the others."""
     module, _, name = str(node.get("_target_")).rpartition(".")
-    if name in (*_SUPERSEDED, *_NOT_SIMULATED) or find_spec(module) is None:
+    if name in _SUPERSEDED or find_spec(module) is None:
         return False
+    if name == _ZERO:
+        return find_spec("deepspeed") is not None
     if "HYBRID" in str(node.get("sharding_strategy")) and nodes == 1:
         return False
     return isinstance(get_object(f"{module}.{name}"), type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lightswitch.planning.collectives import Collective, Traffic, traffic
@@ -162,21 +162,21 @@ class Estimate:
         return self.checkpoint_bytes / (self.run.disk_gb_per_second * 1e9)
 
 
-def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, offloads: bool = False) -> Estimate:
+def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_host: Collection[Kind] = ()) -> Estimate:
     """Return what a run takes under a strategy whose step was simulated.
 
     Args:
-        offloads: parameters, gradients and optimizer state are kept in the host's memory.
+        on_host: what is kept in the host's memory.
     """
     groups = len({one.ranks for one in (*step.micro_collectives, *step.last_collectives) if len(one.ranks) > 1})
-    memory = memory_at(run.micro_batch, step.growth, device, run.devices_per_node, groups, offloads)
+    memory = memory_at(run.micro_batch, step.growth, device, run.devices_per_node, groups, on_host)
     sent = _step_traffic(step, run)
     flops = step.micro_flops * run.micro_batch / step.samples * run.accumulation
     return Estimate(
         words,
         run,
         memory,
-        largest_micro_batch(step.growth, device, run.devices_per_node, groups, offloads),
+        largest_micro_batch(step.growth, device, run.devices_per_node, groups, on_host),
         flops,
         sent,
         step_time(flops, _moved_bytes(step, memory, run), sent, _host_traffic(memory, run), run, device),
@@ -186,15 +186,15 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, offlo
 
 
 def memory_at(
-    samples: int, growth: Growth, device: Device, devices_per_node: int, groups: int, offloads: bool = False
+    samples: int, growth: Growth, device: Device, devices_per_node: int, groups: int, on_host: Collection[Kind] = ()
 ) -> Memory:
     """Return what a device holds at its peak, at a micro batch of so many samples."""
     peak = growth.at(samples).peak()
     host = parameters = 0.0
-    if offloads:
-        parameters = peak.by_kind.get("parameters", 0)
-        host = sum(peak.by_kind.get(kind, 0) for kind in STATES)
-        kept = {kind: bytes for kind, bytes in peak.by_kind.items() if kind not in STATES}
+    if on_host:
+        parameters = peak.by_kind.get("parameters", 0) if "parameters" in on_host else 0.0
+        host = sum(peak.by_kind.get(kind, 0) for kind in on_host)
+        kept = {kind: bytes for kind, bytes in peak.by_kind.items() if kind not in on_host}
         peak = Peak(peak.bytes - host, kept, peak.phase, peak.where)
     return Memory(
         peak,
@@ -207,7 +207,7 @@ def memory_at(
 
 
 def largest_micro_batch(
-    growth: Growth, device: Device, devices_per_node: int, groups: int, offloads: bool = False
+    growth: Growth, device: Device, devices_per_node: int, groups: int, on_host: Collection[Kind] = ()
 ) -> int | None:
     """Return the most samples of a micro batch that a device can hold; None where growth is not known.
 
@@ -216,7 +216,7 @@ def largest_micro_batch(
     if not growth.is_known:
         return None
 
-    elsewhere = memory_at(growth.samples[0], growth, device, devices_per_node, groups, offloads).host_bytes
+    elsewhere = memory_at(growth.samples[0], growth, device, devices_per_node, groups, on_host).host_bytes
 
     def fits(samples: int) -> bool:
         bytes = growth.peak_bytes(samples) - elsewhere

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -31,6 +31,7 @@ from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_ddp import FakeDDP
 from lightswitch.planning.fake_group import FakeCluster, World, fake_group
 from lightswitch.planning.fake_model import fake_tensors
+from lightswitch.planning.fake_zero import Answers, fake_zero, shards_gradients
 from lightswitch.planning.timeline import Growth
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fused import FusedStep
@@ -81,8 +82,8 @@ def simulate(
         Refused: the strategy, or the module, fails.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracking = Tracking(fake)
-    with _quiet(), _processes(strategy, world):
+    tracking = Tracking(fake, [Answers()] if isinstance(strategy, DeepSpeedStrategy) else [])
+    with _quiet(), _processes(strategy, world), fake_zero(strategy, world):
         model, trainer = _prepared(work, strategy, world, tracking, fake)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -122,7 +123,7 @@ def _told(work: Work) -> tuple[int, ...]:
 
 def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
     """Return the collectives of a micro batch that is not a step's last; of a step of one, what they would be."""
-    if len(collectives) == 1 and isinstance(strategy, DDPStrategy):
+    if len(collectives) == 1 and isinstance(strategy, DDPStrategy) and not shards_gradients(strategy):
         return ()
     return collectives[0]
 
@@ -172,7 +173,7 @@ def _prepared(
     patches.replace(model, "log", lambda *_, **__: None)  # there is nothing to log
     patches.replace(precision, "convert_module", lambda module: module)  # it is done, and torch can't with fake tensors
     patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
-    _let_be_alone(strategy)
+    _let_be_alone(strategy, model)
     return model, trainer
 
 
@@ -182,12 +183,14 @@ def _options(work: Work, model: LightningModule) -> dict[str, Any]:
     return options if model.automatic_optimization else options | {"gradient_clip_val": None}
 
 
-def _let_be_alone(strategy: Strategy) -> None:
+def _let_be_alone(strategy: Strategy, model: LightningModule) -> None:
     """Let a strategy neither move fake tensors nor wait for other ranks."""
     patches.replace(strategy, "model_to_device", lambda: None)
     patches.replace(strategy, "teardown", lambda: None)
     patches.replace(strategy, "broadcast", lambda obj, src=0: obj)
-    if isinstance(strategy, DDPStrategy):
+    if isinstance(strategy, DeepSpeedStrategy):
+        patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine moves it
+    elif isinstance(strategy, DDPStrategy):
         patches.replace(strategy, "_setup_model", lambda model: _replica(model, strategy))
         patches.replace(strategy, "pre_backward", lambda loss: None)  # of a module that optimizes by hand
 
@@ -274,6 +277,7 @@ def _quiet() -> Iterator[None]:
 def _optimizer_bytes(trainer: Trainer, parameters: int) -> int:
     """Return the bytes of the optimizer's whole state, of which this rank holds a part."""
     of_groups = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
+    of_groups = of_groups or [p for o in trainer.optimizers for p in o.state]  # ZeRO 3 has them in no group
     held = sum(_whole(parameter).numel() for parameter in of_groups)
     states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
     bytes = sum(_whole(value).nbytes for value in states if isinstance(value, Tensor) and value.ndim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
+from lightswitch.planning import zero
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.ledger import Ledger, Mark
 from lightswitch.planning.timeline import Timeline
@@ -42,10 +45,11 @@ class Tracking(Callback):
 
     Args:
         fake: the mode that training is to happen in; None where tensors are real.
+        inner: modes that see each operator before it is noted.
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
-        self._fake = fake
+    def __init__(self, fake: FakeTensorMode | None = None, inner: Sequence[TorchDispatchMode] = ()) -> None:
+        self._fake, self._inner = fake, inner
         self._modules = Modules()
         self.ledger = Ledger(fake, self._modules.at_work)
         self._marks: list[list[Mark]] = []  # of each step: its start, and the end of each micro batch
@@ -67,6 +71,8 @@ class Tracking(Callback):
             self._open.enter_context(self._fake)
         self._open.enter_context(self._modules)
         self._open.enter_context(self.ledger)
+        for mode in self._inner:
+            self._open.enter_context(mode)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._modules.know(pl_module)
@@ -81,15 +87,18 @@ class Tracking(Callback):
         self.ledger.enter_phase("forward")
         for tensor in _tensors(batch):
             self.ledger.name(tensor, "activations")
+        self._name_of_zero(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self.ledger.enter_phase("backward")
+        self._name_of_zero(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.ledger.enter_phase("optimizer")
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 self.ledger.name(parameter.grad, "gradients")
+        self._name_of_zero(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -99,6 +108,12 @@ class Tracking(Callback):
             for state in optimizer.state.values():
                 for tensor in _tensors(state):
                     self.ledger.name(tensor, "optimizer")
+
+    def _name_of_zero(self, trainer: Trainer) -> None:
+        """Say what DeepSpeed's tensors are for, which it makes and frees in the middle of a step."""
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            for kind, tensor in zero.kinds(trainer.optimizers[0], trainer.lightning_module.parameters()):
+                self.ledger.name(tensor, kind)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close()

@@ -9,7 +9,7 @@ import pytest
 from lightswitch.planning import report
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.device import CONTEXT_BYTES, CUBLAS_BYTES, GIB, NCCL_BYTES, Device
-from lightswitch.planning.estimate import Estimate, Run, Step, estimate
+from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
 from lightswitch.planning.timeline import Change, Growth, Timeline
 
 DEVICE = Device(
@@ -59,7 +59,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits(found: Estimate) -> None:
 
 
 def test_what_is_offloaded_is_on_the_host() -> None:
-    found = estimate((), STEP, RUN, DEVICE, offloads=True)
+    found = estimate((), STEP, RUN, DEVICE, on_host=STATES)
     assert found.memory.host_bytes == 6 * GIB
     assert found.memory.peak.bytes == 2 * GIB
     # shards come twice in each of three micro batches, over 31.5 GB/s

@@ -1,0 +1,101 @@
+"""DeepSpeed's engine on tensors without values: what it asks of them is answered, and what it leaves is undone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightswitch import patches
+from lightswitch.planning.fake_group import World
+from lightswitch.planning.fake_model import CPU
+
+_AGREE = "assert_ints_same_as_other_ranks"  # with rank 0, which is not there
+_AGREEING = tuple(f"deepspeed.runtime.zero.{name}" for name in ("stage3", "partition_parameters"))
+_AGREEING += ("deepspeed.runtime.zero.partitioned_param_coordinator",)
+_KEPT = (  # of a process's first engine, and taken by the next one
+    ("deepspeed.comm.comm", "cdb"),
+    ("deepspeed.utils.groups", "_WORLD_GROUP"),
+    ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED"),
+    ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE"),
+)
+_WITH_32_BIT_COPIES = {"enabled": True, "bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+
+
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Mode in which DeepSpeed's own code reads 0 of any tensor: no overflow, and a norm that is not clipped.
+
+    What the model asks is not answered. The CPU with a number, which DeepSpeed's strategy has, is that of all others,
+    to which real tensors are copied as well.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default and _asker().startswith("deepspeed."):
+            return _zero(args[0].dtype)
+        if kwargs.get("device") == torch.device("cpu", 0):
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _asker() -> str:
+    """Return the name of the module whose function asks torch."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _module(frame).partition(".")[0] == "torch":
+        frame = frame.f_back
+    return _module(frame)
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+@contextmanager
+def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
+    """Context in which DeepSpeed's engine is that of one rank of a world, and leaves this process as it was.
+
+    For any other strategy, one that changes nothing.
+    """
+    if not isinstance(strategy, DeepSpeedStrategy):
+        yield
+        return
+    from lightswitch.deepspeed.quiet_import import deepspeed
+
+    environment, accelerator = dict(os.environ), deepspeed.accelerator.get_accelerator()
+    agree = import_module("deepspeed.runtime.zero.utils")
+    check = getattr(agree, _AGREE)
+    kept = [(import_module(module), name) for module, name in _KEPT]
+    before = [getattr(module, name) for module, name in kept]
+    os.environ["LOCAL_RANK"] = str(world.rank % world.devices_per_node)  # DeepSpeed's own way to know it
+    for name in _AGREEING:
+        patches.replace(import_module(name), _AGREE, lambda ints: None)
+    try:
+        yield
+    finally:
+        strategy.release_engine()  # type: ignore[attr-defined]  # of lightswitch.deepspeed's
+        for name in _AGREEING:
+            patches.replace(import_module(name), _AGREE, check)
+        for (module, name), value in zip(kept, before, strict=True):
+            patches.replace(module, name, value)
+        deepspeed.accelerator.set_accelerator(accelerator)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def shards_gradients(strategy: Strategy) -> bool:
+    """Return whether DeepSpeed reduces gradients in each micro batch: stage 1 does in a step's last alone."""
+    config = getattr(strategy, "config", None) or {}
+    return isinstance(strategy, DeepSpeedStrategy) and config.get("zero_optimization", {}).get("stage", 0) > 1

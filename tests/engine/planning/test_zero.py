@@ -1,0 +1,64 @@
+"""A plan says what real ranks hold under DeepSpeed's stages: its engine runs on tensors without values."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightswitch.errors import NeedsValues
+from lightswitch.planning.fake_group import World
+from lightswitch.planning.simulation import simulate
+from tests.engine.planning.modules import LooksAtValues
+from tests.engine.planning.zero import CASES, RANKS, Case
+from tests.engine.processes import Start, said
+
+
+@pytest.fixture
+def held(start: Start, port: str, tmp_path: Path) -> dict[str, Any]:
+    """What the rank with the least holds, by case."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
+    environment |= {"LOCAL_WORLD_SIZE": str(RANKS), "TORCHELASTIC_RUN_ID": "zero", "GROUP_RANK": "0"}
+    command = (sys.executable, "-m", "tests.engine.planning.zero", str(tmp_path))
+    ranks = [start(*command, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(RANKS)]
+    for rank in ranks:
+        out = said(rank)
+        assert rank.returncode == 0, out
+    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {name: min((told[name] for told in of_ranks), key=lambda told: told["bytes"]) for name in CASES}
+
+
+def test_a_plan_says_what_a_rank_holds_under_deepspeed(held: dict[str, Any]) -> None:
+    for name, case in CASES.items():
+        step = simulate(case.work(), case.strategy(), World(1, RANKS))
+        peak, real = step.growth.at(case.samples).peak(), held[name]
+        assert peak.bytes == pytest.approx(real["bytes"], rel=0.01), name
+        assert peak.by_kind == pytest.approx(real["by_kind"], abs=0.01 * real["bytes"]), name
+        assert case.accumulation * step.micro_flops == real["flops"], name
+
+
+def test_states_are_those_of_zeros_stages() -> None:
+    """33,952 parameters in 32 bits over 8 ranks: Adam's two moments and the copy that it steps, a counter a group."""
+    part = 33_952 // 8
+    for stage in (1, 2, 3):
+        case = Case(CASES["language 1"].model, {"stage": stage}, accumulation=1)
+        step = simulate(case.work(), case.strategy(), World(2, 4, rank=5))
+        kinds = step.growth.at(case.samples).peak().by_kind
+        assert kinds["parameters"] == 4 * (part if stage == 3 else 33_952)
+        assert kinds["optimizer"] == pytest.approx(3 * 4 * part, abs=3 * 4 * 16 + 16)  # parts are padded
+        assert step.optimizer_bytes == pytest.approx(2 * 4 * 33_952, rel=0.01)
+        assert step.parameter_bytes == 4 * 33_952
+
+
+def test_what_the_model_asks_is_not_answered_and_the_process_is_as_it_was() -> None:
+    before, case = dict(os.environ), Case(LooksAtValues, {"stage": 2})
+    comm = importlib.import_module("deepspeed.comm.comm")
+    with pytest.raises(NeedsValues):
+        simulate(case.work(), case.strategy(), World(1, RANKS))
+    assert (dict(os.environ), comm.cdb, torch.distributed.is_initialized()) == (before, None, False)
