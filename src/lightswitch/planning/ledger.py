@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightswitch import patches
 from lightswitch.planning.collectives import Collective, collective
+from lightswitch.planning.repeats import Repeats
 from lightswitch.planning.timeline import Change, Kind, Timeline
 
 Phase = Literal["setup", "forward", "backward", "optimizer"]
@@ -68,6 +69,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.fake = fake
         self.where = where
+        self._repeats = None if fake is None else Repeats(fake)
         self.phase: Phase = "setup"
         self.collectives: list[Collective] = []
         self.flops = 0
@@ -91,10 +93,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # the operator that comes most often
+            return args[0].fake_device
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it does the same with its local tensor, which comes here, too
-        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
-            out = func(*args, **(kwargs or {}))
+        out = self._out(func, types, args, kwargs or {})
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         for tensor in made:
             self._note_tensor(tensor)
@@ -105,6 +108,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                     self.name(tensor, "communication", only_unnamed=True)
         self.flops += _flops(func, args, kwargs or {}, out)
         return out
+
+    def _out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self._repeats is not None and not self._is_real(types, args):
+            return self._repeats.call(func, args, kwargs)
+        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
+            return func(*args, **kwargs)
 
     def _is_real(self, types: Any, args: Any) -> bool:
         """Whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
@@ -148,11 +157,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             yield block, bytes, phase, where  # type: ignore[misc]
 
     def _note_tensor(self, tensor: Tensor) -> Block | None:
-        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
             return None
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
-            return None
-        return self._note(tensor.untyped_storage())
+        is_elsewhere = tensor.fake_mode is not self.fake if isinstance(tensor, FakeTensor) else tensor.is_meta
+        return None if is_elsewhere else self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage, resized: bool = False) -> Block | None:
         key, bytes = storage._cdata, storage.nbytes()
@@ -173,6 +181,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._changes.append((block, -block.bytes))
 
 
+_DEVICE = torch.ops.prim.device.default
 _RESIZE = torch.UntypedStorage.resize_
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts those of GPUs alone
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
