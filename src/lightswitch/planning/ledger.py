@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightswitch import patches
 from lightswitch.planning.collectives import Collective, collective
+from lightswitch.planning.repeats import Repeats
 from lightswitch.planning.timeline import Change, Kind, Timeline
 
 Phase = Literal["setup", "forward", "backward", "optimizer"]
@@ -30,18 +32,24 @@ class Block:
     Attributes:
         kind: None for what nobody has named; then the phase it was made in decides.
         where: the path of the module at work when it was made.
+        first_bytes: that it had when it was made; ``bytes`` changes where it is resized.
     """
 
-    __slots__ = ("bytes", "kind", "phase", "where")
+    __slots__ = ("bytes", "first_bytes", "kind", "phase", "where")
 
     def __init__(self, bytes: int, phase: Phase, where: str) -> None:
-        self.bytes, self.phase, self.where = bytes, phase, where
+        self.bytes, self.first_bytes, self.phase, self.where = bytes, bytes, phase, where
         self.kind: Kind | None = None
 
     @property
     def role(self) -> Kind:
         """Its kind, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
         return self.kind or ("activations" if self.phase == "forward" else "temporary")
+
+    def is_like(self, other: Block) -> bool:
+        """Whether two are of the same kind and the same module, and take bytes, or take none."""
+        own, others = (self.role, self.phase, self.where), (other.role, other.phase, other.where)
+        return own == others and bool(self.first_bytes) == bool(other.first_bytes)
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     What a kernel takes for itself, and gives back before it ends, is not seen.
 
     Args:
-        fake: the mode whose tensors stand for real ones; None where tensors are real. Fake ones of other modes, with
-            which DTensor works out shapes, take no memory.
+        fake: the mode whose tensors stand for real ones, entered before; None where tensors are real. Fake ones of
+            other modes take no memory.
         where: tells the path of the module at work.
     """
 
@@ -68,6 +76,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.fake = fake
         self.where = where
+        self._repeats = None if fake is None else Repeats(fake)
         self.phase: Phase = "setup"
         self.collectives: list[Collective] = []
         self.flops = 0
@@ -83,6 +92,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return result
 
         patches.replace(torch.UntypedStorage, "resize_", resize_and_note)
+        self._depth = 0 if self.fake is None else len(self.fake.enter_stack)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
@@ -91,10 +101,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # the operator that comes most often
+            return FakeTensor.__torch_dispatch__(func, types, args)
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it does the same with its local tensor, which comes here, too
-        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
-            out = func(*args, **(kwargs or {}))
+        out = self._out(func, types, args, kwargs or {})
+        if self.fake is not None and len(self.fake.enter_stack) > self._depth:
+            return out  # the mode was entered once more, by DTensor, to work out shapes: they take no memory
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         for tensor in made:
             self._note_tensor(tensor)
@@ -105,6 +118,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                     self.name(tensor, "communication", only_unnamed=True)
         self.flops += _flops(func, args, kwargs or {}, out)
         return out
+
+    def _out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self._repeats is not None and not self._is_real(types, args):
+            return self._repeats.call(func, args, kwargs)
+        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
+            return func(*args, **kwargs)
 
     def _is_real(self, types: Any, args: Any) -> bool:
         """Whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
@@ -117,27 +136,44 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Say what the step does from now on."""
         self.phase = phase
 
-    def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> None:
-        """Say what a tensor's storage is for; it is noted if it was made before."""
+    def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> Block | None:
+        """Say what a tensor's storage is for; it is noted if it was made before. Return it, where it takes memory."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         block = self._note_tensor(local)
         if block is not None and (block.kind is None or not only_unnamed):
             block.kind = kind
+        return block
 
     def mark(self) -> Mark:
         """Return this moment, for `between`."""
         return Mark(len(self._changes), len(self.collectives), self.flops)
 
-    def between(self, start: Mark, end: Mark) -> Timeline:
-        """Return what was held at a moment, and how that changed until another."""
+    def between(self, start: Mark, end: Mark, times: Mapping[Block, float] = MappingProxyType({})) -> Timeline:
+        """Return what was held at a moment, and how that changed until another.
+
+        Args:
+            times: by which to multiply the bytes of storages.
+        """
         held: Counter[Kind] = Counter()
         for block, bytes in self._changes[: start.changes]:
-            held[block.role] += bytes
+            held[block.role] += bytes * times.get(block, 1)
         changes = tuple(
-            Change(block.role, bytes, phase, where)
+            Change(block.role, bytes * times.get(block, 1), phase, where)
             for block, bytes, phase, where in self._placed(start.changes, end.changes)
         )
         return Timeline(dict(held), changes)
+
+    def made(self, start: Mark, end: Mark) -> list[Block]:
+        """Return the storages that were made between two moments, in order."""
+        before = {block for block, _ in self._changes[: start.changes]}
+        return list(dict.fromkeys(b for b, _ in self._changes[start.changes : end.changes] if b not in before))
+
+    def held(self, at: Mark) -> set[Block]:
+        """Return the storages that were there at a moment."""
+        bytes: Counter[Block] = Counter()
+        for block, change in self._changes[: at.changes]:
+            bytes[block] += change
+        return {block for block, held in bytes.items() if held}
 
     def _placed(self, start: int, end: int) -> Iterator[tuple[Block, int, Phase, str]]:
         """Yield changes with the phase and the module at work, which are those of the newest block."""
@@ -148,11 +184,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             yield block, bytes, phase, where  # type: ignore[misc]
 
     def _note_tensor(self, tensor: Tensor) -> Block | None:
-        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
             return None
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
-            return None
-        return self._note(tensor.untyped_storage())
+        is_elsewhere = tensor.fake_mode is not self.fake if isinstance(tensor, FakeTensor) else tensor.is_meta
+        return None if is_elsewhere else self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage, resized: bool = False) -> Block | None:
         key, bytes = storage._cdata, storage.nbytes()
@@ -173,6 +208,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._changes.append((block, -block.bytes))
 
 
+_DEVICE = torch.ops.prim.device.default
 _RESIZE = torch.UntypedStorage.resize_
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts those of GPUs alone
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -42,6 +42,7 @@ _NEEDS_VALUES = (
     *(DataDependentOutputException, DynamicOutputShapeException),
     *(UnsupportedFakeTensorException, UnsupportedOperatorException),
 )
+_FIRST, _TOLD, _LARGER = range(3)  # numbers of the steps
 _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # whose lines are of a run
 
 
@@ -71,8 +72,9 @@ def simulate(
 ) -> Step:
     """Return what a rank of a world does in a step under a strategy.
 
-    Of the steps that are made, the first makes the optimizer's state, and the last two are told: one at the micro batch
-    that is asked for, and one at twice the samples, unless the batch can't be cut.
+    Two steps are made: the first makes the optimizer's state, and the second is told. The first has twice the samples,
+    for its forward and backward passes tell how memory grows with them; where they are not those of the second, a third
+    step does. A batch that can't be cut has one size.
 
     Args:
         look: called after the steps, while the rank and its process groups are there.
@@ -88,17 +90,16 @@ def simulate(
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
         try:
-            trainer.fit(model, _Batches(work, _sizes(work, strategy), fake))
+            trainer.fit(model, _Batches(work, _sizes(work, strategy), fake, tracking))
         except _NEEDS_VALUES as error:
             raise NeedsValues(str(error.args[0])) from error
         finally:
             tracking.close()
-        told = _told(work)
-        steps = tracking.steps()[-len(told) :]
-        step, larger = steps[0], steps[-1]
+        step = tracking.steps()[_TOLD]
+        growth = _growth(work, tracking)
         look(trainer)
     return Step(
-        growth=Growth((told[0], told[-1]), (step.timeline, larger.timeline)),
+        growth=growth,
         samples=work.samples,
         micro_flops=step.flops / work.accumulation,
         micro_collectives=_before_last(step.collectives, strategy),
@@ -110,15 +111,20 @@ def simulate(
 
 
 def _sizes(work: Work, strategy: Strategy) -> tuple[int, ...]:
-    """Return the micro batch of each step."""
-    # DTensor works out the shapes of what is cut between devices when it first meets them, on fake tensors of its own
-    before = _told(work) if isinstance(strategy, TensorParallel) else (work.samples,)
-    return (*before, *_told(work))
+    """Return the micro batch of each step; the third is made where the first does not tell what it would."""
+    larger = 2 * work.samples if work.is_cut else work.samples
+    return (larger, work.samples, larger)
 
 
-def _told(work: Work) -> tuple[int, ...]:
-    """Return the micro batches that are told of."""
-    return (work.samples, 2 * work.samples) if work.is_cut else (work.samples,)
+def _growth(work: Work, tracking: Tracking) -> Growth:
+    """Return how memory grows from the step that is told to one of twice the samples."""
+    steps = tracking.steps()
+    own = steps[_TOLD].timeline
+    if not work.is_cut:
+        return Growth((work.samples, work.samples), (own, own))
+    larger = steps[_LARGER].timeline if len(steps) > _LARGER else tracking.resized(_FIRST, _TOLD)
+    assert larger is not None
+    return Growth((work.samples, 2 * work.samples), (own, larger))
 
 
 def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
@@ -151,7 +157,7 @@ def _prepared(
         plugins=[FakeCluster(world), *work.options.get("plugins", ())],
         num_nodes=world.nodes,
         devices=world.devices_per_node,
-        callbacks=[tracking, FusedStep(), _Alone(len(_sizes(work, strategy)) * work.accumulation)],
+        callbacks=[tracking, FusedStep(), _Alone(work, tracking)],
         max_epochs=1,
         accumulate_grad_batches=work.accumulation,
         limit_val_batches=0,
@@ -209,17 +215,22 @@ def _replica(model: nn.Module, strategy: Any) -> FakeDDP:
 class _Alone(Callback):
     """Callback that lets a strategy expect nothing of other ranks but collectives, which are those of a fake group.
 
-    It ends the run after so many micro batches, before the end of the epoch: a schedule there may go by a metric.
+    It ends the run once the steps tell enough, before the end of the epoch: a schedule there may go by a metric.
     """
 
-    def __init__(self, batches: int) -> None:
-        self._batches = batches
+    def __init__(self, work: Work, tracking: Tracking) -> None:
+        self._work = work
+        self._tracking = tracking
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx + 1 == self._batches:
+        steps, more = divmod(batch_idx + 1, self._work.accumulation)
+        if not more and steps > _TOLD and (steps > _LARGER or self._is_told()):
             patches.replace(trainer, "should_stop", True)
+
+    def _is_told(self) -> bool:
+        return not self._work.is_cut or self._tracking.resized(_FIRST, _TOLD) is not None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         unused = getattr(trainer.strategy, "_unused", None)
@@ -230,10 +241,11 @@ class _Alone(Callback):
 class _Batches:
     """A loader of micro batches, each of new tensors, as one that reads samples yields."""
 
-    def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode) -> None:
+    def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode, tracking: Tracking) -> None:
         self._sizes = [size for size in sizes for _ in range(work.accumulation)]
         self._sizes.append(self._sizes[-1])  # which is not reached
         self._fake = fake
+        self._tracking = tracking
         self._batches = {size: work.batch(size) for size in set(self._sizes)}
 
     def __len__(self) -> int:
@@ -241,7 +253,10 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         for size in self._sizes:
-            yield tree_map_only(Tensor, self._copy, self._batches[size])
+            batch = tree_map_only(Tensor, self._copy, self._batches[size])
+            self._tracking.name_batch(batch)
+            yield batch
+            del batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
         with self._fake:

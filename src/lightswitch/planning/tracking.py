@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from torchmetrics import Metric
 
 from lightswitch.planning import zero
 from lightswitch.planning.collectives import Collective
-from lightswitch.planning.ledger import Ledger, Mark
+from lightswitch.planning.ledger import Block, Ledger, Mark
 from lightswitch.planning.timeline import Timeline
+
+_OF_PARAMETERS = ("parameters", "gradients", "gathered", "buffers")  # as large at any micro batch
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Tracking(Callback):
         self._modules = Modules()
         self.ledger = Ledger(fake, self._modules.at_work)
         self._marks: list[list[Mark]] = []  # of each step: its start, and the end of each micro batch
+        self._batches: list[list[Block]] = []  # of each step: what its micro batches lie in
+        self._read: set[Block] = set()  # what all micro batches lie in
         self._open = ExitStack()
 
     def steps(self) -> list[TrackedStep]:
@@ -65,6 +69,41 @@ class Tracking(Callback):
         )
         timeline = self.ledger.between(marks[0], marks[-1])
         return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
+
+    def resized(self, other: int, at: int) -> Timeline | None:
+        """Return a step's timeline as it would be at the micro batch of an earlier step, perhaps the first.
+
+        What the two make in their forward and backward passes is the same, but for its bytes. The optimizer goes by
+        parameters alone, and in a first step it makes its state as well.
+
+        Args:
+            other, at: numbers of the two steps, from 0.
+
+        Returns:
+            None where it is not the same; then that step is to be made once more.
+        """
+        earlier, own = self._marks[other], self._marks[at]
+        pairs = list(zip_longest(self._passes(earlier), self._passes(own)))
+        if any(a is None or b is None or not a.is_like(b) for a, b in pairs):
+            return None
+        pairs += zip(self._batches[other], self._batches[at], strict=True)
+        times = {b: a.first_bytes / b.first_bytes for a, b in pairs if a.first_bytes != b.first_bytes}
+        left = self.ledger.held(own[0])
+        if any(a in left for a, b in pairs if b in times and b not in self._batches[at]):
+            return None
+        return self.ledger.between(own[0], own[-1], times)
+
+    def _passes(self, marks: list[Mark]) -> list[Block]:
+        """Return what the forward and backward passes of a step make that may grow with the samples."""
+        made = (block for block in self.ledger.made(marks[0], marks[-1]) if block not in self._read)
+        return [b for b in made if b.phase in ("forward", "backward") and b.role not in _OF_PARAMETERS]
+
+    def name_batch(self, batch: Any) -> list[Block]:
+        """Say that tensors are those of a micro batch, perhaps one that is read before its turn."""
+        named = (self.ledger.name(tensor, "activations") for tensor in _tensors(batch))
+        found = [block for block in named if block is not None]
+        self._read.update(found)
+        return found
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._fake is not None:
@@ -84,9 +123,9 @@ class Tracking(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._marks.append([self.ledger.mark()])
+            self._batches.append([])
         self.ledger.enter_phase("forward")
-        for tensor in _tensors(batch):
-            self.ledger.name(tensor, "activations")
+        self._batches[-1] += self.name_batch(batch)
         self._name_of_zero(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
