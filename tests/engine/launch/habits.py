@@ -107,6 +107,8 @@ RUNS: dict[str, Typed] = {
     ),
     "best": Typed(PLAIN, "run_id=mine mode=test ckpt_path=best", after="path"),
     "normed on two": Typed(NORMED, f"{_ON_TWO} trainer.max_steps=2"),
+    "synced": Typed(NORMED, f"trainer.sync_batchnorm=true {_ON_TWO}", code=2),
+    "synced under DeepSpeed": Typed(NORMED, "trainer.sync_batchnorm=true strategy=deepspeed_stage_1", code=2),
     "scheduled": Typed(PLAIN, f"{_GROWS} {_KEEPS} micro_batch_size=10 run_id=mine"),
     "scheduled, resumed": Typed(
         PLAIN, f"{_GROWS} run_id=other ckpt_path=runs/plainmodel/mine/checkpoints/step_6.ckpt", after="scheduled"
@@ -273,6 +275,14 @@ HABITS = (
         *("so the curve follows micro_batch_size; leave that out where the memory", _times_told("batch norm net.1"), 1),
     ),
     Habit("a batch norm in whole batches", "time", look=_times_told("batch norm"), found=0),
+    Habit(
+        *("trainer.sync_batchnorm on CPUs", "synced"),
+        "error: trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs\n",
+    ),
+    Habit(
+        *("trainer.sync_batchnorm under DeepSpeed", "synced under DeepSpeed"),
+        "error: trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp\n",
+    ),
     # What can't be trained
     Habit(
         *("model._target_ of no LightningModule", "no module"),
@@ -285,14 +295,6 @@ HABITS = (
     Habit("an empty dataset", "empty", "error: data: a DataLoader that shuffles has no samples, as its dataset is"),
     Habit("an empty dataset in order", "empty, in order", "error: the training set has no samples\n"),
 )
-
-# What is refused before torch is imported, by its line
-REFUSED = {
-    "trainer.sync_batchnorm=true strategy=ddp_fork trainer.devices=2": "trainer.sync_batchnorm=true is for GPUs, as "
-    "torch's synchronised batch norm is; leave it out on CPUs",
-    "trainer.sync_batchnorm=true strategy=deepspeed_stage_1": "trainer.sync_batchnorm=true is not done under "
-    "DeepSpeed; use strategy=ddp or fsdp",
-}
 
 # What other tests hold: the file, and what is to be found in it
 ELSEWHERE = {
