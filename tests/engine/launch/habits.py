@@ -5,6 +5,7 @@ Rows share runs, which are by far dearer than looking at them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ RUNS: dict[str, Typed] = {
     "by hand": Typed(BY_HAND, "trainer.max_epochs=2 callbacks.last_checkpoint.every_n_steps=4"),
     "by hand to a step": Typed(BY_HAND, "trainer.max_steps=12 run_id=mine"),
     "by hand, resumed": Typed(BY_HAND, "trainer.max_steps=20 run_id=mine", after="by hand to a step"),
+    "by hand, nan": Typed(f"{_PLAIN}.ManualNanModel", "model.step=6 on_nan=skip trainer.max_epochs=2"),
     "by hand, clipped": Typed(BY_HAND, "trainer.gradient_clip_val=0.5", code=2),
     "by hand, micro batches": Typed(BY_HAND, "micro_batch_size=20", code=2),
     "several optimizers": Typed(f"{_PLAIN}.AutomaticGanModel", code=2),
@@ -251,6 +253,10 @@ HABITS = (
         "waits for; type trainer.strategy.find_unused_parameters=true\n",
     ),
     Habit("a GAN under ddp, as told", "gan, unused found", "\nstep 4/4 · batch 2 · loss ", _steps, 2),
+    Habit(
+        *("on_nan=skip by hand", "by hand, nan", "skips      step 6, whose loss is not finite\n"),
+        *(lambda run: all(map(math.isfinite, run.column("val/loss").values())), True),
+    ),
     # Schedules
     Habit("ReduceLROnPlateau", "plateau", "validates  once an epoch, as ReduceLROnPlateau goes by it", _rates, _HALVED),
     Habit("ReduceLROnPlateau validates", "plateau", look=_validated(), found=[4, 9, 14, 19]),
