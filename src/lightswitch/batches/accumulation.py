@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 class Accumulation:
-    """How many global batches an optimizer step takes in each epoch: one, or as many as a scheduler says.
+    """Number of global batches that an optimizer step takes in each epoch: one, or as many as a scheduler says.
 
     The batches are the same either way, and so is their order; optimizer steps are fewer and larger.
 

@@ -61,7 +61,8 @@ class FiniteLoss(Callback):
         bad = torch.tensor(float(self._is_bad), device=trainer.strategy.root_device)
         if trainer.world_size > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
-        self._is_bad = False
+        if pl_module.automatic_optimization:
+            self._is_bad = False
         if not bad.item():
             return
         self._tell_skipped(trainer)
@@ -77,7 +78,9 @@ class FiniteLoss(Callback):
             count = "" if self._skipped_steps == 1 else f", {self._skipped_steps} such steps so far"
             log.warning("skips      step %d, whose loss is not finite%s", trainer.global_step, count)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if not pl_module.automatic_optimization:  # several optimizers may have stepped by the same loss
+            self._is_bad = False
         if self._waiting and trainer._logger_connector.should_update_logs:
             self._look(trainer)
 

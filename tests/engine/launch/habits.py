@@ -5,6 +5,7 @@ Rows share runs, which are by far dearer than looking at them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,6 +89,7 @@ RUNS: dict[str, Typed] = {
     "by hand": Typed(BY_HAND, "trainer.max_epochs=2 callbacks.last_checkpoint.every_n_steps=4"),
     "by hand to a step": Typed(BY_HAND, "trainer.max_steps=12 run_id=mine"),
     "by hand, resumed": Typed(BY_HAND, "trainer.max_steps=20 run_id=mine", after="by hand to a step"),
+    "by hand, nan": Typed(f"{_PLAIN}.ManualNanModel", "model.step=6 on_nan=skip trainer.max_epochs=2"),
     "by hand, clipped": Typed(BY_HAND, "trainer.gradient_clip_val=0.5", code=2),
     "by hand, micro batches": Typed(BY_HAND, "micro_batch_size=20", code=2),
     "several optimizers": Typed(f"{_PLAIN}.AutomaticGanModel", code=2),
@@ -107,6 +109,8 @@ RUNS: dict[str, Typed] = {
     ),
     "best": Typed(PLAIN, "run_id=mine mode=test ckpt_path=best", after="path"),
     "normed on two": Typed(NORMED, f"{_ON_TWO} trainer.max_steps=2"),
+    "synced": Typed(NORMED, f"trainer.sync_batchnorm=true {_ON_TWO}", code=2),
+    "synced under DeepSpeed": Typed(NORMED, "trainer.sync_batchnorm=true strategy=deepspeed_stage_1", code=2),
     "scheduled": Typed(PLAIN, f"{_GROWS} {_KEEPS} micro_batch_size=10 run_id=mine"),
     "scheduled, resumed": Typed(
         PLAIN, f"{_GROWS} run_id=other ckpt_path=runs/plainmodel/mine/checkpoints/step_6.ckpt", after="scheduled"
@@ -249,6 +253,10 @@ HABITS = (
         "waits for; type trainer.strategy.find_unused_parameters=true\n",
     ),
     Habit("a GAN under ddp, as told", "gan, unused found", "\nstep 4/4 · batch 2 · loss ", _steps, 2),
+    Habit(
+        *("on_nan=skip by hand", "by hand, nan", "skips      step 6, whose loss is not finite\n"),
+        *(lambda run: all(map(math.isfinite, run.column("val/loss").values())), True),
+    ),
     # Schedules
     Habit("ReduceLROnPlateau", "plateau", "validates  once an epoch, as ReduceLROnPlateau goes by it", _rates, _HALVED),
     Habit("ReduceLROnPlateau validates", "plateau", look=_validated(), found=[4, 9, 14, 19]),
@@ -273,6 +281,14 @@ HABITS = (
         *("so the curve follows micro_batch_size; leave that out where the memory", _times_told("batch norm net.1"), 1),
     ),
     Habit("a batch norm in whole batches", "time", look=_times_told("batch norm"), found=0),
+    Habit(
+        *("trainer.sync_batchnorm on CPUs", "synced"),
+        "error: trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs\n",
+    ),
+    Habit(
+        *("trainer.sync_batchnorm under DeepSpeed", "synced under DeepSpeed"),
+        "error: trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp\n",
+    ),
     # What can't be trained
     Habit(
         *("model._target_ of no LightningModule", "no module"),
@@ -285,14 +301,6 @@ HABITS = (
     Habit("an empty dataset", "empty", "error: data: a DataLoader that shuffles has no samples, as its dataset is"),
     Habit("an empty dataset in order", "empty, in order", "error: the training set has no samples\n"),
 )
-
-# What is refused before torch is imported, by its line
-REFUSED = {
-    "trainer.sync_batchnorm=true strategy=ddp_fork trainer.devices=2": "trainer.sync_batchnorm=true is for GPUs, as "
-    "torch's synchronised batch norm is; leave it out on CPUs",
-    "trainer.sync_batchnorm=true strategy=deepspeed_stage_1": "trainer.sync_batchnorm=true is not done under "
-    "DeepSpeed; use strategy=ddp or fsdp",
-}
 
 # What other tests hold: the file, and what is to be found in it
 ELSEWHERE = {

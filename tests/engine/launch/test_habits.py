@@ -8,10 +8,9 @@ from functools import cache
 
 import pytest
 
-from tests.engine.config.mistaken import Answer, answers
-from tests.engine.conftest import CHECKOUT, PLAIN_DATA, PLAIN_MODEL, Finished, runs_in
+from tests.engine.conftest import CHECKOUT, Finished, runs_in
 from tests.engine.curves import largest_difference
-from tests.engine.launch.habits import ELSEWHERE, HABITS, PLAIN, REFUSED, RUNS, Habit, Typed
+from tests.engine.launch.habits import ELSEWHERE, HABITS, PLAIN, RUNS, Habit, Typed
 from tests.engine.processes import TRAIN_PY, Start, said
 
 Ran = Callable[[str], Finished]
@@ -33,24 +32,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    return answers(
-        {typed: [PLAIN_MODEL, PLAIN_DATA, *typed.split()] for typed in REFUSED}, tmp_path_factory.mktemp("refused")
-    )
-
-
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.has)
 def test_a_habit_has_its_effect_or_its_line(habit: Habit, ran: Ran) -> None:
     run = ran(habit.run)
     assert habit.told in (run.err if run.returncode else run.out)
     assert habit.look(run) == habit.found
     assert "Traceback" not in run.err
-
-
-@pytest.mark.parametrize("typed", REFUSED)
-def test_a_habit_is_refused_in_a_line(typed: str, answered: dict[str, Answer]) -> None:
-    assert (answered[typed].returncode, answered[typed].err) == (2, f"error: {REFUSED[typed]}\n")
 
 
 @pytest.mark.parametrize("habit", ELSEWHERE)
@@ -60,9 +47,8 @@ def test_a_habit_is_tried_elsewhere(habit: str) -> None:
 
 
 def test_there_are_as_many_habits_as_were_found() -> None:
-    names = [*(habit.has for habit in HABITS), *REFUSED, *ELSEWHERE]
+    names = [*(habit.has for habit in HABITS), *ELSEWHERE]
     assert len(set(names)) == len(names) >= 60
-    assert {habit.run for habit in HABITS} >= {name for name, run in RUNS.items() if run.code}
 
 
 def test_a_module_that_optimizes_by_hand_resumes_at_the_very_sample(ran: Ran) -> None:
