@@ -62,7 +62,10 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *(f"planning/test_{name}.py" for name in ("dry_run", "plan", "rank", "simulation", "truth", "zero")),
 )
 # a fork has no quick suite, and no such mark
-SLOW_OF_PROJECT = ("tests/project/test_promises.py", "tests/project/examples/test_hf.py::test_a_tuned")
+SLOW_OF_PROJECT = (
+    *("tests/project/test_promises.py", "tests/project/examples/test_hf.py::test_a_tuned"),
+    *("tests/project/examples/test_hf_plan.py", "tests/project/examples/test_text_shards.py::test_a_mixture"),
+)
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = (
     *("slurm/test_preemption.py", "test_gpu.py", "fork/test_made.py", "slurm/test_multinode.py"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engine.conftest import CHECKOUT, PLAIN, Train
+from lightswitch.export.__main__ import main as export
+from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, Train
 
 PAGE = (CHECKOUT / "docs" / "extension.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -33,14 +37,21 @@ def _overrides(fork: Path, *words: str) -> tuple[str, ...]:
 
 
 def test_the_page_names_a_file_for_each_block_of_code() -> None:
-    assert len(FILES) == len(re.findall("```", PAGE)) / 2 == 9
+    assert len(FILES) == len(re.findall("```", PAGE)) / 2 == 10
 
 
 def test_its_commands_are_those_that_are_tried_here() -> None:
     commands = re.findall(r"^    python (.*)$", PAGE, re.MULTILINE)
     choices = [word for command in commands for word in command.split() if re.match(r"(strategy|precision|\w+)=", word)]
-    assert {choice.split("=")[0] for choice in choices} == {"callbacks", "logger", "precision", "strategy", "run_id"}
-    assert len(commands) == 5
+    assert {choice.split("=")[0] for choice in choices} == {
+        "callbacks",
+        "logger",
+        "precision",
+        "strategy",
+        "run_id",
+        "init_from",
+    }
+    assert len(commands) == 7
 
 
 def test_its_callback_ends_a_run_whose_loss_is_too_high(fork: Path, train: Train) -> None:
@@ -86,6 +97,31 @@ def test_its_precision_is_refused_by_deepspeed_before_anything_starts(fork: Path
         "precision BF16Training is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"
     )
     assert refused.err.strip() == f"error: {told}"
+
+
+@pytest.mark.skipif(
+    find_spec("transformers") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"),
+    reason="transformers is an extra",
+)
+def test_its_module_is_a_folder_of_the_hub_and_starts_from_one(
+    fork: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = (
+        PLAIN_DATA,
+        "model._target_=extension_page.points.Points",
+        "trainer.max_steps=2",
+        "trainer.limit_test_batches=0",
+    )
+    trained = train(*run, "run_id=a", folder=fork)
+    monkeypatch.syspath_prepend(fork)
+    export([str(trained.folder / "runs" / "points" / "a"), "--format", "hf", "-o", str(fork / "points")])
+    points = importlib.import_module("extension_page.points")
+    hub, module = points.HubPoints.from_pretrained(fork / "points"), points.Points()
+    module.load_state_dict(module.from_hf(hub.state_dict()))
+    some = torch.randn(3, 2)
+    assert torch.equal(hub(some), module(some))
+    started = train(*run, "run_id=b", f"init_from={fork}/points", folder=fork)
+    assert "init_from  4 of the model's 4 tensors are in " in started.out
 
 
 def _losses(fork: Path, run_id: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -49,7 +50,7 @@ def tensor_parallel(model: HFCausalLM, devices: int) -> dict[str, ParallelStyle]
     plan: dict[str, ParallelStyle] = {}
     for path, name in names.items():
         style, adapter = STYLES[name]
-        layer = model.model.get_submodule(path)
+        layer: Any = model.model.get_submodule(path)
         parts = ["base_layer", *(f"{adapter}.{inner}" for inner in layer.lora_A)] if hasattr(layer, "lora_A") else []
         plan |= {f"model.{path}.{part}".rstrip("."): style() for part in parts or [""]}
     return plan
@@ -59,7 +60,7 @@ def styled(hub: nn.Module) -> Iterator[tuple[str, str]]:
     """Paths of layers, and the name of the style that transformers has for each; embeddings, and heads that are tied
     to one, are left out."""
     plan: dict[str, str] = getattr(hub, "tp_plan", None) or {}
-    embedding = hub.get_input_embeddings().weight
+    embedding = hub.get_input_embeddings().weight  # type: ignore[operator]  # a method of every transformers model
     for path, layer in hub.named_modules():
         name = plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", path))
         if name is not None and name not in OF_EMBEDDINGS and getattr(layer, "weight", None) is not embedding:

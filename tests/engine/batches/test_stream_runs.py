@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,11 @@ SHORT = ("trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0", *RECOR
 RUN = (*STREAM, *SHORT, "run_id=mine", "global_batch_size=24", "data.samples=107", "data.buffer=20", "data.noise=0.1")
 STEPS = ("trainer.max_steps=12", "trainer.val_check_interval=6")  # of five in an epoch, the last of eleven samples
 STOPPED = "trainer.max_steps=7"
+KILLED = (
+    "callbacks.last_checkpoint.every_n_steps=2",
+    "callbacks.kill._target_=tests.engine.batches.streams.KillOnceSaved",
+    "callbacks.kill.run_dir=${hydra:runtime.output_dir}",
+)
 
 
 def _samples(run_dir: Path) -> dict[int, Counter[int]]:
@@ -51,15 +57,27 @@ def test_a_stream_has_the_curve_of_one_process(
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
-def test_a_stream_goes_on_under_another_strategy_and_world_size(
+def test_a_killed_stream_goes_on_under_another_strategy_and_world_size(
     kind: str, alone: dict[str, Finished], train: Train
 ) -> None:
-    run = (*RUN, f"data.kind={kind}")
-    first = train(*run, STOPPED, "trainer.val_check_interval=6", "strategy=deepspeed_stage_2", ranks=2)
-    resumed = train(*run, *STEPS, "strategy=fsdp", "micro_batch_size=8", ranks=3, folder=first.folder)
+    run = (*RUN, *STEPS, f"data.kind={kind}")
+    killed = train(*run, *KILLED, "strategy=deepspeed_stage_2", ranks=2, check=False)
+    assert killed.returncode == -9, killed.err
+    resumed = train(*run, "strategy=fsdp", "micro_batch_size=8", ranks=3, folder=killed.folder)
     for metric in ("train/loss", "samples", "val/loss"):
         assert largest_difference(resumed, alone[kind], metric) <= 1e-5, metric
-    assert ("skipped    48 samples of a stream" in resumed.out) == (kind == "plain")
+    assert re.search(r"resumes .*step_\d", resumed.out)
+    assert bool(re.search(r"skipped +\d+ samples of a stream", resumed.out)) == (kind == "plain")
+
+
+def test_a_killed_stream_goes_on_at_its_sample_to_the_bit(alone: dict[str, Finished], train: Train) -> None:
+    run = (*RUN, *STEPS, "data.kind=stateful", "data.workers=2", "strategy=single")
+    killed = train(*run, *KILLED, check=False)
+    assert killed.returncode == -9, killed.err
+    resumed = train(*run, folder=killed.folder)
+    assert re.search(r"resumes .*step_\d", resumed.out)
+    for metric in ("train/loss", "val/loss", "samples", "test/accuracy"):
+        assert resumed.column(metric) == alone["stateful"].column(metric), metric
 
 
 def test_a_stream_goes_on_where_its_first_batch_was_read_before_the_checkpoint(
