@@ -95,6 +95,13 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
         os.environ.update(environment)
 
 
+def plan_in_bfloat16(strategy: DeepSpeedStrategy) -> None:
+    """Let bfloat16 stand for DeepSpeed's float16, which a CPU has not: weights in 16 bits, beside copies in 32."""
+    config = strategy.config or {}
+    config.pop("fp16", None)
+    config["bf16"] = dict(_WITH_32_BIT_COPIES)
+
+
 def shards_gradients(strategy: Strategy) -> bool:
     """Return whether DeepSpeed reduces gradients in each micro batch: stage 1 does in a step's last alone."""
     config = getattr(strategy, "config", None) or {}

@@ -92,7 +92,8 @@ def _held(case: Case) -> dict[str, Any]:
     trainer.fit(model, _Endless(partial(case.batch, case.samples)))
     steps = tracking.steps()[1:]
     least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)
-    return {**asdict(least), "flops": steps[0].flops}
+    sent = sorted([one.name, one.bytes] for micro in steps[-1].collectives for one in micro)
+    return {**asdict(least), "flops": steps[0].flops, "sent": sent}
 
 
 if __name__ == "__main__":
