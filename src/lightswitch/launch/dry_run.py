@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
@@ -82,12 +81,6 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
 def _candidate(request: Request, run: RunContext) -> Candidate:
     choice = str(run.hydra.runtime.choices.get("strategy"))
     (candidate,) = candidates.chosen(choice, request.trainer["strategy"])
-    if not candidate.is_simulated:
-        same = "fsdp" if candidate.node.get("stage") == 3 else "fsdp_grad_op"
-        raise Refused(
-            f"strategy={choice}: DeepSpeed's engine asks tensors for their values, and a dry run has none; "
-            f"use strategy={same}, which shards the same"
-        )
     return candidate
 
 
@@ -115,7 +108,7 @@ def _rehearsed(
 
 def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> tuple[Rank, Step]:
     try:
-        strategy = instantiate(dict(candidate.node), _convert_="all")
+        strategy = estimates.strategy_of(request, candidate)
         return rehearse(estimates.work_of(request, batch), strategy, replace(request.world, rank=number))
     except NeedsValues as error:
         raise Refused(

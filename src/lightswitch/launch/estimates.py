@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
@@ -20,6 +21,7 @@ from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
 from lightswitch.planning.fake_group import World
+from lightswitch.planning.fake_zero import plan_in_bfloat16
 from lightswitch.planning.samples import Samples, first_samples
 from lightswitch.planning.simulation import Work, simulate, without_step
 from lightswitch.planning.timeline import Kind
@@ -203,10 +205,18 @@ def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
     key = (candidate.on_device(), batch)
     if key in request.simulated:
         return request.simulated[key]
-    strategy = instantiate(dict(candidate.node), _convert_="all")
+    strategy = strategy_of(request, candidate)
     with _own_code("a step of the model"):
         request.simulated[key] = simulate(work_of(request, batch), strategy, request.world)
     return request.simulated[key]
+
+
+def strategy_of(request: Request, candidate: Candidate) -> Strategy:
+    """Return a strategy to be simulated."""
+    strategy: Strategy = instantiate(dict(candidate.node), _convert_="all")
+    if isinstance(strategy, DeepSpeedStrategy) and str(request.cfg.trainer.get("precision")).startswith("16"):
+        plan_in_bfloat16(strategy)
+    return strategy
 
 
 @contextmanager
@@ -239,10 +249,11 @@ def work_of(request: Request, batch: BatchPlan) -> Work:
 
 
 def _precision(cfg: DictConfig) -> dict[str, Any]:
-    """Return the Trainer's arguments for the precision; float16 with a loss scale takes what bfloat16 does, and its
-    scale is a value."""
+    """Return the Trainer's arguments for the precision; float16 takes what bfloat16 does, and its loss scale is a
+    value."""
     asked = cfg.trainer.get("precision")
-    cfg = OmegaConf.create({"trainer": {"precision": "bf16-mixed" if asked in (16, "16", "16-mixed") else asked}})
+    same: Any = {"16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}.get(str(asked), asked)
+    cfg = OmegaConf.create({"trainer": {"precision": same}})
     refusals: list[Refused] = []
     arguments = {"precision": cfg.trainer.precision, **build.plugins(cfg, None, refusals)}
     build.raise_all(refusals)

@@ -90,7 +90,7 @@ def _tell_states(cfg: DictConfig, operator: str) -> None:
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:
     choice = run.hydra.runtime.choices.get("strategy")
     if choice == "auto":
-        return candidates.every(run.hydra, request.world.nodes)
+        return candidates.every(run.hydra, request.world.nodes, with_zero=request.cfg.plan.deepspeed)
     return candidates.chosen(str(choice), request.trainer["strategy"])
 
 

@@ -114,11 +114,14 @@ def chosen(choice: str, node: Mapping[str, Any]) -> list[Candidate]:
     return [Candidate((f"strategy={choice}",), node)]
 
 
-def every(hydra: HydraConf, nodes: int) -> list[Candidate]:
+def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candidate]:
     """Return every strategy of the config folders that is a class by itself, the simplest first.
 
     Left out are those that differ from another one only in how processes are started, or lack a value, and replicas
     of one node where there is no other.
+
+    Args:
+        with_zero: DeepSpeed's stages are among them, where it is installed.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for path in _files(hydra):
@@ -127,7 +130,8 @@ def every(hydra: HydraConf, nodes: int) -> list[Candidate]:
         if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:
             found[path.stem] = node
     named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
-    return [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
+    those = [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
+    return [one for one in those if with_zero or not one.is_zero]
 
 
 def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candidate]:

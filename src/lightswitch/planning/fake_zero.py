@@ -17,8 +17,7 @@ from lightswitch import patches
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.fake_model import CPU
 
-_AGREE = "assert_ints_same_as_other_ranks"  # with rank 0, which is not there
-_AGREEING = tuple(f"deepspeed.runtime.zero.{name}" for name in ("stage3", "partition_parameters"))
+_AGREEING = tuple(f"deepspeed.runtime.zero.{name}" for name in ("stage3", "partition_parameters"))  # with rank 0
 _AGREEING += ("deepspeed.runtime.zero.partitioned_param_coordinator",)
 _KEPT = (  # of a process's first engine, and taken by the next one
     ("deepspeed.comm.comm", "cdb"),
@@ -75,24 +74,30 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
     from lightswitch.deepspeed.quiet_import import deepspeed
 
     environment, accelerator = dict(os.environ), deepspeed.accelerator.get_accelerator()
-    agree = import_module("deepspeed.runtime.zero.utils")
-    check = getattr(agree, _AGREE)
+    check = import_module("deepspeed.runtime.zero.utils").assert_ints_same_as_other_ranks
     kept = [(import_module(module), name) for module, name in _KEPT]
     before = [getattr(module, name) for module, name in kept]
     os.environ["LOCAL_RANK"] = str(world.rank % world.devices_per_node)  # DeepSpeed's own way to know it
     for name in _AGREEING:
-        patches.replace(import_module(name), _AGREE, lambda ints: None)
+        patches.replace(import_module(name), "assert_ints_same_as_other_ranks", lambda ints: None)
     try:
         yield
     finally:
         strategy.release_engine()  # type: ignore[attr-defined]  # of lightswitch.deepspeed's
         for name in _AGREEING:
-            patches.replace(import_module(name), _AGREE, check)
+            patches.replace(import_module(name), "assert_ints_same_as_other_ranks", check)
         for (module, name), value in zip(kept, before, strict=True):
             patches.replace(module, name, value)
         deepspeed.accelerator.set_accelerator(accelerator)
         os.environ.clear()
         os.environ.update(environment)
+
+
+def plan_in_bfloat16(strategy: DeepSpeedStrategy) -> None:
+    """Let bfloat16 stand for DeepSpeed's float16, which a CPU has not: weights in 16 bits, beside copies in 32."""
+    config = strategy.config or {}
+    config.pop("fp16", None)
+    config["bf16"] = dict(_WITH_32_BIT_COPIES)
 
 
 def shards_gradients(strategy: Strategy) -> bool:

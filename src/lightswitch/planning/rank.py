@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -109,7 +109,8 @@ def _axes(strategy: Strategy, world: World) -> Iterator[Axis]:
             ranks = tuple(dist.get_process_group_ranks(group))
             yield Axis(name, size, ranks.index(world.rank), ranks)
     elif isinstance(strategy, DDPStrategy | FSDP1):
-        yield Axis(REPLICATE, world.size, world.rank, tuple(range(world.size)))
+        name = SHARD if isinstance(strategy, DeepSpeedStrategy) else REPLICATE  # ZeRO cuts what it cuts over all
+        yield Axis(name, world.size, world.rank, tuple(range(world.size)))
 
 
 def _mesh(strategy: Strategy) -> DeviceMesh | None:
@@ -138,8 +139,14 @@ def _units(strategy: Strategy, model: nn.Module) -> Iterator[Unit]:
 
 
 def _unit(path: str, module: nn.Module, own: list[nn.Parameter]) -> Unit:
-    kept = [parameter._local_tensor if isinstance(parameter, DTensor) else parameter for parameter in own]
-    return Unit(path, _kind(module), _count(own), _bytes(own), sum(tensor.nbytes for tensor in kept))
+    return Unit(path, _kind(module), _count(own), _bytes(own), sum(_kept(parameter).nbytes for parameter in own))
+
+
+def _kept(parameter: nn.Parameter) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor
+    part: Tensor = getattr(parameter, "ds_tensor", parameter)  # of ZeRO 3
+    return part
 
 
 def _flat_unit(path: str, module: FullyShardedDataParallel) -> Unit:
@@ -157,11 +164,15 @@ def _kind(module: nn.Module) -> str:
 
 
 def _count(parameters: list[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
+    return sum(_numel(parameter) for parameter in parameters)
 
 
-def _bytes(tensors: list[nn.Parameter]) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+def _bytes(parameters: list[nn.Parameter]) -> int:
+    return sum(_numel(parameter) * parameter.dtype.itemsize for parameter in parameters)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO 3 has parts alone, between two steps
 
 
 def _stored(strategy: Strategy) -> dict[str, Layout] | None:

@@ -10,7 +10,7 @@ from lightswitch.preflight import devices
 
 MODES = ("plan", "dry_run")
 _KEYS = {
-    "plan": ("device", "memory_gib", "disk_gb_per_second", "tokens_per_sample"),
+    "plan": ("device", "memory_gib", "deepspeed", "disk_gb_per_second", "tokens_per_sample"),
     "dry_run": ("rank", "steps", "weak_devices"),
 }
 
@@ -31,6 +31,8 @@ def problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
         value = cfg["plan"][key]
         if value is not None and (type(value) not in (int, float) or value <= 0):
             yield f"plan.{key}={value}: use a number greater than 0"
+    if type(cfg["plan"]["deepspeed"]) is not bool:
+        yield f"plan.deepspeed={cfg['plan']['deepspeed']}: use true or false"
     if mode == "dry_run":
         yield from _of_dry_run(cfg)
 

@@ -100,7 +100,6 @@ def test_a_sweep_ends_with_how_the_run_scales(train: Train) -> None:
             ),
         ),
         (("global_batch_size=30",), ("global_batch_size 30 does not divide over 4 devices",)),
-        (("strategy=deepspeed_stage_3",), ("use strategy=fsdp, which shards the same",)),
     ],
 )
 def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: tuple[str, ...]) -> None:

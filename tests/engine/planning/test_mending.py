@@ -10,7 +10,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.planning import mending
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB
-from lightswitch.planning.estimate import Estimate, Memory
+from lightswitch.planning.estimate import STATES, Estimate, Memory
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.timeline import Peak
 from tests.engine.planning.test_estimate import DEVICE, RUN, found
@@ -73,3 +73,19 @@ def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:
     assert shares == [0.5 + 0.5 / 4, 0.25 + 0.75 / 4, 1 / 4]
     hybrid = Candidate((), {"_target_": FSDP, "sharding_strategy": "HYBRID_SHARD"})
     assert hybrid.kept_share(nodes=4, devices_per_node=8) == 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ({"_target_": "x.FSDP"}, ()),
+        ({"_target_": "x.FSDP", "cpu_offload": True}, STATES),
+        ({"_target_": "x.DeepSpeed", "stage": 2, "offload_optimizer": True}, ("optimizer",)),
+        (
+            {"_target_": "x.DeepSpeed", "stage": 3, "offload_optimizer": True, "offload_parameters": True},
+            ("parameters", "optimizer"),
+        ),
+    ],
+)
+def test_what_is_offloaded_is_on_the_host(node: dict[str, object], expected: tuple[str, ...]) -> None:
+    assert Candidate((), node).on_host == expected

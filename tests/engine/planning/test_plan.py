@@ -15,11 +15,12 @@ H100 = ("plan.device=h100", "trainer.devices=8")
 
 
 def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -> None:
-    run = train("mode=plan", *MODEL, *H100)
+    run = train("mode=plan", *MODEL, *H100, "plan.deepspeed=true")
     plan = json.loads((run.run_dir / "plan.json").read_text())
     best = plan["strategies"][0]["words"][0].removeprefix("strategy=")
     names = {one["words"][0] for one in plan["strategies"]}
     assert names >= {"strategy=ddp", "strategy=fsdp", "strategy=fsdp_grad_op", "strategy=fsdp_offload"}
+    assert names >= {f"strategy=deepspeed_stage_{stage}{where}" for stage in (1, 2, 3) for where in ("", "_offload")}
     assert "single is one device" in plan["refused"]["strategy=single"]
     assert all(one["fits"] and one["bound_by"] for one in plan["strategies"])
     (taken,) = (line for line in run.out.splitlines() if line.startswith("take"))
@@ -74,6 +75,7 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
         (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
         (("plan.device=h300",), "device=h300: there is no such device. Did you mean h200?"),
         ((*MODEL, "trainer.devices=3"), "global_batch_size 16 does not divide over 3 devices"),
+        ((*MODEL, "plan.deepspeed=yes"), "plan.deepspeed=yes: use true or false"),
         ((*MODEL, "plan.memory_gib=-1"), "plan.memory_gib=-1: use a number greater than 0"),
         ((*MODEL, "strategy=fsdp", "model.heads=3"), "a step of the model fails: "),
     ],

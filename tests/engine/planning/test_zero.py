@@ -14,6 +14,7 @@ import torch
 
 from lightswitch.errors import NeedsValues
 from lightswitch.planning.fake_group import World
+from lightswitch.planning.fake_zero import plan_in_bfloat16
 from lightswitch.planning.simulation import simulate
 from tests.engine.planning.modules import LooksAtValues
 from tests.engine.planning.zero import CASES, RANKS, Case
@@ -41,6 +42,8 @@ def test_a_plan_says_what_a_rank_holds_under_deepspeed(held: dict[str, Any]) -> 
         assert peak.bytes == pytest.approx(real["bytes"], rel=0.01), name
         assert peak.by_kind == pytest.approx(real["by_kind"], abs=0.01 * real["bytes"]), name
         assert case.accumulation * step.micro_flops == real["flops"], name
+        sent = (*step.micro_collectives[: None if case.accumulation > 1 else 0], *step.last_collectives)
+        assert sorted([one.name, one.bytes] for one in sent) == real["sent"], name
 
 
 def test_states_are_those_of_zeros_stages() -> None:
@@ -54,6 +57,15 @@ def test_states_are_those_of_zeros_stages() -> None:
         assert kinds["optimizer"] == pytest.approx(3 * 4 * part, abs=3 * 4 * 16 + 16)  # parts are padded
         assert step.optimizer_bytes == pytest.approx(2 * 4 * 33_952, rel=0.01)
         assert step.parameter_bytes == 4 * 33_952
+
+
+def test_float16_takes_weights_in_16_bits_and_copies_in_32() -> None:
+    case = Case(CASES["language 1"].model, {"stage": 1}, "bf16-mixed", accumulation=1)
+    strategy = case.strategy()
+    plan_in_bfloat16(strategy)
+    kinds = simulate(case.work(), strategy, World(2, 4)).growth.at(case.samples).peak().by_kind
+    assert kinds["parameters"] == 2 * 33_952
+    assert kinds["optimizer"] == pytest.approx(3 * 4 * 33_952 / 8, abs=3 * 4 * 16 + 16)
 
 
 def test_what_the_model_asks_is_not_answered_and_the_process_is_as_it_was() -> None:

@@ -89,10 +89,12 @@ def _held(case: Case) -> dict[str, Any]:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **case.work().options,
     )  # fmt: skip
+    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
     trainer.fit(model, _Endless(partial(case.batch, case.samples)))
     steps = tracking.steps()[1:]
     least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)
-    return {**asdict(least), "flops": steps[0].flops}
+    sent = sorted([one.name, one.bytes] for micro in steps[-1].collectives for one in micro)
+    return {**asdict(least), "flops": steps[0].flops, "sent": sent}
 
 
 if __name__ == "__main__":
