@@ -103,6 +103,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # the operator that comes most often
             return FakeTensor.__torch_dispatch__(func, types, args)
+        if func.namespace == "profiler":  # of FSDP's record_function; it has no tensors
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it does the same with its local tensor, which comes here, too
         out = self._out(func, types, args, kwargs or {})
