@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_leaves
 
 _NAMESPACES = ("aten", "fsdp")  # whose operators do no more than their schema says
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -34,7 +34,6 @@ from lightswitch.planning.fake_model import fake_tensors
 from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fused import FusedStep
-from lightswitch.strategies.tensor_parallel import TensorParallel
 from lightswitch.strategies.unused import Unused
 
 _NEEDS_VALUES = (

@@ -43,8 +43,10 @@ def test_what_comes_again_is_what_the_mode_returns(name: str) -> None:
 def _told(out: Any, x: Tensor) -> list[Any]:
     """What can be told of tensors without values."""
     return [
-        (type(out), type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x)
-        + (one.untyped_storage()._cdata == x.untyped_storage()._cdata, one.untyped_storage().nbytes())
+        (
+            *(type(out), type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x),
+            *(one.untyped_storage()._cdata == x.untyped_storage()._cdata, one.untyped_storage().nbytes()),
+        )
         for one in tree_leaves(out)
         if isinstance(one, Tensor)
     ]
