@@ -39,12 +39,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What is typed for it."""
+        """Name of the strategy, as it is typed."""
         return self.words[0].partition("=")[2]
 
     @property
     def offloads(self) -> bool:
-        """Whether what training changes is kept in the host's memory."""
+        """Return whether what training changes is kept in the host's memory."""
         return bool(self.node.get(_OFFLOADS))
 
     @property
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def shards_all(self) -> bool:
-        """Whether each of all devices holds its part of parameters, gradients and optimizer state."""
+        """Return whether each of all devices holds its part of parameters, gradients and optimizer state."""
         is_full = self.node.get("sharding_strategy", "FULL_SHARD") == "FULL_SHARD"
         return is_full and not self.is_replicated and not self.offloads
 

@@ -43,11 +43,11 @@ class Block:
 
     @property
     def role(self) -> Kind:
-        """Its kind, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
+        """Kind of the storage, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
         return self.kind or ("activations" if self.phase == "forward" else "temporary")
 
     def is_like(self, other: Block) -> bool:
-        """Whether two are of the same kind and the same module, and take bytes, or take none."""
+        """Return whether two are of the same kind and the same module, and take bytes, or take none."""
         own, others = (self.role, self.phase, self.where), (other.role, other.phase, other.where)
         return own == others and bool(self.first_bytes) == bool(other.first_bytes)
 
@@ -129,7 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return func(*args, **kwargs)
 
     def _is_real(self, types: Any, args: Any) -> bool:
-        """Whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
+        """Return whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
         if self.fake is None or FakeTensor in types:
             return False
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

@@ -40,14 +40,14 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What an operator returns: tensors, or nothing."""
+    """Return value of an operator: tensors, or nothing."""
 
     made: tuple[_Made, ...]
     as_returned: Callable[[list[Tensor]], Any]
 
 
 class Repeats:
-    """What operators return for tensors of the same shapes: looked up, where the fake mode would work it out again.
+    """Table of what operators return by the shapes of their tensors, which the fake mode would work out again.
 
     The mode has a cache of its own, whose keys cost more than most operators, and which leaves out `t` and
     `_unsafe_view`.

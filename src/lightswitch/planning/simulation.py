@@ -46,7 +46,7 @@ _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distrib
 
 @dataclass(frozen=True)
 class Work:
-    """What a run trains, apart from its strategy.
+    """Model and batches of a run, apart from its strategy.
 
     Attributes:
         model: makes the module anew.
