@@ -68,9 +68,15 @@ class Repeats:
             recipe = self._recipes[key]
             return func(*args, **kwargs) if recipe is None else self._again(recipe, given)
         out = func(*args, **kwargs)
-        unchanged = self._key(func, args, kwargs, []) == key
-        self._recipes[key] = self._recipe(func, given, out) if unchanged else None
+        self._recipes[key] = self._recipe(func, given, out) if self._is_key(key, func, args, kwargs) else None
         return out
+
+    def _is_key(self, key: Hashable, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call has the same key still: the operator has changed no argument's shape."""
+        try:
+            return self._key(func, args, kwargs, []) == key
+        except _Unknown:
+            return False
 
     def _key(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], given: list[FakeTensor]) -> Hashable:
         """Return what decides a call: shapes of tensors, which are added to ``given``, and the other arguments."""
@@ -88,7 +94,8 @@ class Repeats:
                 if one.fake_mode is not self._fake or one.constant is not None or one.layout is not torch.strided:
                     raise _Unknown
                 given.append(one)
-                key += (one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device, one.is_conj())
+                key += (one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device)
+                key += (one.is_conj(), one.is_neg(), one.untyped_storage().nbytes())  # 0: FSDP has freed it
             elif kind in _PLAIN:
                 key += (kind, one)  # 1 is 1.0, and not of its dtype
             elif kind in (list, tuple):
@@ -147,7 +154,7 @@ class Repeats:
             same = self._tensor(made, given)
             if same.untyped_storage().nbytes() != tensor.untyped_storage().nbytes() or made.offset:
                 return None
-        elif tensor.dtype != given[of].dtype:
+        elif tensor.dtype != given[of].dtype or not tensor.untyped_storage().nbytes():
             return None
         return made
 

@@ -72,3 +72,12 @@ def test_what_goes_by_values_is_refused_each_time() -> None:
         for _ in range(2):
             with pytest.raises(DynamicOutputShapeException):
                 repeats.call(aten.nonzero.default, (x,), {})
+
+
+def test_a_view_of_a_freed_storage_has_that_storage() -> None:
+    with FakeTensorMode() as fake:
+        repeats, x = Repeats(fake), torch.empty(4, 4)
+        for bytes in (64, 0, 0):
+            x.untyped_storage().resize_(bytes)
+            view = repeats.call(aten.t.default, (x,), {})
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
