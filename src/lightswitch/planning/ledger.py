@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         Args:
             times: by which to multiply the bytes of storages.
         """
-        held: Counter[Kind] = Counter()
+        held: dict[Kind, float] = defaultdict(float)
         for block, bytes in self._changes[: start.changes]:
             held[block.role] += bytes * times.get(block, 1)
         changes = tuple(

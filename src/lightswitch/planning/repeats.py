@@ -97,7 +97,7 @@ class Repeats:
                 key += (one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device)
                 key += (one.is_conj(), one.is_neg(), one.untyped_storage().nbytes())  # 0: FSDP has freed it
             elif kind in _PLAIN:
-                key += (kind, one)  # 1 is 1.0, and not of its dtype
+                key += (kind, one)  # type: ignore[arg-type]  # a class is hashable; 1 is 1.0, and not of its dtype
             elif kind in (list, tuple):
                 key.append(len(one))
                 self._extend(key, one, given)
@@ -148,7 +148,7 @@ class Repeats:
             return None
         of = storages.index(_storage(tensor)) if _storage(tensor) in storages else None
         made = _Made(
-            of, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+            of, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device
         )
         if of is None:
             same = self._tensor(made, given)
@@ -160,4 +160,4 @@ class Repeats:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
