@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What is typed for it."""
+        """Name of the strategy, as it is typed."""
         return self.words[0].partition("=")[2]
 
     @property
@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def offloads(self) -> bool:
-        """Whether something is."""
+        """Return whether something is kept in the host's memory."""
         return bool(self.on_host)
 
     @property
@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def shards_all(self) -> bool:
-        """Whether each of all devices holds its part of parameters, gradients and optimizer state."""
+        """Return whether each of all devices holds its part of parameters, gradients and optimizer state."""
         is_full = self.node.get("sharding_strategy", "FULL_SHARD") == "FULL_SHARD"
         return is_full and not self.is_replicated and not self.offloads and (not self.is_zero or self._stage == 3)
 

@@ -90,7 +90,7 @@ def traffic(collectives: Iterable[Collective], devices_per_node: int) -> Traffic
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank sends in a step by one kind of collective, within one group.
+    """Traffic of a rank in a step by one kind of collective, within one group.
 
     Attributes:
         count: of collectives in a step.

@@ -43,7 +43,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is told of a run.
+    """Findings of a dry run.
 
     Attributes:
         strategy: its name, with precision.

@@ -15,7 +15,7 @@ _MOST_SAMPLES = 2**20  # of a micro batch: beyond it, what is searched is not me
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in an optimizer step, counted once for a micro batch and once for the last one.
+    """Work of one rank in an optimizer step, counted once for a micro batch and once for the last one.
 
     Attributes:
         growth: of its memory with the samples of a micro batch.
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked for, apart from the strategy.
+    """Request of a run, apart from the strategy.
 
     Attributes:
         micro_batch, accumulation: samples a device takes at once, and how often a step.
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a device holds at its peak.
+    """Memory of a device at the peak of a step.
 
     Attributes:
         runtime_bytes: beside tensors; see `Device.runtime_bytes`.
@@ -98,7 +98,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device and the host can hold it."""
+        """Return whether the device and the host can hold it."""
         return self.bytes <= self.usable_bytes and self.host_bytes <= self.usable_host_bytes
 
 
@@ -125,7 +125,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes under one strategy.
+    """Memory, time and traffic of a run under one strategy.
 
     Attributes:
         words: that choose the strategy on the command line.

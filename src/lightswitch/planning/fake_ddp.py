@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class FakeDDP(DistributedDataParallel):
-    """What DistributedDataParallel takes and sends: a bucket for each 25 MiB of gradients, averaged once it is full.
+    """Stand-in for DistributedDataParallel that takes and sends what it does.
+
+    Each 25 MiB of gradients have a bucket, which is averaged once it is full.
 
     Args:
         module: whose gradients are averaged.

@@ -22,7 +22,7 @@ from lightswitch.checkpoints.shares import Copies, owners
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is spread over a world.
+    """Layout of a tensor over a world.
 
     Attributes:
         shape: of the whole tensor.
@@ -42,7 +42,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What one rank holds of a tensor: which of its copies, where it begins in the whole, and its shape."""
+    """Part of a tensor that one rank holds: which of its copies, where it begins in the whole, and its shape."""
 
     copies: Copies
     offset: tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ class Block:
 
     @property
     def role(self) -> Kind:
-        """Its kind, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
+        """Kind of the storage, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
         return self.kind or ("activations" if self.phase == "forward" else "temporary")
 
     def is_like(self, other: Block) -> bool:
-        """Whether two are of the same kind and the same module, and take bytes, or take none."""
+        """Return whether two are of the same kind and the same module, and take bytes, or take none."""
         own, others = (self.role, self.phase, self.where), (other.role, other.phase, other.where)
         return own == others and bool(self.first_bytes) == bool(other.first_bytes)
 
@@ -103,6 +103,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # the operator that comes most often
             return FakeTensor.__torch_dispatch__(func, types, args)
+        if func.namespace == "profiler":  # of FSDP's record_function; it has no tensors
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it does the same with its local tensor, which comes here, too
         out = self._out(func, types, args, kwargs or {})
@@ -126,7 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return func(*args, **kwargs)
 
     def _is_real(self, types: Any, args: Any) -> bool:
-        """Whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
+        """Return whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
         if self.fake is None or FakeTensor in types:
             return False
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -154,7 +157,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         Args:
             times: by which to multiply the bytes of storages.
         """
-        held: Counter[Kind] = Counter()
+        held: dict[Kind, float] = defaultdict(float)
         for block, bytes in self._changes[: start.changes]:
             held[block.role] += bytes * times.get(block, 1)
         changes = tuple(

@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered at once, or the model as one.
+    """Parameters that are gathered at once, or the model as one.
 
     Attributes:
         path: in the model; empty for its root, with all that is in no other unit.
@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def number(self) -> int:
-        """Its number in the world."""
+        """Number of the rank in the world."""
         return self.world.rank
 
 

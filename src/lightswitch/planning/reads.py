@@ -19,7 +19,7 @@ from lightswitch.batches.position import Position
 
 @dataclass(frozen=True)
 class Reads:
-    """What one rank reads of one training loader.
+    """Samples that one rank reads of one training loader.
 
     Attributes:
         why_not: the reason why its samples are not known; then there are no others.

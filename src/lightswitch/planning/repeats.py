@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_leaves
 
 _NAMESPACES = ("aten", "fsdp")  # whose operators do no more than their schema says
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -41,14 +40,14 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What an operator returns: tensors, or nothing."""
+    """Return value of an operator: tensors, or nothing."""
 
     made: tuple[_Made, ...]
     as_returned: Callable[[list[Tensor]], Any]
 
 
 class Repeats:
-    """What operators return for tensors of the same shapes: looked up, where the fake mode would work it out again.
+    """Table of what operators return by the shapes of their tensors, which the fake mode would work out again.
 
     The mode has a cache of its own, whose keys cost more than most operators, and which leaves out `t` and
     `_unsafe_view`.
@@ -69,9 +68,15 @@ class Repeats:
             recipe = self._recipes[key]
             return func(*args, **kwargs) if recipe is None else self._again(recipe, given)
         out = func(*args, **kwargs)
-        unchanged = self._key(func, args, kwargs, []) == key
-        self._recipes[key] = self._recipe(func, given, out) if unchanged else None
+        self._recipes[key] = self._recipe(func, given, out) if self._is_key(key, func, args, kwargs) else None
         return out
+
+    def _is_key(self, key: Hashable, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call has the same key still: the operator has changed no argument's shape."""
+        try:
+            return self._key(func, args, kwargs, []) == key
+        except _Unknown:
+            return False
 
     def _key(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], given: list[FakeTensor]) -> Hashable:
         """Return what decides a call: shapes of tensors, which are added to ``given``, and the other arguments."""
@@ -89,9 +94,10 @@ class Repeats:
                 if one.fake_mode is not self._fake or one.constant is not None or one.layout is not torch.strided:
                     raise _Unknown
                 given.append(one)
-                key += (one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device, one.is_conj())
+                key += (one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device)
+                key += (one.is_conj(), one.is_neg(), one.untyped_storage().nbytes())  # 0: FSDP has freed it
             elif kind in _PLAIN:
-                key += (kind, one)  # 1 is 1.0, and not of its dtype
+                key += (kind, one)  # type: ignore[arg-type]  # a class is hashable; 1 is 1.0, and not of its dtype
             elif kind in (list, tuple):
                 key.append(len(one))
                 self._extend(key, one, given)
@@ -142,16 +148,16 @@ class Repeats:
             return None
         of = storages.index(_storage(tensor)) if _storage(tensor) in storages else None
         made = _Made(
-            of, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+            of, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device
         )
         if of is None:
             same = self._tensor(made, given)
             if same.untyped_storage().nbytes() != tensor.untyped_storage().nbytes() or made.offset:
                 return None
-        elif tensor.dtype != given[of].dtype:
+        elif tensor.dtype != given[of].dtype or not tensor.untyped_storage().nbytes():
             return None
         return made
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

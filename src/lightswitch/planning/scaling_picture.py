@@ -21,7 +21,7 @@ _NEAR = 4  # times what is drawn: then the device's memory is, too
 
 @dataclass(frozen=True)
 class Point:
-    """What a device takes in a world of so many.
+    """Seconds and bytes of a device in a world of so many.
 
     Attributes:
         usable_bytes: what it could hold.

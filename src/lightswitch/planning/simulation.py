@@ -32,10 +32,9 @@ from lightswitch.planning.fake_ddp import FakeDDP
 from lightswitch.planning.fake_group import FakeCluster, World, fake_group
 from lightswitch.planning.fake_model import fake_tensors
 from lightswitch.planning.fake_zero import Answers, fake_zero, shards_gradients
-from lightswitch.planning.timeline import Growth
+from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fused import FusedStep
-from lightswitch.strategies.tensor_parallel import TensorParallel
 from lightswitch.strategies.unused import Unused
 
 _NEEDS_VALUES = (
@@ -48,7 +47,7 @@ _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distrib
 
 @dataclass(frozen=True)
 class Work:
-    """What a run trains, apart from its strategy.
+    """Model and batches of a run, apart from its strategy.
 
     Attributes:
         model: makes the module anew.
@@ -95,8 +94,8 @@ def simulate(
             raise NeedsValues(str(error.args[0])) from error
         finally:
             tracking.close()
-        step = tracking.steps()[_TOLD]
-        growth = _growth(work, tracking)
+        step = tracking.step(_TOLD)
+        growth = _growth(work, tracking, step.timeline)
         look(trainer)
     return Step(
         growth=growth,
@@ -116,14 +115,11 @@ def _sizes(work: Work, strategy: Strategy) -> tuple[int, ...]:
     return (larger, work.samples, larger)
 
 
-def _growth(work: Work, tracking: Tracking) -> Growth:
+def _growth(work: Work, tracking: Tracking, own: Timeline) -> Growth:
     """Return how memory grows from the step that is told to one of twice the samples."""
-    steps = tracking.steps()
-    own = steps[_TOLD].timeline
     if not work.is_cut:
         return Growth((work.samples, work.samples), (own, own))
-    larger = steps[_LARGER].timeline if len(steps) > _LARGER else tracking.resized(_FIRST, _TOLD)
-    assert larger is not None
+    larger = tracking.resized(_FIRST, _TOLD) or tracking.step(_LARGER).timeline
     return Growth((work.samples, 2 * work.samples), (own, larger))
 
 

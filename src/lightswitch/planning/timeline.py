@@ -49,7 +49,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is held when a step starts, and how that changes until it ends."""
+    """Bytes that are held when a step starts, and how they change until it ends."""
 
     before: Mapping[Kind, float]  # bytes
     changes: tuple[Change, ...]
@@ -135,5 +135,5 @@ class Growth:
 
     @cached_property
     def _held(self) -> list[tuple[float, float]]:
-        """What is held after each change, in both steps; of moments with the same, one."""
+        """Bytes that are held after each change, in both steps; of moments with the same, one."""
         return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))

@@ -61,9 +61,11 @@ class Tracking(Callback):
 
     def steps(self) -> list[TrackedStep]:
         """Return the steps that were made, in order."""
-        return [self._step(marks) for marks in self._marks]
+        return [self.step(number) for number in range(len(self._marks))]
 
-    def _step(self, marks: list[Mark]) -> TrackedStep:
+    def step(self, number: int) -> TrackedStep:
+        """Return one of the steps, which are numbered from 0."""
+        marks = self._marks[number]
         collectives = tuple(
             tuple(self.ledger.collectives[start.collectives : end.collectives]) for start, end in pairwise(marks)
         )

@@ -20,6 +20,7 @@ ROWS = {
     ],
     "step": ["MLP", "MLP", "the peer's way", "GPT", "GPT"],
     "ddp": ["MLP, two processes"],
+    "plan": ["two layers on one device"],
     "save": ["a save", "a save"],
     "shards": ["training, 64 × 64", "loading alone, 64 × 1024"],
     "data": ["images, 128 of 28 × 28", "tokens, 64 × 256"],

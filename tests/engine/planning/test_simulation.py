@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.simulation import Work, simulate
+from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.single import Single
@@ -39,6 +40,19 @@ def test_any_micro_batch_follows_from_two(strategy: Callable[[], Strategy], worl
     found, expected = (_step(strategy(), world, samples).growth for samples in (2, 11))
     assert found.at(11).peak().bytes == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
     assert found.peak_bytes(11) == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("strategy", "world"), [(Single, World(1, 1)), (DDP, World(1, 2)), (FSDP, World(2, 8))])
+def test_a_first_step_tells_how_memory_grows_as_a_third_does(
+    strategy: Callable[[], Strategy], world: World, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = _step(strategy(), world, 2, accumulation).growth
+    monkeypatch.setattr(Tracking, "resized", lambda *_: None)  # so that a third step is made
+    three = _step(strategy(), world, 2, accumulation).growth
+    assert two.is_known
+    assert two.at(2).held() == three.at(2).held()
+    assert two.at(4).held() == pytest.approx(three.at(4).held(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("strategy", "world"), [(DDP, World(1, 2)), (FSDP, World(2, 8))])
