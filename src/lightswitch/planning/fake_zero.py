@@ -35,6 +35,9 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     to which real tensors are copied as well.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default and _asker().startswith("deepspeed."):
