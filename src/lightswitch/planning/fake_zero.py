@@ -35,6 +35,9 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     to which real tensors are copied as well.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default and _asker().startswith("deepspeed."):
@@ -73,7 +76,7 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
         return
     from lightswitch.deepspeed.quiet_import import deepspeed
 
-    environment, accelerator = dict(os.environ), deepspeed.accelerator.get_accelerator()
+    environment, accelerator = os.environ.copy(), deepspeed.accelerator.get_accelerator()
     check = import_module("deepspeed.runtime.zero.utils").assert_ints_same_as_other_ranks
     kept = [(import_module(module), name) for module, name in _KEPT]
     before = [getattr(module, name) for module, name in kept]
@@ -90,7 +93,7 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
             patches.replace(module, name, value)
         deepspeed.accelerator.set_accelerator(accelerator)
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ |= environment
 
 
 def plan_in_bfloat16(strategy: DeepSpeedStrategy) -> None:
