@@ -22,7 +22,7 @@ _FILE = "ended.json"
 
 
 @dataclass(frozen=True)
-class Ended:
+class Mark:
     """The end of a run, as written to ended.json.
 
     Args:
@@ -63,7 +63,7 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     """
     file = run_dir / _FILE
     beside = file.with_suffix(".partial")
-    beside.write_text(json.dumps(asdict(Ended(step, _limits(cfg), go_on)), indent=2) + "\n")
+    beside.write_text(json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
     beside.replace(file)
 
 
@@ -79,7 +79,7 @@ def forget(run_dir: Path) -> None:
     (run_dir / _FILE).unlink(missing_ok=True)
 
 
-def _read(run: RunContext) -> Ended | None:
+def _read(run: RunContext) -> Mark | None:
     """Return the mark; None if there is none, a faster rank has just removed it, or it is damaged."""
     file = run.run_dir / _FILE
     try:
@@ -92,7 +92,7 @@ def _read(run: RunContext) -> Ended | None:
         if run.is_first:
             log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(file))
         return None
-    return Ended(**{name: ended[name] for name in Ended.__dataclass_fields__})
+    return Mark(**{name: ended[name] for name in Mark.__dataclass_fields__})
 
 
 def _is_whole(ended: Any) -> bool:

@@ -7,7 +7,7 @@ import re
 
 from lightswitch.monitoring.metrics import FIRST_COLUMNS
 from lightswitch.monitoring.step_times import StepTimes
-from lightswitch.runs.finished import Ended
+from lightswitch.runs.finished import Mark
 from lightswitch.runs.holder import Holder
 from lightswitch.runs.record import Origin
 from lightswitch.sweeps.record import Record
@@ -53,7 +53,7 @@ COLUMNS = {
     "grad_norm": "before clipping, over all devices: `callbacks=[default,grad_norm]`",
     "<name>": "what the module logs: `val/loss`, `test/accuracy`; over the whole validation or test set",
 }
-RECORDS = (("run.json", Origin), ("ended.json", Ended), ("step_times.json", StepTimes), ("job.json", Record))
+RECORDS = (("run.json", Origin), ("ended.json", Mark), ("step_times.json", StepTimes), ("job.json", Record))
 
 
 def text() -> str:
