@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def on_host(self) -> tuple[Kind, ...]:
-        """What is kept in the host's memory."""
+        """Return the kinds of what is kept in the host's memory."""
         if self.node.get(_OFFLOADS):
             return STATES
         offloaded: dict[Kind, str] = {"parameters": "offload_parameters", "optimizer": "offload_optimizer"}

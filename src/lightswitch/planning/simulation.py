@@ -83,7 +83,8 @@ def simulate(
         Refused: the strategy, or the module, fails.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracking = Tracking(fake, [Answers()] if isinstance(strategy, DeepSpeedStrategy) else [])
+    answers = [Answers()] if isinstance(strategy, DeepSpeedStrategy) else []
+    tracking = Tracking(fake, answers)
     with _quiet(), _processes(strategy, world), fake_zero(strategy, world):
         model, trainer = _prepared(work, strategy, world, tracking, fake)
         parameters = sum(parameter.numel() for parameter in model.parameters())

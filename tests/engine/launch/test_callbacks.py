@@ -5,6 +5,8 @@ What they do to weights and checkpoints under each strategy: strategies/test_mod
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from lightning.pytorch import Callback, Trainer, callbacks
 
@@ -19,7 +21,7 @@ BESIDE = {  # what each is given, in one run
     "EMAWeightAveraging": "decay=0.9",
     "LambdaCallback": None,
     "OnExceptionCheckpoint": "dirpath=failed",
-    "RichModelSummary": None,
+    **({"RichModelSummary": None} if find_spec("rich") else {}),
     "Timer": "duration=00:00:10:00",
     "TQDMProgressBar": None,
 }
