@@ -134,7 +134,9 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
             found = estimates.fitted(request, candidate)
             if found.memory.fits:
                 found = estimates.confirmed(request, found, [candidate])
-        except NeedsValues:
+        except NeedsValues as error:
+            if not request.computes:  # it is not the model that asks
+                raise Unplanned([f"what {candidate.name} holds can't be known without values: {error}"]) from error
             return first_that_fits(_without_steps(request.cfg), among)
         except Unplanned:
             raise

@@ -64,7 +64,7 @@ class _CallbackHooks:
 
 
 class _Overriding(dict[type, bool]):
-    """Whether classes of callbacks have a hook that is not the empty one of the base class."""
+    """Dict that tells of a class of callbacks whether it has a hook of its own, not the empty one of the base class."""
 
     def __init__(self, hook_name: str) -> None:
         super().__init__()

@@ -76,7 +76,8 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
         return
     from lightswitch.deepspeed.quiet_import import deepspeed
 
-    environment, accelerator = os.environ.copy(), deepspeed.accelerator.get_accelerator()
+    environment, accelerator = os.environ, deepspeed.accelerator.get_accelerator()
+    exported = environment.copy()
     check = import_module("deepspeed.runtime.zero.utils").assert_ints_same_as_other_ranks
     kept = [(import_module(module), name) for module, name in _KEPT]
     before = [getattr(module, name) for module, name in kept]
@@ -92,8 +93,8 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
         for (module, name), value in zip(kept, before, strict=True):
             patches.replace(module, name, value)
         deepspeed.accelerator.set_accelerator(accelerator)
-        os.environ.clear()
-        os.environ |= environment
+        environment.clear()
+        environment |= exported
 
 
 def plan_in_bfloat16(strategy: DeepSpeedStrategy) -> None:

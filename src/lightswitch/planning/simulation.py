@@ -191,6 +191,7 @@ def _let_be_alone(strategy: Strategy, model: LightningModule) -> None:
     patches.replace(strategy, "model_to_device", lambda: None)
     patches.replace(strategy, "teardown", lambda: None)
     patches.replace(strategy, "broadcast", lambda obj, src=0: obj)
+    patches.replace(strategy, "barrier", lambda name=None: None)  # torch 2.8 has none for tensors without values
     if isinstance(strategy, DeepSpeedStrategy):
         patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine moves it
     elif isinstance(strategy, DDPStrategy):

@@ -67,6 +67,7 @@ SET = {  # for what the engine starts or imports
     "HYDRA_FULL_ERROR": "set to 1, so that a bug keeps its traceback and its exit code",
     "KINETO_LOG_LEVEL": "silences torch's profiler where nothing else is said",
 }
+OTHER_NAMES = {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}  # of DeepSpeed's modules
 
 
 def text() -> str:
@@ -109,7 +110,7 @@ def readers() -> dict[str, list[str]]:
         if path.match("cluster/variables.py"):  # only what reports may show
             continue
         name = str(path.relative_to(engine if path.suffix == ".py" else CHECKOUT))
-        for variable in sorted({*(_of_python(path) if path.suffix == ".py" else _of_shell(path))}):
+        for variable in sorted({*(_of_python(path) if path.suffix == ".py" else _of_shell(path))} - OTHER_NAMES):
             found.setdefault(variable, []).append(name)
     return found
 
