@@ -189,7 +189,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _note_tensor(self, tensor: Tensor) -> Block | None:
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
             return None
-        is_elsewhere = tensor.fake_mode is not self.fake if isinstance(tensor, FakeTensor) else tensor.is_meta
+        if isinstance(tensor, FakeTensor):
+            is_elsewhere = tensor.fake_mode is not self.fake or tensor.fake_device.type == "meta"
+        else:
+            is_elsewhere = tensor.is_meta
         return None if is_elsewhere else self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage, resized: bool = False) -> Block | None:
