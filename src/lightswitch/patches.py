@@ -279,7 +279,6 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.strategies.Strategy", "model_to_device", "(self)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "teardown", "(self)", _FAKE),
-    Patch("lightning.pytorch.strategies.Strategy", "barrier", "(self, name)", _FAKE),
     Patch("lightning.pytorch.strategies.Strategy", "broadcast", "(self, obj, src)", _FAKE),
     Patch("lightning.pytorch.strategies.DDPStrategy", "_setup_model", "(self, model)", f"{_FAKE}: DDP's reducer does"),
     Patch("lightning.pytorch.strategies.DDPStrategy", "pre_backward", "(self, closure_loss)", f"{_FAKE}; so does this"),

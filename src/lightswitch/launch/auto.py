@@ -17,8 +17,9 @@ from lightswitch.launch import estimates
 from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates, mending, report
 from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import Estimate
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fake_group import World, has_collectives
 from lightswitch.preflight import devices
 
 log = logging.getLogger(__name__)
@@ -90,10 +91,21 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
         of = report.share(_STATES_BY_ADAM * parameters, usable)
         return Choice(f"single or ddp: states are {of} on {device.name}")
     states = sum(estimates.states(cfg).values())
+    if world.size > 1 and not has_collectives():
+        return by_states(among, states, usable, world, device)
     among = with_room(among, states, usable, world)
     candidate, found = first_that_fits(_request(cfg, run), among)
     words = tuple(estimates.words_of(found))
     return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
+
+
+def by_states(among: Sequence[Candidate], states: float, usable: float, world: World, device: Device) -> Choice:
+    """Return the first strategy whose part of the states leaves room for a step; the last, where none's does."""
+    shares = [one.kept_share(world.nodes, world.devices_per_node) for one in among]
+    roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
+    taken = next(roomy, among[-1])
+    of = f"states are {report.share(states, usable)} on {device.name}"
+    return Choice(f"{taken.name}: {of}, and with this torch no more is known", taken, taken.words)
 
 
 def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch._C._distributed_c10d import HashStore
@@ -24,6 +25,11 @@ class World:
     def size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.devices_per_node
+
+
+def has_collectives() -> bool:
+    """Return whether this torch has collectives for tensors without values; 2.8 has none."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta")
 
 
 @contextmanager

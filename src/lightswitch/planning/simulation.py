@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightswitch import patches
-from lightswitch.errors import NeedsValues
+from lightswitch.errors import NeedsValues, Unplanned
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_ddp import FakeDDP
-from lightswitch.planning.fake_group import FakeCluster, World, fake_group
+from lightswitch.planning.fake_group import FakeCluster, World, fake_group, has_collectives
 from lightswitch.planning.fake_model import fake_tensors
 from lightswitch.planning.fake_zero import Answers, fake_zero, shards_gradients
 from lightswitch.planning.timeline import Growth, Timeline
@@ -81,7 +81,12 @@ def simulate(
     Raises:
         NeedsValues: the module asks a tensor for its values.
         Refused: the strategy, or the module, fails.
+        Unplanned: this torch can't stand in for other ranks.
     """
+    if world.size > 1 and not has_collectives():
+        raise Unplanned(
+            [f"torch {torch.__version__} has no collectives for tensors without values; take a newer torch"]
+        )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     answers = [Answers()] if isinstance(strategy, DeepSpeedStrategy) else []
     tracking = Tracking(fake, answers)
@@ -191,7 +196,6 @@ def _let_be_alone(strategy: Strategy, model: LightningModule) -> None:
     patches.replace(strategy, "model_to_device", lambda: None)
     patches.replace(strategy, "teardown", lambda: None)
     patches.replace(strategy, "broadcast", lambda obj, src=0: obj)
-    patches.replace(strategy, "barrier", lambda name=None: None)  # torch 2.8 has none for tensors without values
     if isinstance(strategy, DeepSpeedStrategy):
         patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine moves it
     elif isinstance(strategy, DDPStrategy):

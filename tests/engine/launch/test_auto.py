@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from lightswitch.launch.auto import by_states
+from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.device import Device
+from lightswitch.planning.fake_group import World, has_collectives
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE_MODEL, NO_CHECKPOINTS, TEXT
 
@@ -9,6 +15,7 @@ RUN = (
     *(*LANGUAGE_MODEL, TEXT, *NO_CHECKPOINTS, "global_batch_size=16", "trainer.max_steps=2", "trainer.devices=2"),
     *("trainer.limit_val_batches=0", "trainer.limit_test_batches=1"),
 )
+SIMULATED = pytest.mark.skipif(not has_collectives(), reason="torch has no collectives for tensors without values")
 
 
 def _decision(out: str) -> str:
@@ -16,6 +23,7 @@ def _decision(out: str) -> str:
     return line.removeprefix("auto").strip()
 
 
+@SIMULATED
 def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: Train) -> None:
     """States of the whole model are 0.52 MiB, and so is each process's half of the memory, less what samples take."""
     run = train(*RUN, "plan.memory_gib=0.0015", ranks=2)
@@ -25,12 +33,14 @@ def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: 
     assert "sharding_strategy: SHARD_GRAD_OP" in (run.run_dir / "config.yaml").read_text()
 
 
+@SIMULATED
 def test_ranks_that_a_run_starts_are_told_what_it_has_decided(train: Train) -> None:
     run = train(*RUN, "plan.memory_gib=0.003")
     assert _decision(run.out).startswith("ddp, micro batch 2: ")
     assert "batch      16 samples a step = 2 × 2 devices × accumulation 4" in run.out
 
 
+@SIMULATED
 def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: Train) -> None:
     small = train(*RUN, "plan.device=h100", ranks=2)
     assert _decision(small.out) == "single or ddp: states are 0.518 MiB of 78.8 GiB on H100"
@@ -44,6 +54,7 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
     assert "; use devices of " in line
 
 
+@SIMULATED
 def test_of_a_step_that_looks_at_values_states_decide(train: Train) -> None:
     """650 parameters: 10,400 bytes of states, and each process may have 20,000 bytes, half of them for states."""
     model = (
@@ -53,6 +64,18 @@ def test_of_a_step_that_looks_at_values_states_decide(train: Train) -> None:
     )
     run = train(*model, f"plan.memory_gib={2 * 20_000 / 2**30}", ranks=2)
     assert _decision(run.out).startswith("fsdp")
+
+
+def test_where_no_step_can_be_simulated_states_decide() -> None:
+    whole, parts = (
+        Candidate(("strategy=ddp",), {"_target_": "DDP"}),
+        Candidate(("strategy=fsdp",), {"_target_": "FSDP"}),
+    )
+    device = Device("a card", 1.0, {})
+    for states, taken in ((0.4, whole), (0.6, parts), (3, parts)):
+        choice = by_states((whole, parts), states * 2**30, 2**30, World(1, 2), device)
+        assert (choice.candidate, choice.words) == (taken, taken.words)
+        assert f"states are {states}" in choice.told
 
 
 def test_an_evaluation_shards_only_where_parameters_are_many(train: Train) -> None:
