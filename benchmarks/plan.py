@@ -1,5 +1,7 @@
 """CPU time of plans of a model of 7 B parameters, and of a dry run of 1,024 ranks, against what they may take.
 
+Nothing is installed but what a run needs: torchmetrics imports SciPy and transformers wherever they are.
+
 python -m benchmarks.plan
 """
 
@@ -12,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import dependencies
 from benchmarks.results import Row, options, publish, row
 
 CHECKOUT = Path(__file__).parents[1]
@@ -48,9 +51,10 @@ def _against_limit(name: str, seconds: int, words: tuple[str, ...], rounds: int)
 
 def _cpu_seconds(words: tuple[str, ...]) -> float:
     before = _children_seconds()
-    with tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src")])}
-        command = [sys.executable, str(CHECKOUT / "train.py"), *words, *RUN]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as needed:
+        dependencies.link_into(Path(needed))
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src"), needed])}
+        command = [sys.executable, "-S", str(CHECKOUT / "train.py"), *words, *RUN]
         subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=True)
     return _children_seconds() - before
 
