@@ -70,7 +70,7 @@ _TRAIN = "python train.py model=listener data=calls trainer.max_steps=250 run_id
 _COMPLETE = "python -m lightswitch.reference.completion 'python train.py optimizer=sgd optimizer.'"
 _COMPARE = "python -m lightswitch.compare runs/gpt/single runs/gpt/four"
 _CLOCK = r"{}/(\d{{4}}-\d\d-\d\d)"  # of a run's id, in what it printed
-_PLAN = "mode=plan model=gpt2_large data=text data.files=[README.md] precision=bf16-mixed trainer.devices=8"
+_PLAN = "mode=plan model=gpt2_large data=text data.files=[CHANGELOG.md] precision=bf16-mixed trainer.devices=8"
 MEASURED = (
     Claim("README.md", r"seconds in all \d:\d\d", "make train", _CLOCK.format("gpt")),
     Claim("README.md", r"val/loss \d\.\d+ · val/perplexity \d\.\d+", "make train", _CLOCK.format("gpt")),

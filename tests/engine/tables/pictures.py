@@ -30,7 +30,7 @@ RUNS = {  # as docs/comparison.md has them, cut short
     "ddp": ("strategy=ddp", "trainer.devices=2"),
     "fsdp": ("strategy=fsdp", "trainer.devices=2"),
 }
-PLAN = ("mode=plan", "model=gpt2_large", "data=text", f"data.files=['{CHECKOUT}/README.md']", "precision=bf16-mixed")
+PLAN = ("mode=plan", "model=gpt2_large", "data=text", f"data.files=['{CHECKOUT}/CHANGELOG.md']", "precision=bf16-mixed")
 PLAN += ("trainer.devices=8", "plan.device=rtx_4090")
 SCALING = ("-m", "mode=dry_run", "model=gpt2", "data=python_source", "precision=bf16-mixed", "strategy=fsdp")
 SCALING += ("trainer.num_nodes=1,4,16,64", "trainer.devices=8", "plan.device=h100", "global_batch_size=1024")
