@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import patches, versions
+from lightswitch import versions
 from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
@@ -75,7 +75,7 @@ class RunRecord(Callback):
         self._lock: Any = None
         self._goes_on = False
         self._loggers: list[Logger] = []
-        self._logs_hyperparameters = False
+        self._logs_hyperparameters = cfg.trainer.get("enable_autolog_hparams") is not False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": claim.for_child(self.run.process)}
@@ -86,14 +86,15 @@ class RunRecord(Callback):
             self._lock = self._lock.detach()  # hold the run directory while this process lives
 
     def hold_loggers(self, trainer: Trainer) -> None:
-        """Take the loggers from the Trainer until `setup`, so that it does not open them."""
-        self._loggers, self._logs_hyperparameters = trainer.loggers, trainer.enable_autolog_hparams
-        patches.replace(trainer, "loggers", [])
-        patches.replace(trainer, "enable_autolog_hparams", False)
+        """Take the loggers from the Trainer until `setup`, so that it does not open them.
+
+        It is to log no hyperparameters by itself, which opens them as well.
+        """
+        self._loggers, trainer.loggers = trainer.loggers, []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the loggers back: Lightning has passed the point at which it opens them."""
-        patches.replace(trainer, "loggers", self._loggers)
+        trainer.loggers = self._loggers
         if stage != self.mode:  # a test after fit is the same run
             self._goes_on = True
             _open(trainer.loggers)
@@ -137,8 +138,7 @@ class RunRecord(Callback):
     def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             run_log.begin()
-        patches.replace(trainer, "enable_autolog_hparams", self._logs_hyperparameters)
-        if trainer.enable_autolog_hparams:
+        if self._logs_hyperparameters:
             _log_hyperparams(trainer)
 
 
