@@ -228,8 +228,8 @@ def test_a_name_that_is_gone_is_refused() -> None:
         patches.replace(trainer, "val_check_batch", 1)
     (line,) = refused.value.problems
     assert re.fullmatch(
-        r"lightning\.pytorch\.Trainer\.val_check_batch of lightning \d\S+ is .*, where lightswitch expects int \| float "
-        r"and replaces it; type pip install 'lightning>=\S+'",
+        r"lightning\.pytorch\.Trainer\.val_check_batch of lightning \d\S+ is .*, where lightswitch expects int "
+        r"\| float and replaces it; type pip install 'lightning>=\S+'",
         line,
     )
 

@@ -96,8 +96,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self._precision_plugin = plugin
 
     def setup_precision_plugin(self) -> None:
-        plugin = with_mixin(_ClipsShards, self.precision_plugin)
-        plugin.strategy, self.precision_plugin = self, plugin
+        self.precision_plugin = plugin = with_mixin(_ClipsShards, self.precision_plugin)
+        plugin.ask(self)
         super().setup_precision_plugin()
 
     @property
@@ -262,7 +262,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
 
 class _ClipsShards(Mixin, Precision):
-    strategy: FSDP1
+    def ask(self, strategy: FSDP1) -> None:
+        self.strategy = strategy
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.strategy.clip_by_norm(optimizer, clip_val)
