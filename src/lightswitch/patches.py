@@ -245,8 +245,13 @@ PATCHES = (
         "ProcessGroup | None",
         "devices that hold a layer together have seen the same samples, and count once",
     ),
-    Patch("deepspeed.runtime.zero.utils", "assert_lst_len_same_as_other_ranks", "(*args, **kwargs)", _AGREED, for_process=True),
-    Patch("deepspeed.runtime.zero.utils", "get_lst_from_rank0", "(lst)", _AGREED, for_process=True),
+    *(
+        Patch("deepspeed.runtime.zero.utils", name, expected, _AGREED, for_process=True)
+        for name, expected in (
+            ("assert_lst_len_same_as_other_ranks", "(*args, **kwargs)"),
+            ("get_lst_from_rank0", "(lst)"),
+        )
+    ),
     *(
         Patch(f"deepspeed.{module}", name, expected, _KEPT, for_process=True)
         for module, name, expected in (
