@@ -188,12 +188,6 @@ PATCHES = (
         "the mesh of three dimensions: ModelParallelStrategy makes one of two and sets that",
     ),
     Patch(
-        "lightning.pytorch.core.mixins.HyperparametersMixin",
-        "_hparams_initial",
-        "AttributeDict",
-        "loggers are given hyperparameters without secrets; the module keeps its own",
-    ),
-    Patch(
         "lightning.pytorch.utilities.rank_zero_only",
         "rank",
         "int",
@@ -255,7 +249,6 @@ PATCHES = (
     *(
         Patch(f"deepspeed.{module}", name, expected, _KEPT, for_process=True)
         for module, name, expected in (
-            ("comm.comm", "cdb", "TorchBackend | None"),
             ("utils.groups", "_WORLD_GROUP", "ProcessGroup | None"),
             ("runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED", "bool"),
             ("runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE", "dtype | None"),

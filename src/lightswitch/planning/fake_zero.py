@@ -22,7 +22,6 @@ _AGREEING: dict[str, Callable[[list[int]], Any]] = {  # what asks rank 0 for its
     "get_lst_from_rank0": lambda numbers: numbers,
 }
 _KEPT = (  # of a process's first engine, and taken by the next one
-    ("deepspeed.comm.comm", "cdb"),
     ("deepspeed.utils.groups", "_WORLD_GROUP"),
     ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED"),
     ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE"),

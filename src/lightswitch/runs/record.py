@@ -16,7 +16,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import versions
@@ -26,6 +25,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.runs import claim, finished, results
 from lightswitch.runs import log as run_log
+from lightswitch.runs.hyperparameters import log_hyperparameters
 from lightswitch.runs.saved import set_aside
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
@@ -75,6 +75,7 @@ class RunRecord(Callback):
         self._lock: Any = None
         self._goes_on = False
         self._loggers: list[Logger] = []
+        self._cleaner = confidential.Cleaner.of(cfg)
         self._logs_hyperparameters = cfg.trainer.get("enable_autolog_hparams") is not False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +140,7 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             run_log.begin()
         if self._logs_hyperparameters:
-            _log_hyperparams(trainer)
+            log_hyperparameters(trainer, self._cleaner)
 
 
 def _open(loggers: Iterable[Logger]) -> None:
