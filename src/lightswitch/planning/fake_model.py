@@ -21,7 +21,7 @@ def fake_tensors(model: LightningModule, fake: FakeTensorMode) -> None:
     replaced: dict[Tensor, Tensor] = {}
     for part in model.modules():
         if isinstance(part, Metric) and part.device.type == "meta":
-            part.to_empty(device=CPU)  # it remembers the device that it was made on
+            part._apply(lambda tensor: torch.empty_like(tensor, device=CPU))  # its own way to remember another device
         kept = {name: value for name, value in vars(part).items() if name != "_modules"}
         vars(part).update(tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), kept))
 
