@@ -56,9 +56,6 @@ _LOG = (
     "(self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, "
     "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
 )
-_COUNTERS = "Lightning's counters are set to the run's position, which counts samples: it sets them only when it loads"
-_LOADER = "a copy of the loader reads this rank's samples: subclasses can't be made anew from their arguments"
-_STREAM = "a reader sends the size of a stream's step, and its state, beside a batch; training takes them off there"
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
 _LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and reads what was logged, in each batch"
@@ -109,37 +106,17 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
     Patch(
-        "lightning.pytorch.utilities.CombinedLoader",
-        "_state_dicts",
-        "(self)",
-        "a loader that keeps a state, as torchdata's, would go on from it beside the position that the engine keeps",
-    ),
-    Patch(
-        "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
-        "output_result_cls",
-        "type",
-        f"{_LOOP}, and divides each loss by 1",
-    ),
-    Patch(
         "lightning.pytorch.trainer.connectors.data_connector._DataHookSelector",
         "get_instance",
         "(self, hook_name)",
         f"{_LOOP}; it asks three times a batch who has the hooks of its transfer",
     ),
-    Patch("lightning.pytorch.loops._TrainingEpochLoop", "_batches_that_stepped", "int", _COUNTERS),
     Patch(
         "lightning.pytorch.loops._TrainingEpochLoop",
         "max_steps",
         "int",
         "steps of a run whose accumulation is scheduled: the Trainer estimates them by the accumulation of the moment",
     ),
-    Patch(
-        "lightning.pytorch.Trainer",
-        "accumulate_grad_batches",
-        "int",
-        "a scheduler of it counts global batches: Lightning's counts micro batches, and sets nothing in mid-epoch",
-    ),
-    Patch("lightning.pytorch.loops._Loop", "_restarting", "bool", f"{_COUNTERS}; an epoch's start is no restart"),
     Patch(
         "lightning.pytorch.LightningModule",
         "log",
@@ -204,15 +181,6 @@ PATCHES = (
         "the ledger of a plan sees what FSDP frees and takes again: no operator is called for it",
         for_process=True,
     ),
-    Patch("torch.utils.data.DataLoader", "dataset", "object", _LOADER),
-    Patch("torch.utils.data.DataLoader", "sampler", "object", _LOADER),
-    Patch("torch.utils.data.DataLoader", "batch_sampler", "object", _LOADER),
-    Patch("torch.utils.data.DataLoader", "pin_memory", "bool", f"{_LOADER}; and pins them for a GPU"),
-    Patch("torch.utils.data.DataLoader", "collate_fn", "object", f"{_LOADER}; and pins them for a GPU"),
-    Patch("torch.utils.data.DataLoader", "_iterator", "object", f"{_LOADER}; and it shares no workers"),
-    Patch("torch.utils.data.DataLoader", "_dataset_kind", "int", f"{_LOADER}; a stream is asked by place"),
-    Patch("torch.utils.data.DataLoader", "_get_iterator", "(self)", _STREAM),
-    Patch("torch.utils.data.dataloader._BaseDataLoaderIter", "_next_data", "(self)", _STREAM),
     Patch(
         "torch.utils.data._utils.worker",
         "_worker_info",

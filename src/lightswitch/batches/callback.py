@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -19,7 +20,14 @@ from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.counter import PositionCounter
 from lightswitch.batches.metrics import synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import STREAMS, Position, rewrite_loops, save_position, saved_position
+from lightswitch.batches.position import (
+    STREAMS,
+    Position,
+    rewrite_loops,
+    save_position,
+    saved_position,
+    set_logged_steps,
+)
 from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.batches.shared import SharedLoaders, data_rank
 from lightswitch.batches.told_samples import ToldSamples
@@ -81,7 +89,7 @@ class GlobalBatch(Callback):
     # Training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        at, loop, loaders = self._resumed, trainer.fit_loop, self._loaders.training
+        at, loaders = self._resumed, self._loaders.training
         loaders.check()
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
             raise Refused(
@@ -93,8 +101,7 @@ class GlobalBatch(Callback):
         self._accumulation.hold_back(trainer)
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
-            for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-                patches.replace(part, "_restarting", False)
+            _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # of it and the loops inside
         if at.validation_due:
             _validate(trainer, _logged_steps(trainer, at) - 1)
 
@@ -102,8 +109,6 @@ class GlobalBatch(Callback):
         self._counter.start_epoch(trainer)
         self._accumulation.start_epoch(trainer.current_epoch)
         self._loaders.start_epoch(trainer.current_epoch)
-        if self._loaders.training.slices:
-            patches.replace(trainer.fit_loop._combined_loader, "_state_dicts", list)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.training.others and not self._loaders.training.slices:
@@ -166,8 +171,7 @@ class GlobalBatch(Callback):
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
             if position is not None:  # metrics are logged at the step of the weights that are evaluated
-                stepped = _logged_steps(trainer, position)
-                patches.replace(trainer.fit_loop.epoch_loop, "_batches_that_stepped", stepped)
+                set_logged_steps(trainer.fit_loop.epoch_loop, _logged_steps(trainer, position))
             return
         assert position is not None, "a run goes on from no other checkpoint"
         self._resumed = position
@@ -221,9 +225,8 @@ def _logged_steps(trainer: Trainer, position: Position) -> int:
 def _validate(trainer: Trainer, logged_step: int) -> None:
     """Run the validation that was due where the checkpoint was written; Lightning skips it when it resumes."""
     loop = trainer.fit_loop.epoch_loop
-    stepped = loop._batches_that_stepped
-    patches.replace(loop, "_batches_that_stepped", logged_step)
+    stepped = set_logged_steps(loop, logged_step)
     trainer.validating = True
     loop.val_loop.run()
     trainer.training = True
-    patches.replace(loop, "_batches_that_stepped", stepped)
+    set_logged_steps(loop, stepped)

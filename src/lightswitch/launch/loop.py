@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
@@ -31,7 +31,7 @@ class EpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self._results = Results(training=True)
-        patches.replace(self.automatic_optimization, "output_result_cls", StepOutput)
+        self.automatic_optimization = Optimization(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
 
@@ -87,3 +87,9 @@ class StepOutput(ClosureResult):
         if normalize == 1 and isinstance(training_step_output, Tensor):
             return cls(training_step_output)
         return super().from_training_step_output(training_step_output, normalize)
+
+
+class Optimization(_AutomaticOptimization):
+    """Lightning's loop over a batch's optimizer, whose steps have this output."""
+
+    output_result_cls = StepOutput
