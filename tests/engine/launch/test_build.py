@@ -40,5 +40,5 @@ def test_a_strategy_is_named_by_its_code_by_lightnings_name_or_not_at_all(
 
 
 def test_a_name_that_lightning_does_not_know_is_refused() -> None:
-    with pytest.raises(Refused, match="trainer.strategy=ddq: there is no such strategy; use strategy=auto"):
+    with pytest.raises(Refused, match=r"trainer\.strategy=ddq: there is no such strategy; use strategy=auto"):
         _named({"strategy": "ddq"})
