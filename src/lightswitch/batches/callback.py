@@ -101,7 +101,7 @@ class GlobalBatch(Callback):
         self._accumulation.hold_back(trainer)
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
-            _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # of it and the loops inside
+            _end_restart(trainer)
         if at.validation_due:
             _validate(trainer, _logged_steps(trainer, at) - 1)
 
@@ -132,6 +132,15 @@ class GlobalBatch(Callback):
         self._counter.finish_batch()
         if logged and self._counter.is_at_step_end(trainer):
             self._log_step(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let ReduceLROnPlateau step in the epoch that a run resumes in, too, where it has what it goes by.
+
+        Lightning leaves it out there, as a checkpoint has no metrics.
+        """
+        monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
+        if all(monitor in trainer.callback_metrics for monitor in monitors):
+            _end_restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -220,6 +229,11 @@ def _is_logged(trainer: Trainer) -> bool:
 def _logged_steps(trainer: Trainer, position: Position) -> int:
     """Return the steps that loggers are told of: optimizer steps, but batches of a module that optimizes by hand."""
     return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
+
+
+def _end_restart(trainer: Trainer) -> None:
+    """Let Lightning's loops take it that they were not restarted, past FitLoop's own setter, which asks max_steps."""
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # a property, which mypy takes as called
 
 
 def _validate(trainer: Trainer, logged_step: int) -> None:
