@@ -26,7 +26,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
 GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-GPT2 |= {"bos_token_id": None, "eos_token_id": None}
+GPT2 |= {"bos_token_id": None, "eos_token_id": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 SHORT = (
     "model.context=32",
     "global_batch_size=8",
