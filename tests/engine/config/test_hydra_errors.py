@@ -229,9 +229,6 @@ MISTAKES |= {
     "model._target_=nowhere.Model": "model._target_=nowhere.Model: there is no module nowhere",
     "data.samples=many": "data.samples=many: found str, expected int",
     "++trainer.foo=1": "trainer.foo: Trainer takes no foo.",
-    "trainer.accelerator=cpu trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of "
-    "2 nodes; start it by srun or torchrun, and leave trainer.num_nodes out, or on each node by the same command with "
-    "run_id=NAME cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE",
     "scheduler._target_=torch.optim.lr_scheduler.StepLR": "scheduler.step_size: StepLR needs it; give "
     "scheduler.step_size=VALUE",
 }

@@ -22,6 +22,9 @@ REFUSED = {
     "64 / (5 × 1) = 12.8; use global_batch_size=60 or 65 or a micro_batch_size that divides 64",
     "strategy=ddp_spawn trainer.num_nodes=2": "strategy ddp_spawn starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
+    "trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of 2 nodes; start it by srun or "
+    "torchrun, and leave trainer.num_nodes out, or on each node by the same command with run_id=NAME cluster=manual "
+    "cluster.node_rank=N cluster.main_address=FIRST_NODE",
     "strategy=ddp_fork trainer.num_nodes=2": "strategy ddp_fork starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
     "strategy=single trainer.devices=2": "strategy=single is one device, and 1 × 2 are asked for; use strategy=ddp",
