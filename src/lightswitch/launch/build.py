@@ -185,7 +185,7 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
             )
     trains_without = data is None and cfg.mode == "fit" and isinstance(model, LightningModule)
     if trains_without and not is_overridden("train_dataloader", model):
-        yield Refused(f"data is null, and {type(model).__name__} has no train_dataloader; type data=NAME")
+        yield Refused(f"there is no data, and {type(model).__name__} has no train_dataloader; type data=NAME")
 
 
 def _by_hand(model: LightningModule | None, plan: BatchPlan) -> Iterator[Refused]:

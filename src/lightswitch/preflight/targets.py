@@ -25,7 +25,7 @@ def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key])
         if key in ("model", "data") and isinstance(cfg[key], dict) and "_target_" not in cfg[key]:
-            yield f"{key}: it names no class; type {key}._target_=my.Class, or another file of conf/{key}"
+            yield f"{key}: it names no class; type {key}._target_=my.Class, or make another choice"
         if key in ("callbacks", "logger"):
             yield from _unfinished_nodes(key, cfg[key] or {})
 

@@ -284,7 +284,7 @@ def test_a_file_of_the_config_that_cannot_be_read_is_named_with_its_line(
 
 
 def test_a_choice_that_names_no_class_is_told(answered: dict[str, Answer]) -> None:
-    told = "error: data: it names no class; type data._target_=my.Class, or another file of conf/data\n"
+    told = "error: data: it names no class; type data._target_=my.Class, or make another choice\n"
     assert (answered["file nothing"].err, answered["file nothing"].returncode) == (told, 2)
 
 

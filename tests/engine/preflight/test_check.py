@@ -147,8 +147,8 @@ def test_what_is_no_checkpoint_is_told_in_a_line(request_: str, train: Train, tm
 
 
 def test_a_run_without_data_is_refused(train: Train) -> None:
-    refused = train(PLAIN_MODEL, "data=null", "trainer.accelerator=cpu", check=False)
-    assert refused.err == "error: data is null, and PlainModel has no train_dataloader; type data=NAME\n"
+    refused = train(PLAIN_MODEL, "~data", "trainer.accelerator=cpu", check=False)
+    assert refused.err == "error: there is no data, and PlainModel has no train_dataloader; type data=NAME\n"
     assert refused.returncode == 2
 
 
