@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
@@ -207,6 +208,9 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
             yield Refused(
                 f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
             )
+    trains_without = data is None and cfg.mode == "fit" and isinstance(model, LightningModule)
+    if trains_without and not is_overridden("train_dataloader", model):
+        yield Refused(f"there is no data, and {type(model).__name__} has no train_dataloader; type data=NAME")
 
 
 def _by_hand(model: LightningModule | None, plan: BatchPlan) -> Iterator[Refused]:

@@ -144,9 +144,23 @@ class RunRecord(Callback):
 
 
 def _open(loggers: Iterable[Logger]) -> None:
-    """Open loggers as Lightning does, and in its order."""
+    """Open loggers as Lightning does, and in its order.
+
+    Raises:
+        Refused: Weights & Biases has no key, or another setting that it can't use.
+    """
     for logger in sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
-        getattr(logger, "experiment", None)
+        try:
+            getattr(logger, "experiment", None)
+        except _usage_errors() as error:
+            told = " ".join(str(error).split())
+            raise Refused(f"logger: wandb: {told} Or export WANDB_MODE=offline, for a run that stays here") from error
+
+
+def _usage_errors() -> tuple[type[Exception], ...]:
+    """Return the class of what Weights & Biases tells its users to mend, where it is imported."""
+    errors = getattr(sys.modules.get("wandb"), "errors", None)
+    return (errors.UsageError,) if errors is not None else ()
 
 
 def _refuse_to_replace(paths: list[Path]) -> None:
