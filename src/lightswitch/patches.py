@@ -67,6 +67,7 @@ _STAGE = "a validation that was due at the checkpoint runs first: Lightning skip
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
 _FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
 _KEPT = "what it was before a step was planned: DeepSpeed keeps it for the process, and takes it for the next engine"
+_TESTED = "of a range test of learning rates, which has a loop and callbacks of its own: what it was once it is over"
 _ON_META = "a module that was made on the meta device, to be planned, is simulated as one of the CPU"
 
 PATCHES = (
@@ -102,7 +103,20 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "validating", "bool", _STAGE),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
-    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float", _PLATEAU),
+    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
+    Patch("lightning.pytorch.Trainer", "fit_loop", "_FitLoop", _TESTED),
+    Patch("lightning.pytorch.Trainer", "callbacks", "list", _TESTED),
+    Patch("lightning.pytorch.Trainer", "limit_val_batches", "int | float", _TESTED),
+    Patch("lightning.pytorch.Trainer", "log_every_n_steps", "int", _TESTED),
+    Patch("lightning.pytorch.loops._FitLoop", "_data_source", "_DataLoaderSource", _TESTED),
+    Patch("lightning.pytorch.strategies.Strategy", "lr_scheduler_configs", "list", _TESTED),
+    Patch(
+        "lightning.pytorch.callbacks.LearningRateFinder",
+        "lr_find",
+        "(self, trainer, pl_module)",
+        "finds the same rate at any world size: Lightning's goes by the loss of rank 0's micro batch",
+    ),
+    Patch("lightning.pytorch.callbacks.LearningRateFinder", "optimal_lr", "_LRFinder | None", "as Lightning's sets it"),
     Patch("lightning.pytorch.Trainer", "training", "bool", _STAGE),
     Patch(
         "lightning.pytorch.trainer.states.TrainerState",

@@ -43,6 +43,7 @@ ALLOWED = {
     "self.run.process.crash_folder": "of Process, the engine's",
     "self.process.failure_file": "of Process, the engine's",
     "run.process.refusal": "of Process, the engine's",
+    "trainer.ckpt_path": "Lightning documents it: the checkpoint that a fit goes on from",
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "unused.world_size": "of Unused, the engine's",
     "rank.position": "of RankState, the engine's",

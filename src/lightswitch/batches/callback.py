@@ -65,6 +65,7 @@ class GlobalBatch(Callback):
         self._own_batch: int | None = None  # samples a step of a loader that runs as it is
         self._validated_step = 0
         self._loss: Tensor | None = None
+        self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
@@ -308,9 +309,11 @@ class GlobalBatch(Callback):
             self._loss = share if self._loss is None else self._loss + share
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step_loss = None
         if self._loss is not None:
             # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
-            pl_module.log("train/loss", trainer.strategy.reduce(self._loss, reduce_op="mean"), prog_bar=True)
+            self.step_loss = trainer.strategy.reduce(self._loss, reduce_op="mean")
+            pl_module.log("train/loss", self.step_loss, prog_bar=True)
         self._loss = None
         self._log_samples(trainer)
 
