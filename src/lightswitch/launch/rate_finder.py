@@ -89,7 +89,7 @@ class RateFinder(Callback):
         low, high, steps = finder._min_lr, finder._max_lr, finder._num_training_steps
         if trainer.is_global_zero:
             log.info("rate       is looked for in %d steps, from %g to %g", steps, low, high)
-        rates = _rising(low, high, steps, finder._mode)
+        rates = rising(low, high, steps, finder._mode)
         test = RangeTest(self._batch, rates, finder._early_stop_threshold)
         test.run(trainer, pl_module, self._batch, self._others)
         result = _LRFinder(finder._mode, low, high, steps)
@@ -116,7 +116,7 @@ def refused(trainer: Trainer, module: LightningModule) -> Iterator[str]:
                 yield str(refusal)
 
 
-def _rising(low: float, high: float, steps: int, mode: str) -> list[float]:
+def rising(low: float, high: float, steps: int, mode: str) -> list[float]:
     """Return the rates of Lightning's finder: from low on, evenly, or evenly in their logarithms, up to high."""
     shares = [0.0, *((step + 1) / steps for step in range(1, steps))]
     if mode == "linear":

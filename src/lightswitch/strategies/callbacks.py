@@ -13,8 +13,8 @@ from lightswitch.strategies.single import Single
 
 # By name, as an older Lightning lacks some
 NOWHERE = {
-    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells the largest "
-    "micro_batch_size that fits",
+    "BatchSizeFinder": "the batch is cut by global_batch_size, and what a device takes of it at once does not "
+    "change the run; type micro_batch_size=auto for the largest that fits",
     "ModelPruning": "no run could be resumed, as its checkpoints do not fit the module that it prepares; prune in the "
     "module's constructor, by torch.nn.utils.prune",
     "StochasticWeightAveraging": "a resumed run could not follow it, as it replaces the schedule in mid-run; use "

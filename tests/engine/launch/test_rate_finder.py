@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import pytest
 import torch
+from lightning.pytorch.tuner.lr_finder import _ExponentialLR, _LinearLR
 from torch import Tensor
 
+from lightswitch.launch.learning_rate import learning_rate_of
+from lightswitch.launch.rate_finder import rising
 from tests.engine.conftest import PLAIN_DATA, Finished, Train
 from tests.engine.curves import largest_difference
-from tests.engine.plain import PlainModel
+from tests.engine.plain import PartialModel, PlainModel
 from tests.runs import runs_in
 
 RUN = ("model._target_=tests.engine.launch.test_rate_finder.Counting", PLAIN_DATA, "model.halved=step")
@@ -62,3 +66,42 @@ def _found(run: Finished) -> float:
     (line,) = (line for line in run.out.splitlines() if " is found, and takes the place of 0.05: " in line)
     assert (run.folder / line.split()[-1]).exists()
     return float(line.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("strategy=deepspeed_stage_1", "LearningRateFinder: DeepSpeed's optimizer can't be made anew at the rate; "),
+        (
+            "callbacks.lr_finder.attr_name=dropout",
+            "configure_optimizers of Counting does not follow dropout; ",
+        ),
+        ("callbacks.lr_finder.attr_name=rate", "LearningRateFinder: Counting has no learning rate in rate; let "),
+        ("callbacks.lr_finder.num_training_steps=9", "LearningRateFinder: no rate is found in 9 steps, of which "),
+    ],
+)
+def test_what_finds_no_rate_is_refused_in_a_line(typed: str, told: str, train: Train) -> None:
+    refused = train(*FINDS, typed, check=False)
+    assert refused.returncode == 2
+    (line,) = refused.err.splitlines()
+    assert told in line
+
+
+def test_templates_keep_the_rate_in_a_partial_of_the_optimizer() -> None:
+    module = PartialModel(partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5))
+    rate = learning_rate_of(module, "optimizer")
+    assert (rate.name, rate.value) == ("optimizer", 0.1)
+    rate.set(0.2)
+    (group,) = module.configure_optimizers().param_groups
+    assert (group["lr"], group["weight_decay"], rate.value) == (0.2, 0.5, 0.2)
+
+
+def test_the_rates_are_those_of_lightning() -> None:
+    for mode, kind in (("exponential", _ExponentialLR), ("linear", _LinearLR)):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1e-3)
+        schedule, rates = kind(optimizer, 1.0, 20), []
+        for _ in range(20):
+            rates.append(schedule.lr[0])
+            optimizer.step()
+            schedule.step()
+        assert rising(1e-3, 1.0, 20, mode) == pytest.approx(rates)
