@@ -71,7 +71,6 @@ def _found(run: Finished) -> float:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("strategy=deepspeed_stage_1", "LearningRateFinder: DeepSpeed's optimizer can't be made anew at the rate; "),
         (
             "callbacks.lr_finder.attr_name=dropout",
             "configure_optimizers of Counting does not follow dropout; ",
