@@ -173,7 +173,7 @@ def test_what_is_replaced_is_what_it_was(patch: Patch) -> None:
         assert hasattr(owner, patch.name)
     elif found is None:  # its objects get it in a method of the class or of one of its subclasses, or in a function
         beside = [owner, *owner.__subclasses__(), *map(sys.modules.__getitem__, SETTING)]
-        assert any(re.search(rf"\n\s+\w+\.{patch.name}(:.*)?( = |\n)", inspect.getsource(place)) for place in beside)
+        assert any(re.search(rf"\n\s+[\w.]+\.{patch.name}(:.*)?( = |\n)", inspect.getsource(place)) for place in beside)
 
 
 def _private_overrides() -> set[str]:

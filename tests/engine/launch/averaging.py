@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SWA(WeightAveraging):
-    """Mean of the weights after each so many steps, from a step on (Izmailov et al. 2018, arXiv:1803.05407)."""
+    """Mean of the weights after each so many steps, past the first ones (Izmailov et al. 2018, arXiv:1803.05407)."""
 
     def __init__(self, start_step: int, every_n_steps: int) -> None:
         super().__init__(avg_fn=partial(mean_from, start_step // every_n_steps))
