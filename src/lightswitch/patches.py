@@ -62,6 +62,7 @@ _LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and rea
 _AGREED = "of a step that is planned: there is no rank 0 to agree with; what it was once it is planned"
 _FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
 _KEPT = "what it was before a step was planned: DeepSpeed keeps it for the process, and takes it for the next engine"
+_TESTED = "of a range test of learning rates, which has a loop and callbacks of its own: what it was once it is over"
 
 PATCHES = (
     Patch(
@@ -91,7 +92,13 @@ PATCHES = (
         "the time that training waits for a save is measured: a callback's hook comes only when one begins",
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
-    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float", _PLATEAU),
+    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
+    Patch("lightning.pytorch.Trainer", "fit_loop", "_FitLoop", _TESTED),
+    Patch("lightning.pytorch.Trainer", "callbacks", "list", _TESTED),
+    Patch("lightning.pytorch.Trainer", "limit_val_batches", "int | float", _TESTED),
+    Patch("lightning.pytorch.Trainer", "log_every_n_steps", "int", _TESTED),
+    Patch("lightning.pytorch.loops._FitLoop", "_data_source", "_DataLoaderSource", _TESTED),
+    Patch("lightning.pytorch.strategies.Strategy", "lr_scheduler_configs", "list", _TESTED),
     Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",

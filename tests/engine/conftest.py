@@ -49,8 +49,10 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     ),
     *(
         "launch/test_choices.py",
+        "launch/test_averaging.py",
         "launch/test_callbacks.py",
         "launch/test_habits.py",
+        "launch/test_rate_finder.py",
         "launch/test_hook_order.py",
         "launch/test_trainer_arguments.py",
         "launch/test_torchrun.py",

@@ -44,6 +44,7 @@ ALLOWED = {
     "self.run.process.crash_folder": "of Process, the engine's",
     "self.process.failure_file": "of Process, the engine's",
     "run.process.refusal": "of Process, the engine's",
+    "trainer.ckpt_path": "Lightning documents it: the checkpoint that a fit goes on from",
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "trainer.should_stop": "Lightning documents it: how a callback ends training",
     "trainer.accumulate_grad_batches": "as Lightning's own callback sets it, GradientAccumulationScheduler",
@@ -71,6 +72,11 @@ CALLS_ALLOWED = {
     "setattr(self.dataset, name, value)": "a worker_init_fn sets it, on the dataset that it takes Reader for",
     "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",
 }
+SETTING = (  # modules whose functions and classes set attributes of others' objects
+    "lightning.pytorch.utilities.parsing",
+    "lightning.pytorch.trainer.connectors.callback_connector",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
+)
 SETTERS = re.compile(
     r"(set|del)attr\(|.*\.__(set|del)attr__\(|(vars\(.*\)|.*\.__dict__|(sys\.)?modules)\.(update|pop|setdefault)\("
 )
@@ -169,6 +175,8 @@ def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
     in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fake_zero
     in_a_loop |= {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}
     in_a_loop |= {"assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"}
+    in_a_loop |= {"callbacks", "fit_loop", "limit_val_batches", "log_every_n_steps"}  # lightswitch.launch.range_test
+    in_a_loop |= {"lr_scheduler_configs"}
     assert _replaced() - {"<name>"} == {patch.name for patch in PATCHES} - in_a_loop
 
 
@@ -185,8 +193,8 @@ def test_what_is_replaced_is_what_it_was(patch: Patch) -> None:
     elif isinstance(owner, ModuleType):
         assert hasattr(owner, patch.name)
     elif found is None:  # its objects get it in a method of the class or of one of its subclasses, or in a function
-        beside = [owner, *owner.__subclasses__(), sys.modules["lightning.pytorch.utilities.parsing"]]
-        assert any(re.search(rf"\n\s+\w+\.{patch.name}(:.*)?( = |\n)", inspect.getsource(place)) for place in beside)
+        beside = [owner, *owner.__subclasses__(), *map(sys.modules.__getitem__, SETTING)]
+        assert any(re.search(rf"\n\s+[\w.]+\.{patch.name}(:.*)?( = |\n)", inspect.getsource(place)) for place in beside)
 
 
 def _private_overrides() -> set[str]:

@@ -53,11 +53,13 @@ class GlobalBatch(Callback):
     def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool = True) -> None:
         self.plan = plan
         self.seed = seed
+        self.shares_streams = shares_streams
         self._resumed = Position(seed=seed, global_batch=plan.global_batch)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
         self._accumulation = Accumulation(plan)
         self._counter = PositionCounter(plan, self._loaders, self._accumulation, self._resumed)
         self._loss = step_mean.StepLoss()
+        self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
         self._told = ToldSamples(plan)
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
@@ -157,9 +159,11 @@ class GlobalBatch(Callback):
         )
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step_loss = None
         if (loss := self._loss.take()) is not None:
             # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
-            pl_module.log("train/loss", trainer.strategy.reduce(loss, reduce_op="mean"), prog_bar=True)
+            self.step_loss = trainer.strategy.reduce(loss, reduce_op="mean")
+            pl_module.log("train/loss", self.step_loss, prog_bar=True)
         self._log_samples(trainer)
 
     def _log_samples(self, trainer: Trainer) -> None:

@@ -1,4 +1,7 @@
-"""The decision of strategy=auto, made before a run is built: the simplest strategy whose memory its devices have."""
+"""What strategy=auto and micro_batch_size=auto are, decided before a run is built.
+
+The first is the simplest strategy whose memory the devices have; launch/micro_batch.py has the second.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.plan import AUTO, BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, Unplanned
-from lightswitch.launch import estimates
+from lightswitch.launch import estimates, micro_batch
 from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates, mending, report
 from lightswitch.planning.candidates import Candidate
@@ -45,7 +48,22 @@ class Choice:
 
 
 def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
-    """Put the strategy that strategy=auto takes, and its micro batch, into a composed config; return the batch.
+    """Put what `auto` stands for, strategy and micro batch, into a composed config; return the batch.
+
+    Raises:
+        Refused: nothing fits; the text says what would.
+    """
+    asks_for_micro_batch = cfg.micro_batch_size == AUTO
+    if asks_for_micro_batch:  # strategy=auto takes the largest where nobody says one
+        cfg.micro_batch_size = None
+    if (decided := _with_strategy(cfg, run)) is not None:
+        return decided
+    return micro_batch.decide(cfg, run) if asks_for_micro_batch and cfg.mode != "plan" else batch
+
+
+def _with_strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
+    """Put the strategy that strategy=auto takes, and its micro batch, into a composed config; return the batch, or None
+    where it takes none.
 
     Nothing changes under another strategy, nor on CPUs, unless plan.device or plan.memory_gib say what to reckon with.
     Each process that a launcher started decides by itself, from the config, the data and its machine's smallest GPU;
@@ -55,7 +73,7 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
         Refused: nothing fits; the text says what would.
     """
     if not _is_asked(cfg):
-        return batch
+        return None
     try:
         choice = _choice(cfg, run)
     except Unplanned as unplanned:
@@ -64,7 +82,7 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
         gc.collect()  # which is off until all is built: nothing stays of what was simulated
     if run.is_first:
         log.info("auto       %s", choice.told)
-    return batch if choice.candidate is None else _put(choice, choice.candidate, cfg, run)
+    return None if choice.candidate is None else _put(choice, choice.candidate, cfg, run)
 
 
 def _is_asked(cfg: DictConfig) -> bool:

@@ -32,7 +32,7 @@ from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.hooked_strategy import HookedStrategy, hooked
-from lightswitch.launch import handshake, out_of_memory
+from lightswitch.launch import handshake, out_of_memory, rate_finder
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
 from lightswitch.monitoring.batch_count import StepsByHand
@@ -97,6 +97,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     engine: list[Callback] = [record, watchdog, batch, Preemption(run.signals), PredictionWriter(), ModelSize()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand()]
+    engine += [rate_finder.RateFinder(batch, [watchdog], run.run_dir)]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation:
@@ -120,7 +121,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         enable_autolog_hparams=False,  # the record of the run logs them, once it goes on
     )
     raise_all(refusals)
-    if problems := list(refused(trainer)):
+    if problems := [*refused(trainer), *rate_finder.refused(trainer, model)]:
         raise RefusedRequest(problems)
     record.hold_loggers(trainer)
     shorten_loop(trainer)

@@ -32,8 +32,10 @@ def fit(
         Refused: the strategy would unpickle the checkpoint.
     """
     _refuse_to_unpickle(trainer, checkpoint)
+    trainer.ckpt_path = checkpoint  # no argument: callbacks ask for it before Lightning would have read one
     with run.signals.forwarded_by(trainer.strategy.launcher):
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(model, datamodule=data, weights_only=True)
+    trainer.ckpt_path = None  # the test's is another
     return _metrics(trainer)
 
 

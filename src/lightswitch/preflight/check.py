@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.plan import AUTO, BatchPlan
 from lightswitch.config import moved, names
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
@@ -130,7 +130,12 @@ def _plan(cfg: dict[str, Any]) -> BatchPlan:
     strategy = cfg["trainer"].get("strategy")
     together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # on the same samples
     replicas = max(1, world // max(1, together))
-    return BatchPlan.derive(cfg["global_batch_size"], cfg["micro_batch_size"], replicas)
+    return BatchPlan.derive(cfg["global_batch_size"], _micro_batch(cfg), replicas)
+
+
+def _micro_batch(cfg: dict[str, Any]) -> int | None:
+    """Return the micro batch that is asked for; none where it is yet to be decided."""
+    return None if (size := cfg["micro_batch_size"]) == AUTO else size
 
 
 def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
@@ -139,7 +144,7 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     if not isinstance(strategy, dict):
         strategy = {"_target_": str(strategy)}
     per_node = devices.count(trainer)
-    batch = (cfg["global_batch_size"], cfg["micro_batch_size"])
+    batch = (cfg["global_batch_size"], _micro_batch(cfg))
     kind = devices.accelerator(trainer)
     if cfg["on_nan"] == "skip" and str(strategy.get("_target_")).endswith(".DeepSpeed"):
         yield "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"

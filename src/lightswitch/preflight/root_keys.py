@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.batches.plan import scaled_learning_rate
+from lightswitch.batches.plan import AUTO, scaled_learning_rate
 from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS, key_and_value
 from lightswitch.config.values import ALLOWED
@@ -72,7 +72,7 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
 def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield the keys whose value is of the wrong type or out of range."""
     for key, kinds in _KINDS.items():
-        if type(cfg[key]) not in kinds:
+        if type(cfg[key]) not in kinds and (key, cfg[key]) != ("micro_batch_size", AUTO):
             yield f"{key}={cfg[key]}: found {type(cfg[key]).__name__}, expected {targets.names(kinds)}"
     for key, allowed in ALLOWED.items():
         if cfg[key] not in allowed:

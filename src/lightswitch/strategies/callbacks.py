@@ -13,11 +13,8 @@ from lightswitch.strategies.single import Single
 
 # By name, as an older Lightning lacks some
 NOWHERE = {
-    "BatchSizeFinder": "the batch is cut by global_batch_size and micro_batch_size; mode=plan tells the largest "
-    "micro_batch_size that fits",
-    "LearningRateFinder": "what it finds follows the devices and micro_batch_size, as it goes by the loss of rank 0's "
-    "micro batch; compare short runs: python train.py -m "
-    "optimizer.lr=1e-4,3e-4,1e-3 trainer.max_steps=100",
+    "BatchSizeFinder": "the batch is cut by global_batch_size, and what a device takes of it at once does not "
+    "change the run; type micro_batch_size=auto for the largest that fits",
     "ModelPruning": "no run could be resumed, as its checkpoints do not fit the module that it prepares; prune in the "
     "module's constructor, by torch.nn.utils.prune",
     "StochasticWeightAveraging": "a resumed run could not follow it, as it replaces the schedule in mid-run; use "
@@ -29,9 +26,12 @@ OF_WHOLE_PARAMETERS = {
 }
 OF_LIGHTNINGS_STEPS = {  # DeepSpeed's engine decides when its optimizer steps
     "GradientAccumulationScheduler": "DeepSpeed's accumulation is fixed once it starts; use strategy=fsdp",
+    "LearningRateFinder": "DeepSpeed's optimizer can't be made anew at the rate; find it with strategy=fsdp, "
+    "which finds the same, and type it",
 }
 OF_AUTOMATIC_OPTIMIZATION = {
     "GradientAccumulationScheduler": "leave the callback out, and accumulate in training_step",
+    "LearningRateFinder": "compare short runs, python train.py -m model.lr=1e-4,1e-3 trainer.max_steps=100",
 }
 OF_ONE_PROCESS = {
     "OnExceptionCheckpoint": "the other ranks take no part in a save by the one that fails; "

@@ -316,6 +316,12 @@ ELSEWHERE = {
     "split_dataset_by_node": ("batches/test_stream_runs.py", "def test_a_stream_that_splits_itself_by_ranks"),
     "loaders of unequal lengths": ("batches/test_combined.py", "def test_a_shorter_loader_is_read_again"),
     "EMAWeightAveraging": ("strategies/shapes/modules.py", "class Averaging"),
+    "LearningRateFinder": ("launch/test_rate_finder.py", "def test_the_rate_is_that_of_one_process"),
+    "micro_batch_size=auto for BatchSizeFinder": (
+        "launch/test_auto.py",
+        "def test_micro_batch_size_auto_is_the_largest",
+    ),
+    "averaging in place of StochasticWeightAveraging": ("launch/test_averaging.py", "def test_a_run_tests_the_mean"),
     "BackboneFinetuning": ("strategies/shapes/modules.py", "class Unfreezing"),
     "accumulation by schedule, sharded": ("strategies/shapes/modules.py", "class Scheduled"),
     "callbacks beside one another": ("launch/test_callbacks.py", "def test_callbacks_that_a_run_serves"),

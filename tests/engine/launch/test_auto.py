@@ -66,6 +66,28 @@ def test_of_a_step_that_looks_at_values_states_decide(train: Train) -> None:
     assert _decision(run.out).startswith("fsdp")
 
 
+@SIMULATED
+def test_micro_batch_size_auto_is_the_largest_that_fits(train: Train) -> None:
+    run = train(*RUN, "strategy=fsdp", "micro_batch_size=auto", "plan.memory_gib=0.0015", ranks=2)
+    assert _decision(run.out).startswith("fsdp, micro batch 2: ")
+    assert "batch      16 samples a step = 2 × 2 devices × accumulation 4" in run.out
+    assert "micro_batch_size: 2\n" in (run.run_dir / "config.yaml").read_text()
+
+
+def test_micro_batch_size_auto_is_the_whole_share_where_that_fits(train: Train) -> None:
+    run = train(*RUN, "trainer.devices=1", "micro_batch_size=auto")
+    assert _decision(run.out).startswith("single, micro batch 16: ")
+    assert "batch      16 samples a step = 16 × 1 device × accumulation 1" in run.out
+
+
+@SIMULATED
+def test_micro_batch_size_auto_is_refused_where_not_a_sample_fits(train: Train) -> None:
+    refused = train(*RUN, "strategy=ddp", "micro_batch_size=auto", "plan.memory_gib=0.0005", check=False)
+    assert refused.returncode == 2
+    (line,) = refused.err.strip().splitlines()
+    assert line.startswith("error: micro_batch_size=auto: nothing fits; the least is ddp, micro batch 8: ")
+
+
 def test_where_no_step_can_be_simulated_states_decide() -> None:
     whole, parts = (
         Candidate(("strategy=ddp",), {"_target_": "DDP"}),

@@ -30,6 +30,8 @@ FILES_OF_SOME = {  # and the option, the mode or the event that makes each
     ".lock": "while a run goes on: which process on which machine writes here ([below](#lock))",
     "checkpoints_<n>/": "an earlier start's, set aside by `resume=never`; they take disk until you remove them",
     "step_times.json": "with `compare=true`: start-up, memory, where a step's time goes ([below](#step_timesjson))",
+    "lr_finder.csv": "the loss at each rate of [`LearningRateFinder`](../bring-your-own.md#the-learning-rate-finder)",
+    "lr_finder.svg": "the same as a picture, and `lr_finder_dark.svg`",
     "predictions/": "of `mode=predict`: a file for each rank, whose shares follow one another",
     "plan.json": "of `mode=plan`: each strategy's memory and time ([planning.md](../planning.md))",
     "plan.svg": "the same as a picture, and `plan_dark.svg`",
