@@ -11,7 +11,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
@@ -51,8 +51,7 @@ class Request:
         if candidate.precision is None:
             return self
         cfg = self.cfg.copy()
-        with open_dict(cfg):
-            cfg.trainer.precision = candidate.precision.value
+        OmegaConf.update(cfg, "trainer.precision", candidate.precision.value, merge=False, force_add=True)
         return replace(self, cfg=cfg)
 
 

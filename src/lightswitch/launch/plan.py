@@ -45,7 +45,7 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
         except Refused as refusal:
             refused[candidate.words] = str(refusal)
     if not estimates:
-        raise RefusedRequest(dict.fromkeys(refused.values()))
+        raise RefusedRequest(dict.fromkeys(line for why in refused.values() for line in why.splitlines()))
     among += [other for one in among if (other := one.recomputing()) is not None]
     best, *others = report.ordered([*estimates, *_recomputing(request, estimates, among)])
     estimates = report.ordered([confirmed(request, best, among), *others])

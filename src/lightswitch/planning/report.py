@@ -52,7 +52,7 @@ def _row(one: Estimate, unit: str) -> tuple[str, ...]:
     shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
     seconds, host = one.time.least_seconds, one.memory.host_bytes
     return (
-        _strategy(one),
+        strategy(one),
         precision(one),
         str(one.run.micro_batch) + (f" × {one.run.accumulation}" if one.run.accumulation > 1 else ""),
         number(one.memory.bytes, unit),
@@ -80,10 +80,11 @@ def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[st
 
 def name(one: Estimate) -> str:
     """Return what chooses a strategy, in few words: with its precision, where several are compared."""
-    return ", ".join(filter(None, (_strategy(one), precision(one))))
+    return ", ".join(filter(None, (strategy(one), precision(one))))
 
 
-def _strategy(one: Estimate) -> str:
+def strategy(one: Estimate) -> str:
+    """Return the strategy, and whether it has activation checkpointing."""
     short = one.words[0].partition("=")[2]
     return short + (", recomputing" if any("activation_checkpointing" in word for word in one.words) else "")
 
