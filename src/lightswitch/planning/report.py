@@ -13,8 +13,8 @@ from lightswitch.planning.timeline import Kind
 
 _HEADER = (
     *("strategy", "precision", "micro batch", "GiB", "fits"),
-    *("parameters", "gradients", "optimizer", "activations", "other", "host"),
-    *("most samples", "s a step", "bound by", "GB sent"),
+    *("parameters", "gradients", "optimizer", "activations", "other"),
+    *("most samples", "s a step", "bound by", "GB sent", "host"),
 )
 _ONLY_IF_TOLD = ("precision", "host")  # columns that are left out where no row has one
 _TEXTS = ("strategy", "precision", "bound by")
@@ -58,11 +58,11 @@ def _row(one: Estimate, unit: str) -> tuple[str, ...]:
         number(one.memory.bytes, unit),
         "yes" if one.memory.fits else "no",
         *(number(bytes, unit) for bytes in (*shown, one.memory.bytes - sum(shown))),
-        number(host, unit) if host else "",
         "?" if one.largest_micro_batch is None else str(one.largest_micro_batch),
         "-" if seconds is None else f"{seconds:.3g}",
         one.time.bound or "-",
         f"{(one.traffic.within + one.traffic.between) / 1e9:.3g}",
+        number(host, unit) if host else "",
     )
 
 
@@ -214,6 +214,7 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
         "bound_by": one.time.bound,
         "samples_per_second": one.samples_per_second,
         "hours": one.hours,
+        "device_hours": None if one.hours is None else one.hours * one.run.world_size,
         "checkpoint_bytes": one.checkpoint_bytes,
         "save_seconds": one.save_seconds,
     }
