@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightswitch.planning import precisions
@@ -31,9 +33,11 @@ def test_precisions_are_those_asked_for_or_the_faster_of_the_device(
     assert [one.name for one in precisions.compared(asked, FILES, device, is_chosen)] == names
 
 
-def test_a_precision_is_what_its_file_says(tmp_path: object) -> None:
-    (one,) = precisions.compared("bf16-true", FILES, NEW, is_chosen=False)
-    assert one.value == "bf16-true"
+def test_a_precision_is_what_its_file_says(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("# @package trainer\nprecision:\n  _target_: a.Plugin\n")
+    found = precisions.compared(["bf16-true", "own"], {**FILES, "own": own}, NEW, is_chosen=False)
+    assert [one.value for one in found] == ["bf16-true", {"_target_": "a.Plugin"}]
 
 
 @pytest.mark.parametrize(
