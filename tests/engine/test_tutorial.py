@@ -27,7 +27,7 @@ TOLD = {  # of a command, by its beginning
     "python train.py model=listener data=calls trainer.max_steps=250 run_id=first": r"val/right 0\.9\d",
     "python train.py model=listener data=calls trainer.max_steps=350": r"resumes .*, at step 250",
     "python -m lightswitch.compare": r"train/loss differs by \d(\.\d+)?e-0[789] at most",
-    "python train.py mode=plan": r"take       ddp, micro batch 8",
+    "python train.py mode=plan": r"take       ddp, 32-true, micro batch 8",
     "python train.py -m": r"1e-3.*\n.*1e-2|0\.001.*\n.*0\.01",
     "python -c": r"Listener\(",
 }

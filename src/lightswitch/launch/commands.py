@@ -51,8 +51,10 @@ def evaluate(checkpoint: str, placement: Placement) -> str:
 
 def planned(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
     """Return the command that starts the run of which a plan was made, with the words that choose what it found."""
-    keys = tuple(word.partition("=")[0] for word in words)
-    return shlex.join([*_program(placement), *_overrides(without=("mode", "plan", "run_id", "device", *keys)), *words])
+    keys = [word.partition("=")[0] for word in words]
+    other = ("trainer.precision",) if "precision" in keys else ()
+    typed = _overrides(without=("mode", "plan", "run_id", "device", *keys, *other))
+    return shlex.join([*_program(placement), *typed, *words])
 
 
 _OF_THE_WORLD = ("mode", "plan", "dry_run", "device", "run_id", "hydra", "trainer.num_nodes", "trainer.devices")

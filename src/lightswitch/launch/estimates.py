@@ -25,7 +25,7 @@ from lightswitch.planning.fake_zero import plan_in_bfloat16
 from lightswitch.planning.samples import Samples, first_samples
 from lightswitch.planning.simulation import Work, simulate, without_step
 from lightswitch.planning.timeline import Kind
-from lightswitch.preflight import devices, strategies
+from lightswitch.preflight import devices, precision, strategies
 from lightswitch.strategies.single import Single
 
 
@@ -45,6 +45,14 @@ class Request:
         """The Trainer's arguments."""
         plain: Any = OmegaConf.to_container(self.cfg.trainer, resolve=True)
         return dict(plain)
+
+    def under(self, candidate: Candidate) -> Request:
+        """Return the run in a candidate's precision."""
+        if candidate.precision is None:
+            return self
+        cfg = self.cfg.copy()
+        OmegaConf.update(cfg, "trainer.precision", candidate.precision.value, merge=False, force_add=True)
+        return replace(self, cfg=cfg)
 
 
 def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
@@ -117,6 +125,7 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
         NeedsValues: the module asks a tensor for its values.
         Refused: the strategy, or the module, can't take the run.
     """
+    request = request.under(candidate)
     cfg, batch = request.cfg, batch_of(request, candidate, request.cfg.micro_batch_size)
     check(request, candidate, batch)
     step = _step(request, candidate, batch)
@@ -136,6 +145,7 @@ def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> 
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
     candidate, largest = next(one for one in among if one.words == found.words), found.largest_micro_batch
+    request = request.under(candidate)
     batch = batch_of(request, candidate, found.run.micro_batch)
     alone = replace(request, samples=replace(request.samples, is_cut=False), simulated={})  # how it grows is known
     for micro in (batch.micro_batch, *_smaller(batch)):
@@ -175,13 +185,14 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
     Raises:
         RefusedRequest: with each of its reasons.
     """
-    model: Any = OmegaConf.to_container(request.cfg.model, resolve=True)
+    plain: Any = OmegaConf.to_container(request.cfg, resolve=True)
     kind, world = request.device.kind, request.world
     asked = strategies.Request(
-        dict(candidate.node), model, request.trainer, world.nodes, world.devices_per_node, kind,
+        dict(candidate.node), plain["model"], plain["trainer"], world.nodes, world.devices_per_node, kind,
         (batch.global_batch, batch.micro_batch),
     )  # fmt: skip
-    if problems := list(strategies.problems(asked)):
+    plain["trainer"]["strategy"] = candidate.node
+    if problems := [*strategies.problems(asked), *precision.problems(plain, kind)]:
         raise RefusedRequest(problems)
 
 

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from lightswitch import figures
+from lightswitch.config import groups
+from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
 from lightswitch.launch import commands
 from lightswitch.launch.estimates import Request, confirmed, fitted, requested, states, words_of
-from lightswitch.planning import candidates, picture, report
+from lightswitch.planning import candidates, picture, precisions, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.estimate import STATES, Estimate
+from lightswitch.planning.precisions import Precision
 from lightswitch.runs.resume import shown
 
 log = logging.getLogger(__name__)
@@ -28,46 +31,48 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
         Refused: there is nothing to plan with, or no strategy can take the run.
     """
     request = requested(cfg)
-    estimates: list[Estimate] = []
-    refused: dict[str, str] = {}
     among = _candidates(request, run)
+    estimates: list[Estimate] = []
+    refused: dict[tuple[str, ...], str] = {}
     for candidate in among:
         try:
             estimates += _estimates(request, candidate)
         except NeedsValues as error:
-            _tell_states(cfg, str(error))
+            _tell_states(request, among, str(error))
             return
         except BatchError as error:
-            refused[candidate.words[0]] = str(error)
+            refused[candidate.words] = str(error)
         except Refused as refusal:
-            refused[candidate.words[0]] = str(refusal)
+            refused[candidate.words] = str(refusal)
     if not estimates:
-        raise RefusedRequest(dict.fromkeys(refused.values()))
+        raise RefusedRequest(dict.fromkeys(line for why in refused.values() for line in why.splitlines()))
     among += [other for one in among if (other := one.recomputing()) is not None]
-    best, *others = report.ordered([*estimates, *_best_recomputing(request, estimates, among)])
+    best, *others = report.ordered([*estimates, *_recomputing(request, estimates, among)])
     estimates = report.ordered([confirmed(request, best, among), *others])
     _tell(cfg, run, request, estimates, refused)
 
 
-def _best_recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
-    """Yield what activation checkpointing would change of the best, if that is not among the estimates."""
-    best = report.ordered(estimates)[0]
-    (candidate,) = (one for one in among if one.words == best.words)
-    other = candidate.recomputing()
-    if other is not None and other.words not in {one.words for one in estimates}:
-        yield fitted(request, other)
+def _recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
+    """Yield what activation checkpointing would change of the best that has it, if no estimate tells it already."""
+    others = {one.words: one.recomputing() for one in among}
+    best = next((other for one in report.ordered(estimates) if (other := others.get(one.words)) is not None), None)
+    if best is not None and best.words not in {one.words for one in estimates}:
+        yield fitted(request, best)
 
 
 def _tell(
-    cfg: DictConfig, run: RunContext, request: Request, estimates: list[Estimate], refused: dict[str, str]
+    cfg: DictConfig, run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]
 ) -> None:
     log.info("\n%s\n", report.table(estimates))
-    for words, why in refused.items():
-        log.info("left out   %s: %s", words, why)
+    for left_out in report.left_out(refused, [one.words for one in estimates]):
+        log.info("left out   %s", left_out)
     log.info("take       %s", report.answer(estimates[0], request.device))
+    for about, told in report.details(estimates[0]):
+        log.info("%-10s %s", about, told)
     log.info("start      %s", commands.planned(cfg, run.placement, words_of(estimates[0])))
     path = run.run_dir / "plan.json"
-    path.write_text(json.dumps(report.as_data(estimates, request.device, refused), indent=1))
+    data = report.as_data(estimates, request.device, {" ".join(words): why for words, why in refused.items()})
+    path.write_text(json.dumps(data, indent=1))
     log.info("plan       %s", shown(path))
     if (missing := figures.missing()) is not None:
         log.info("%s", missing)
@@ -76,26 +81,42 @@ def _tell(
     log.info("picture    %s", shown(light))
 
 
-def _tell_states(cfg: DictConfig, operator: str) -> None:
+def _tell_states(request: Request, among: list[Candidate], operator: str) -> None:
     """Say what is known of a model whose step asks for values: what it keeps from one step to the next."""
-    held = states(cfg)
-    parts = ", ".join(f"{kind} {report.amount(held.get(kind, 0))}" for kind in STATES)
     log.warning(
         "the step of %s asks a tensor for its values (%s), and a plan has none: activations, time and traffic are not "
-        "known, and neither is what fits", cfg.model._target_, operator,
+        "known, and neither is what fits", request.cfg.model._target_, operator,
     )  # fmt: skip
-    log.info("states     %s: whole on each device under ddp, over all of them under fsdp", parts)
+    for candidate in {one.precision and one.precision.name: one for one in among}.values():
+        held = states(request.under(candidate).cfg)
+        parts = ", ".join(f"{kind} {report.amount(held.get(kind, 0))}" for kind in STATES)
+        told = "" if candidate.precision is None else f"{candidate.precision.name}: "
+        log.info("states     %s%s: whole on each device under ddp, over all of them under fsdp", told, parts)
 
 
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:
+    """Return each strategy in each precision, or those that were asked for."""
     choice = run.hydra.runtime.choices.get("strategy")
+    found = candidates.chosen(str(choice), request.trainer["strategy"])
     if choice == "auto":
-        return candidates.every(run.hydra, request.world.nodes, with_zero=request.cfg.plan.deepspeed)
-    return candidates.chosen(str(choice), request.trainer["strategy"])
+        found = candidates.every(run.hydra, request.world.nodes, with_zero=request.cfg.plan.deepspeed)
+    among = _precisions(request, run)
+    return [one.at(precision) for precision in among for one in found] or found
+
+
+def _precisions(request: Request, run: RunContext) -> list[Precision]:
+    cfg = request.cfg
+    typed = {key_and_value(word)[0] for word in typed_overrides(run.hydra)}
+    is_chosen = bool(typed & {"precision", "trainer.precision"}) or cfg.trainer.get("precision") != precisions.UNASKED
+    files = groups.files(run.hydra, "precision")
+    return precisions.compared(cfg.plan.get("precisions"), files, request.device, is_chosen)
 
 
 def _estimates(request: Request, candidate: Candidate) -> Iterator[Estimate]:
     """Yield a strategy's estimate, and where the device can't hold it, that with activation checkpointing."""
+    asked = str(request.under(candidate).cfg.trainer.get("precision"))
+    if lacking := list(precisions.problems(asked, request.device)):
+        raise RefusedRequest(lacking)
     found = fitted(request, candidate)
     yield found
     other = candidate.recomputing()

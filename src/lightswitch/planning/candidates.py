@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
+from lightswitch.config import groups
 from lightswitch.planning.estimate import STATES
+from lightswitch.planning.precisions import Precision
 from lightswitch.planning.timeline import Kind
 
 _TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by strategy=auto
@@ -43,10 +44,12 @@ class Candidate:
     Attributes:
         words: of the command line.
         node: of the config: the class, and its arguments.
+        precision: None for the run's own.
     """
 
     words: tuple[str, ...]
     node: Mapping[str, Any]
+    precision: Precision | None = None
 
     @property
     def name(self) -> str:
@@ -100,13 +103,19 @@ class Candidate:
 
     def on_device(self) -> str:
         """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
-        return json.dumps({key: value for key, value in self.node.items() if key != _OFFLOADS}, sort_keys=True)
+        there = {key: value for key, value in self.node.items() if key != _OFFLOADS}
+        return json.dumps([there, self.precision and self.precision.value], sort_keys=True)
+
+    def at(self, precision: Precision) -> Candidate:
+        """Return it in a precision."""
+        return replace(self, words=(*self.words, f"precision={precision.name}"), precision=precision)
 
     def recomputing(self) -> Candidate | None:
         """Return it with activation checkpointing; None where it has that already, or can't."""
         if self.node.get(_RECOMPUTES) or _RECOMPUTES not in _arguments(self.node):
             return None
-        return Candidate((*self.words, f"trainer.strategy.{_RECOMPUTES}=true"), {**self.node, _RECOMPUTES: True})
+        words = (*self.words, f"trainer.strategy.{_RECOMPUTES}=true")
+        return replace(self, words=words, node={**self.node, _RECOMPUTES: True})
 
 
 def chosen(choice: str, node: Mapping[str, Any]) -> list[Candidate]:
@@ -124,11 +133,11 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
         with_zero: DeepSpeed's stages are among them, where it is installed.
     """
     found: dict[str, Mapping[str, Any]] = {}
-    for path in _files(hydra):
+    for name, path in groups.files(hydra, "strategy").items():
         loaded: Any = OmegaConf.load(path)
         node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
         if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:
-            found[path.stem] = node
+            found[name] = node
     named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
     those = [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
     return [one for one in those if with_zero or not one.is_zero]
@@ -149,12 +158,6 @@ def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candid
 
 def _recomputing(those: Iterable[Candidate]) -> Iterator[Candidate]:
     return (other for one in those if (other := one.recomputing()) is not None)
-
-
-def _files(hydra: HydraConf) -> Iterator[Path]:
-    for source in hydra.runtime.config_sources:
-        if source.schema == "file":
-            yield from sorted((Path(source.path) / "strategy").glob("*.yaml"))
 
 
 def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:

@@ -72,6 +72,11 @@ class Run:
         """Devices in all."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def rounds_weights(self) -> bool:
+        """Return whether weights are kept in 16 bits, where small updates of them are lost."""
+        return self.precision in ("16-true", "bf16-true")
+
 
 @dataclass(frozen=True)
 class Memory:

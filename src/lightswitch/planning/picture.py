@@ -29,7 +29,7 @@ def memory(estimates: Sequence[Estimate], device: Device) -> figures.Picture:
 
     def draw(figure: Figure, theme: figures.Theme) -> None:
         axes = figure.subplots()
-        names = [f"{report.name(one)}\n{one.run.micro_batch} a micro batch" for one in estimates]
+        names = [_label(one) for one in estimates]
         bars = [_parts(one.memory) for one in estimates]
         widest = max(one.memory.bytes for one in estimates)
         left = [0.0] * len(bars)
@@ -54,6 +54,11 @@ def memory(estimates: Sequence[Estimate], device: Device) -> figures.Picture:
     return figures.picture(
         draw, 8, 1.5 + 0.5 * len(estimates), f"Memory of each strategy on {device.name}", description
     )
+
+
+def _label(one: Estimate) -> str:
+    precision = report.precision(one)
+    return f"{report.strategy(one)}\n{precision + ', ' if precision else ''}{one.run.micro_batch} a micro batch"
 
 
 def _limit(estimates: Sequence[Estimate], device: Device) -> str:

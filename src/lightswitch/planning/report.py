@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,18 +11,25 @@ from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.timeline import Kind
 
-_HEADER = ("strategy", "micro batch", "GiB", "fits", "parameters", "gradients", "optimizer", "activations", "other")
-_LATER = ("most samples", "s a step", "bound by", "GB sent")
+_HEADER = (
+    *("strategy", "precision", "micro batch", "GiB", "fits"),
+    *("parameters", "gradients", "optimizer", "activations", "other"),
+    *("most samples", "s a step", "bound by", "GB sent", "host"),
+)
+_ONLY_IF_TOLD = ("precision", "host")  # columns that are left out where no row has one
+_TEXTS = ("strategy", "precision", "bound by")
 _SHOWN: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
 
 
 def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return estimates in the order in which to take them.
 
-    What fits comes first, by the least time of a step to two digits, then as given: the simplest first. What does not
-    fit follows, by its memory.
+    What fits comes first, by the least time of a step to two digits, then as given: the simplest first; where weights
+    are kept in 16 bits, after all that keep them in 32. What does not fit follows, by its memory.
     """
-    return sorted(estimates, key=lambda one: (not one.memory.fits, _rank(one)))
+    return sorted(
+        estimates, key=lambda one: (not one.memory.fits, one.memory.fits and one.run.rounds_weights, _rank(one))
+    )
 
 
 def _rank(one: Estimate) -> float:
@@ -33,24 +40,20 @@ def table(estimates: Iterable[Estimate]) -> str:
     """Return a row for each estimate, in the order given; memory of a device in GiB, or in MiB where it is little."""
     estimates = list(estimates)
     unit = unit_of(max((one.memory.bytes for one in estimates), default=0))
-    header = [unit if name == "GiB" else name for name in (*_HEADER, *_LATER)]
-    rows = [header, *(_row(one, unit) for one in estimates)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(_cell(*pair, index) for index, pair in enumerate(zip(r, widths, strict=True))).rstrip() for r in rows
-    )
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.ljust(width) if column in (0, 11) else text.rjust(width)
+    rows = [_row(one, unit) for one in estimates]
+    kept = [index for index, name in enumerate(_HEADER) if name not in _ONLY_IF_TOLD or any(row[index] for row in rows)]
+    header = tuple(unit if name == "GiB" else name for name in _HEADER)
+    texts = [place for place, index in enumerate(kept) if _HEADER[index] in _TEXTS]
+    return "\n".join(aligned([[row[index] for index in kept] for row in (header, *rows)], texts))
 
 
 def _row(one: Estimate, unit: str) -> tuple[str, ...]:
     kinds = one.memory.peak.by_kind
     shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
-    seconds = one.time.least_seconds
+    seconds, host = one.time.least_seconds, one.memory.host_bytes
     return (
-        name(one),
+        strategy(one),
+        precision(one),
         str(one.run.micro_batch) + (f" × {one.run.accumulation}" if one.run.accumulation > 1 else ""),
         number(one.memory.bytes, unit),
         "yes" if one.memory.fits else "no",
@@ -59,6 +62,7 @@ def _row(one: Estimate, unit: str) -> tuple[str, ...]:
         "-" if seconds is None else f"{seconds:.3g}",
         one.time.bound or "-",
         f"{(one.traffic.within + one.traffic.between) / 1e9:.3g}",
+        number(host, unit) if host else "",
     )
 
 
@@ -75,9 +79,19 @@ def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[st
 
 
 def name(one: Estimate) -> str:
-    """Return what chooses a strategy, in few words."""
+    """Return what chooses a strategy, in few words: with its precision, where several are compared."""
+    return ", ".join(filter(None, (strategy(one), precision(one))))
+
+
+def strategy(one: Estimate) -> str:
+    """Return the strategy, and whether it has activation checkpointing."""
     short = one.words[0].partition("=")[2]
     return short + (", recomputing" if any("activation_checkpointing" in word for word in one.words) else "")
+
+
+def precision(one: Estimate) -> str:
+    """Return the precision, where several are compared; else nothing."""
+    return next((word.partition("=")[2] for word in one.words if word.startswith("precision=")), "")
 
 
 def answer(best: Estimate, device: Device) -> str:
@@ -92,6 +106,52 @@ def answer(best: Estimate, device: Device) -> str:
     if (hours := best.hours) is not None:
         rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
     return ", ".join([took(best, device), *rates])
+
+
+def left_out(refused: Mapping[tuple[str, ...], str], taken: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yield a line for each reason: what it keeps out.
+
+    Args:
+        refused: reasons, a line each, by the words that choose a strategy and a precision.
+        taken: words of what is not refused.
+    """
+    every = {words[:2] for words in (*refused, *taken)}
+    kept_out: dict[str, list[tuple[str, ...]]] = {}
+    for words, reasons in refused.items():
+        for why in reasons.splitlines():
+            kept_out.setdefault(why, []).append(words[:2])
+    for why, those in kept_out.items():
+        chosen = _chosen(those, every)
+        yield f"{chosen}: {why.removeprefix(f'{chosen}: ')}"
+
+
+def _chosen(those: Sequence[tuple[str, ...]], every: Collection[tuple[str, ...]]) -> str:
+    """Return strategies and precisions in few words: without the latter, if it is each; without the former likewise."""
+    parts = [list(dict.fromkeys(words[place] for words in those if place < len(words))) for place in (0, 1)]
+    for place, part in enumerate(parts):
+        if {words for words in every if words[place : place + 1] and words[place] in part} <= set(those):
+            return _joined(part)
+    return " ".join(_joined(part) for part in parts if part)
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Return words of one key: strategy=ddp,fsdp."""
+    key = words[0].partition("=")[0]
+    return f"{key}={','.join(word.partition('=')[2] for word in words)}"
+
+
+def details(best: Estimate) -> Iterator[tuple[str, str]]:
+    """Yield what else is known of the one to take, each with what it is about; plan.json has it of all."""
+    peak, sent, run = best.memory.peak, best.traffic, best.run
+    yield "peak", f"{peak.phase}, at {peak.where}" if peak.where else peak.phase
+    if best.memory.host_bytes:
+        yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
+    between = f" and {sent.between / 1e9:.3g} GB between nodes" if run.nodes > 1 else ""
+    yield (
+        "step",
+        f"{best.flops / 1e12:.3g} TFLOP, {sent.within / 1e9:.3g} GB sent within the node{between}, by a device",
+    )
+    yield "save", f"{amount(best.checkpoint_bytes)}, in {best.save_seconds:.3g} s at {run.disk_gb_per_second:g} GB/s"
 
 
 def took(one: Estimate, device: Device) -> str:
@@ -154,6 +214,7 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
         "bound_by": one.time.bound,
         "samples_per_second": one.samples_per_second,
         "hours": one.hours,
+        "device_hours": None if one.hours is None else one.hours * one.run.world_size,
         "checkpoint_bytes": one.checkpoint_bytes,
         "save_seconds": one.save_seconds,
     }

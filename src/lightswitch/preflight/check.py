@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightswitch.batches.plan import AUTO, BatchPlan
-from lightswitch.config import moved, names
+from lightswitch.config import groups, moved, names
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
@@ -55,7 +55,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     typed_keys = {key_and_value(override)[0] for override in typed}
     _raise(devices.wrong_counts(plain["trainer"]), trainer.problems(plain["trainer"], typed_keys))
     if is_planned := plain["mode"] in planned.MODES:
-        _raise(planned.problems(plain, run.placement))
+        _raise(planned.problems(plain, run.placement, groups.files(run.hydra, "precision")))
         plain = planned.on_its_device(plain)
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
@@ -109,11 +109,9 @@ def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
 
 def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
     """Yield the choices of a group whose file has a key."""
-    for source in run.hydra.runtime.config_sources:
-        if source.schema == "file":
-            for file in Path(source.path, group).glob("*.yaml"):
-                if re.search(rf"^{key}:", file.read_text(), re.MULTILINE):
-                    yield f"{group}={file.stem}"
+    for name, file in groups.files(run.hydra, group).items():
+        if re.search(rf"^{key}:", file.read_text(), re.MULTILINE):
+            yield f"{group}={name}"
 
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightswitch.cluster.placement import Placement
+from lightswitch.config import aliases
+from lightswitch.errors import nearest
 from lightswitch.preflight import devices
 
 MODES = ("plan", "dry_run")
@@ -15,8 +17,12 @@ _KEYS = {
 }
 
 
-def problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield why a run can't be planned, a line each."""
+def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, object]) -> Iterator[str]:
+    """Yield why a run can't be planned, a line each.
+
+    Args:
+        precisions: by the names that the config folders have.
+    """
     mode = cfg["mode"]
     if place.is_external:
         yield (
@@ -33,6 +39,7 @@ def problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
             yield f"plan.{key}={value}: use a number greater than 0"
     if type(cfg["plan"]["deepspeed"]) is not bool:
         yield f"plan.deepspeed={cfg['plan']['deepspeed']}: use true or false"
+    yield from _unknown_precisions(cfg["plan"].get("precisions"), precisions)  # an older config has no such key
     if mode == "dry_run":
         yield from _of_dry_run(cfg)
 
@@ -46,6 +53,16 @@ def _missing(cfg: dict[str, Any], name: str) -> Iterator[str]:
     for key in _KEYS[name]:
         if key not in node:
             yield f"{name}.{key}: the config has no such key, and mode={cfg['mode']} reads it; add it to config.yaml"
+
+
+def _unknown_precisions(asked: Any, known: Mapping[str, object]) -> Iterator[str]:
+    if asked in (None, "all"):
+        return
+    for name in asked if isinstance(asked, list) else [asked]:
+        if str(name) not in known:
+            other = aliases.choice("precision", str(name))
+            hint = f" Did you mean {other}?" if other in known else nearest(str(name), known)
+            yield f"plan.precisions: there is no precision {name}.{hint} Use all, or a list of {', '.join(known)}"
 
 
 def _of_dry_run(cfg: dict[str, Any]) -> Iterator[str]:

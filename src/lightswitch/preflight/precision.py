@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lightswitch.preflight.planned import MODES
 from lightswitch.preflight.signatures import signature
 
 _SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal one, 6.1e-5
@@ -23,9 +24,10 @@ def problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
     if accelerator == "mps" and precision in (64, "64", "64-true"):
         yield f"precision={precision}: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
     keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
-    if precision == "16-true" and not keeps_float32 and cfg["mode"] == "fit":
+    trains = cfg["mode"] in ("fit", *MODES)
+    if precision == "16-true" and not keeps_float32 and trains:
         yield from _vanishing_eps(cfg)
-    if precision in (16, "16", "16-mixed") and cfg["trainer"].get("gradient_clip_val") and cfg["mode"] == "fit":
+    if precision in (16, "16", "16-mixed") and cfg["trainer"].get("gradient_clip_val") and trains:
         yield from _unscaled_too_late(cfg)
 
 

@@ -219,6 +219,10 @@ def test_a_plan_is_that_of_the_runs_own_strategy(runs: Path, tmp_path: Path) -> 
     strategies = [{"words": [f"strategy={name}"], "bytes": count} for name, count in planned.items()]
     (tmp_path / "plan.json").write_text(json.dumps({"strategies": strategies}))
     assert read([tmp_path])[0].planned_bytes == 200
+    for number, precision in enumerate(("bf16-mixed", "32-true")):  # which is the run's
+        strategies[number] = {"words": ["strategy=ddp", f"precision={precision}"], "bytes": number}
+    (tmp_path / "plan.json").write_text(json.dumps({"strategies": strategies}))
+    assert read([tmp_path])[0].planned_bytes == 1
     (tmp_path / "plan.json").write_text("[]")
     assert read([tmp_path])[0].planned_bytes is None
 

@@ -116,6 +116,58 @@ def test_what_fits_comes_first_then_what_is_fast_then_what_is_simple(found: Esti
     ]  # fmt: skip
 
 
+def test_weights_of_16_bits_come_after_those_of_32_and_before_what_does_not_fit(found: Estimate) -> None:
+    rounded, large = (
+        replace(one, words=(name,), run=replace(RUN, precision="bf16-true"))
+        for one, name in ((found, "rounded"), (estimate((), STEP, RUN, DEVICE.with_memory(8)), "large"))
+    )
+    slow = replace(found, words=("slow",), time=replace(found.time, seconds={"x": 9}))
+    assert [one.words[0] for one in report.ordered([large, rounded, slow])] == ["slow", "rounded", "large"]
+
+
+def test_precision_and_the_hosts_memory_are_columns_where_rows_have_them(found: Estimate) -> None:
+    header, *_ = report.table([found]).splitlines()
+    assert "precision" not in header
+    assert "host" not in header
+    named = replace(found, words=("strategy=fsdp", "precision=bf16-mixed"))
+    offloaded = estimate(("strategy=fsdp", "precision=32-true"), STEP, RUN, DEVICE, on_host=STATES)
+    header, first, second = report.table([named, offloaded]).splitlines()
+    assert header.split()[:2] == ["strategy", "precision"]
+    assert (first.split()[:2], second.split()[:2]) == (["fsdp", "bf16-mixed"], ["fsdp", "32-true"])
+    assert header.split()[-1] == "host"
+    assert len(first) < len(second) == len(header)
+    assert second.split()[-1] == "6"
+
+
+def test_a_reason_is_told_once_with_all_that_it_keeps_out() -> None:
+    taken = [("strategy=ddp", "precision=a"), ("strategy=ddp", "precision=b"), ("strategy=fsdp", "precision=a", "more")]
+    refused = {
+        ("strategy=single", "precision=a"): "one device",
+        ("strategy=single", "precision=b"): "one device\nsingle at b",
+        ("strategy=single", "precision=c"): "precision=c: no such numbers\none device",
+        ("strategy=ddp", "precision=c"): "precision=c: no such numbers",
+        ("strategy=fsdp", "precision=c"): "precision=c: no such numbers",
+        ("strategy=fsdp", "precision=b"): "not at b",
+    }
+    assert list(report.left_out(refused, taken)) == [
+        "strategy=single: one device",
+        "strategy=single precision=b: single at b",
+        "precision=c: no such numbers",
+        "strategy=fsdp precision=b: not at b",
+    ]
+    assert list(report.left_out({("strategy=x",): "why"}, [("strategy=y",)])) == ["strategy=x: why"]
+
+
+def test_what_is_known_of_the_best_is_told(found: Estimate) -> None:
+    assert dict(report.details(found)) == {
+        "peak": "forward, at block",
+        "step": "30 TFLOP, 4.2e-06 GB sent within the node and 2.4e-06 GB between nodes, by a device",
+        "save": "11.2 GiB, in 6 s at 2 GB/s",
+    }
+    offloaded = dict(report.details(estimate(("strategy=fsdp",), STEP, RUN, DEVICE, on_host=STATES)))
+    assert offloaded["host"] == "6 GiB of the host's memory for each device"
+
+
 def test_the_answer_is_a_line(found: Estimate) -> None:
     assert report.answer(found, DEVICE) == (
         "fsdp, micro batch 2: 9.02 of 9.9 GiB on X, at most 320 samples/s, 164k tokens/s, the run at least 5:00, "

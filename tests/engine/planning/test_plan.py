@@ -15,7 +15,7 @@ H100 = ("plan.device=h100", "trainer.devices=8")
 
 
 def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -> None:
-    run = train("mode=plan", *MODEL, *H100, "plan.deepspeed=true")
+    run = train("mode=plan", *MODEL, *H100, "precision=32-true", "plan.deepspeed=true")
     plan = json.loads((run.run_dir / "plan.json").read_text())
     best = plan["strategies"][0]["words"][0].removeprefix("strategy=")
     names = {one["words"][0] for one in plan["strategies"]}
@@ -27,14 +27,14 @@ def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -
     assert f"{best}, micro batch 2: " in taken
     assert "of 78.8 GiB on H100" in taken
     (command,) = (line for line in run.out.splitlines() if line.startswith("start"))
-    assert shlex.split(command)[3:] == [*(word for word in MODEL), "trainer.devices=8", f"strategy={best}"]
+    assert shlex.split(command)[3:] == [*(*MODEL, "trainer.devices=8", "precision=32-true", f"strategy={best}")]
     assert {path.name for path in run.run_dir.iterdir()} >= {"plan.json", "plan.svg", "plan_dark.svg"}
     assert not (run.run_dir / "checkpoints").exists()
 
 
 def test_a_micro_batch_that_fits_is_found(train: Train) -> None:
     """A sample's activations are 0.17 MiB: a device of 2.2 MiB beside its runtime holds no share of 16."""
-    words = ("strategy=ddp", "trainer.devices=1", "plan.device=h100")
+    words = ("strategy=ddp", "trainer.devices=1", "plan.device=h100", "precision=32-true")
     whole = _only(train("mode=plan", *MODEL, *words))
     less = (whole["bytes"] - whole["tensor_bytes"] / 3) / 0.99 / 2**30
     found = _only(train("mode=plan", *MODEL, *words, f"plan.memory_gib={less}"))
@@ -42,6 +42,25 @@ def test_a_micro_batch_that_fits_is_found(train: Train) -> None:
     assert found["micro_batch"] < whole["micro_batch"] == 16
     assert found["micro_batch"] * found["accumulation"] == 16
     assert found["bytes"] <= found["usable_bytes"] == pytest.approx(less * 2**30 * 0.99)
+
+
+def test_precisions_stand_beside_one_another(train: Train) -> None:
+    """Weights of 16 bits are half as large, and come last: what they compute is another run."""
+    asked = "plan.precisions=[bf16-true,32-true,bf16-mixed,16-mixed,16-true]"
+    run = train("mode=plan", *MODEL, "plan.device=h100", "trainer.devices=2", "strategy=fsdp", asked)
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    rows = {one["precision"]: one for one in plan["strategies"] if len(one["words"]) == 2}
+    assert list(rows)[-1] == "bf16-true"
+    assert rows["bf16-true"]["least_seconds"]["memory"] < rows["bf16-mixed"]["least_seconds"]["memory"]
+    held = {name: row["bytes_by_kind"]["parameters"] for name, row in rows.items()}
+    assert held["32-true"] == held["bf16-mixed"] == 2 * held["bf16-true"]
+    left_out = [line.split(maxsplit=2)[2] for line in run.out.splitlines() if line.startswith("left out")]
+    assert [line.partition(":")[0] for line in left_out] == ["precision=16-mixed", "precision=16-true"]
+    assert left_out[1].startswith("precision=16-true: AdamW divides by its eps, ")
+    (command,) = (line for line in run.out.splitlines() if line.startswith("start"))
+    words = plan["strategies"][0]["words"]
+    assert "precision=bf16-mixed" in words
+    assert shlex.split(command)[3:] == [*MODEL, "trainer.devices=2", *words]
 
 
 def _only(run: object) -> dict[str, object]:
@@ -63,10 +82,12 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
         "model._target_=tests.engine.planning.modules.LooksAtValues",
         "data._target_=tests.engine.data.pictures.Pictures",
     )
-    run = train("mode=plan", *model, "strategy=ddp")
+    run = train("mode=plan", *model, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
     assert "asks a tensor for its values (aten._local_scalar_dense" in run.out
     # 640 weights and 10 biases: 2600 bytes, as many of gradients, twice as many of Adam's state and two counters
-    assert "states     parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: whole" in run.out
+    told = "parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: whole"
+    assert f"states     32-true: {told}" in run.out
+    assert "states     bf16-true: parameters 0.00124 MiB, gradients 0.00124 MiB, optimizer 0.00249 MiB: " in run.out
 
 
 @pytest.mark.parametrize(
@@ -76,6 +97,11 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
         (("plan.device=h300",), "device=h300: there is no such device. Did you mean h200?"),
         ((*MODEL, "trainer.devices=3"), "global_batch_size 16 does not divide over 3 devices"),
         ((*MODEL, "plan.deepspeed=yes"), "plan.deepspeed=yes: use true or false"),
+        (("plan.precisions=[32-true,float8]",), "there is no precision float8. Use all, or a list of 16-mixed, "),
+        (("plan.precisions=fp16",), "plan.precisions: there is no precision fp16. Did you mean 16-mixed?"),
+        ((*MODEL, "precision=bf16-mixed", "plan.device=v100"), "precision=bf16-mixed: V100 32 GB has no bfloat16, "),
+        ((*MODEL, "precision=16-true", "plan.device=h100"), "AdamW divides by its eps"),
+        ((*MODEL, "plan.precisions=[16-mixed]", "strategy=ddp"), "precision=16-mixed is for GPUs"),
         ((*MODEL, "plan.memory_gib=-1"), "plan.memory_gib=-1: use a number greater than 0"),
         ((*MODEL, "strategy=fsdp", "model.heads=3"), "a step of the model fails: "),
     ],
