@@ -271,6 +271,12 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "should_stop", "bool", "a plan's steps end before their epoch does"),
     Patch(
+        "lightning.pytorch.LightningModule",
+        "on_save_checkpoint",
+        "(self, checkpoint)",
+        "the size of a planned run's checkpoint is asked for: its tensors have no values, at which the hook may look",
+    ),
+    Patch(
         "lightning.pytorch.utilities.rank_zero_only",
         "rank",
         "int",
