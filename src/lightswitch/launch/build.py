@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
@@ -44,7 +46,7 @@ from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import RunRecord
-from lightswitch.strategies.callbacks import KnownCallbacks, refused
+from lightswitch.strategies.callbacks import KnownCallbacks, problems, refused
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision
 
@@ -113,12 +115,27 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         accumulate_grad_batches=plan.accumulation,
     )
     raise_all(refusals)
-    if problems := list(refused(trainer)):
-        raise RefusedRequest(problems)
+    if told := list(refused(trainer)):
+        raise RefusedRequest(told)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, watchdog)
     return model, data, install_launcher(trainer, run)
+
+
+def refused_parts(cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy, devices: int) -> list[Refused]:
+    """Return what `build` would refuse of a run on other devices than are here, whose model is built without memory."""
+    refusals: list[Refused] = []
+    with torch.device("meta"):
+        model = instantiated(cfg, "model", refusals)
+    data, callbacks = (instantiated(cfg, name, refusals) for name in ("data", "callbacks"))
+    if refusals:
+        return refusals
+    refusals += _of_other_kinds(model, data, cfg)
+    refusals += _by_hand(model, plan)
+    _clipping(model, cfg, run, refusals)
+    refusals += map(Refused, problems(_asked_for(_switched_on(callbacks), cfg.trainer), model, strategy, devices))
+    return refusals
 
 
 def shards_itself(cfg: DictConfig) -> bool:
@@ -133,8 +150,8 @@ def raise_all(refusals: list[Refused]) -> None:
         RefusedRequest: with the lines of each.
     """
     if refusals:
-        problems = [problem for refusal in refusals for problem in refusal.problems]
-        raise RefusedRequest(problems, "\n".join(refusal.details for refusal in refusals if refusal.details))
+        lines = [problem for refusal in refusals for problem in refusal.problems]
+        raise RefusedRequest(lines, "\n".join(refusal.details for refusal in refusals if refusal.details))
 
 
 def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:

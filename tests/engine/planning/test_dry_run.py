@@ -91,6 +91,13 @@ def test_a_sweep_ends_with_how_the_run_scales(train: Train) -> None:
     assert "efficiency" in run.out
 
 
+def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
+    swa = "callbacks.mine._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
+    refused = train("mode=dry_run", *MODEL, swa, "callbacks.mine.swa_lrs=0.1", check=False)
+    assert refused.returncode == 2
+    assert refused.err.startswith("error: StochasticWeightAveraging: a resumed run could not follow it")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
