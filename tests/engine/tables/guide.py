@@ -1,7 +1,7 @@
 """Which strategy for which size of model on which cards: what strategy=auto takes there, and of DeepSpeed's stages the
 simplest that fits, by simulation.
 
-python -m tests.engine.tables.guide             # fills docs/strategies.md; no GPU, some minutes
+python -m tests.engine.tables.guide             # fills docs/strategies.md; no GPU, ten minutes
 """
 
 from __future__ import annotations
