@@ -26,7 +26,7 @@ _DIGITS = 9  # of a name that stands for a tensor's
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index says of a tensor.
+    """Entry of a tensor in the index, of any name.
 
     Attributes:
         bytes: beside its name.
