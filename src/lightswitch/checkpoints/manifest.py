@@ -17,7 +17,12 @@ class Damaged(ValueError):
 
 def write(folder: Path, sums: Mapping[str, str]) -> None:
     """Write the checksums, by the names of files, as `sha256sum -c` reads them."""
-    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    (folder / SUMS).write_text(text(sums))
+
+
+def text(sums: Mapping[str, str]) -> str:
+    """Return the checksums as they are written."""
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
 def read(folder: Path) -> dict[str, str]:

@@ -81,15 +81,20 @@ class PortableCheckpoints(Strategy):
         Raises:
             LostRank: a rank did not reach the save of in time, has failed, or is still writing the checkpoint before.
         """
-        assert self.lightning_module is not None
-        averaged.named_once(checkpoint, self.lightning_module)
-        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
-        tensors, plain = split(checkpoint)
-        state, left_out = safe(plain)
+        tensors, state, left_out = self.written(checkpoint)
         self._tell_once(left_out)
         path, own = self._await_ranks(Path(filepath), tensors)
         staged, ranks = self.stage(own), self._ranks
         self._saver.write(lambda: directory.write(path, staged, state, ranks))
+
+    def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
+        """Return what is written of Lightning's checkpoint: its tensors by name, all else, and what is left out (see
+        `safe.safe`)."""
+        assert self.lightning_module is not None
+        averaged.named_once(checkpoint, self.lightning_module)
+        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
+        tensors, plain = split(checkpoint)
+        return tensors, *safe(plain)
 
     def _tell_once(self, left_out: dict[str, str]) -> None:
         """Name what a checkpoint does not hold, the first time that it is left out."""

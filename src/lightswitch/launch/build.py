@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, open_dict
 
@@ -48,7 +49,7 @@ from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import RunRecord
 from lightswitch.strategies.auto import auto
-from lightswitch.strategies.callbacks import KnownCallbacks, refused
+from lightswitch.strategies.callbacks import KnownCallbacks, problems, refused
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision
 
@@ -121,8 +122,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         enable_autolog_hparams=False,  # the record of the run logs them, once it goes on
     )
     raise_all(refusals)
-    if problems := [*refused(trainer), *rate_finder.refused(trainer, model)]:
-        raise RefusedRequest(problems)
+    if told := [*refused(trainer), *rate_finder.refused(trainer.callbacks, model)]:
+        raise RefusedRequest(told)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, strategy, watchdog)
@@ -148,6 +149,23 @@ def _strategy(trainer: DictConfig) -> HookedStrategy:
     return hooked(strategy)
 
 
+def refused_parts(cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy, devices: int) -> list[Refused]:
+    """Return what `build` would refuse of a run on other devices than are here, whose model is built without memory."""
+    refusals: list[Refused] = []
+    with torch.device("meta"):
+        model = instantiated(cfg, "model", refusals)
+    data, callbacks = (instantiated(cfg, name, refusals) for name in ("data", "callbacks"))
+    if refusals:
+        return refusals
+    refusals += _of_other_kinds(model, data, cfg)
+    refusals += _by_hand(model, plan)
+    _clipping(model, cfg, run, refusals)
+    callbacks = _asked_for(_switched_on(callbacks), cfg.trainer)
+    refusals += map(Refused, problems(callbacks, model, strategy, devices))
+    refusals += map(Refused, rate_finder.refused(callbacks, model))
+    return refusals
+
+
 def shards_itself(cfg: DictConfig) -> bool:
     """Return whether the user has declared that datasets without indices split themselves by ranks."""
     return bool(cfg.get("data") and cfg.data.get("sharded_by") == "dataset")
@@ -160,8 +178,8 @@ def raise_all(refusals: list[Refused]) -> None:
         RefusedRequest: with the lines of each.
     """
     if refusals:
-        problems = [problem for refusal in refusals for problem in refusal.problems]
-        raise RefusedRequest(problems, "\n".join(refusal.details for refusal in refusals if refusal.details))
+        lines = [problem for refusal in refusals for problem in refusal.problems]
+        raise RefusedRequest(lines, "\n".join(refusal.details for refusal in refusals if refusal.details))
 
 
 def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
-from lightswitch.launch import commands, estimates, job_script
+from lightswitch.launch import build, commands, estimates, job_script
 from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
@@ -62,6 +62,7 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     candidate = _candidate(request, run)
     batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
     estimates.check(request, candidate, batch)
+    build.raise_all(build.refused_parts(cfg, run, batch, estimates.strategy_of(request, candidate), request.world.size))
     _check_evaluation(request, batch)
     asked: Any = OmegaConf.to_container(cfg.dry_run)
     grown = None if OmegaConf.is_missing(run.hydra.job, "num") else _grown(request, candidate)  # of a sweep's jobs

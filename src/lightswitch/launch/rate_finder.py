@@ -122,9 +122,9 @@ class _SharedFinder(Mixin, LearningRateFinder):
         self.find(self, trainer, pl_module)
 
 
-def refused(trainer: Trainer, module: LightningModule) -> Iterator[str]:
-    """Yield that a module keeps no learning rate which a finder among the Trainer's callbacks could set."""
-    for finder in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+def refused(callbacks: Sequence[Callback], module: LightningModule) -> Iterator[str]:
+    """Yield that a module keeps no learning rate which a finder among callbacks could set."""
+    for finder in callbacks:
         if isinstance(finder, LearningRateFinder):
             try:
                 learning_rate_of(module, finder._attr_name)

@@ -9,6 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.checkpoints import manifest
+from lightswitch.checkpoints.directory import STATE
+from lightswitch.checkpoints.index import INDEX
 from lightswitch.errors import listed
 from lightswitch.monitoring.quantities import compact
 from lightswitch.planning import report
@@ -65,6 +68,16 @@ class DryRun:
     def first(self) -> Rehearsed:
         """Rank 0."""
         return self.ranks[0]
+
+    @property
+    def small_files(self) -> Mapping[str, int]:
+        """Bytes of the files of a checkpoint that hold no tensors, by name; none where those of tensors are not
+        known."""
+        if self.files is None:
+            return {}
+        found = {INDEX: self.files.index_bytes, STATE: self.first.rank.state_bytes}
+        names = [*found, *map(Files.name, range(len(self.files.bytes)))]
+        return {**found, manifest.SUMS: len(manifest.text(dict.fromkeys(names, 64 * "0")))}
 
 
 def page(dry_run: DryRun) -> str:
@@ -170,15 +183,17 @@ def _checkpoint(dry_run: DryRun) -> list[str]:
     estimate, files = dry_run.first.estimate, dry_run.files
     if files is None:
         return [f"{size(estimate.checkpoint_bytes)} in all; which rank writes what is known once they all run"]
-    seconds = sum(files.bytes) / (estimate.run.disk_gb_per_second * 1e9)
-    count = f"{len(files.bytes)} file{'s' if len(files.bytes) > 1 else ''}"
+    small = dry_run.small_files
+    whole = sum(files.bytes) + sum(small.values())
+    seconds = whole / (estimate.run.disk_gb_per_second * 1e9)
     lines = [
-        f"{size(sum(files.bytes))} in {count}, {files.tensors} tensors in {files.chunks} parts, "
+        f"{size(whole)} in {len(files.bytes) + len(small)} files, {files.tensors} tensors in {files.chunks} parts, "
         f"{seconds:.3g} s at {estimate.run.disk_gb_per_second:g} GB/s"
     ]
     lines += [f"{files.name(one.rank.number):<18} {files.bytes[one.rank.number]} bytes" for one in dry_run.ranks]
     if len(files.bytes) > len(dry_run.ranks):
-        lines.append(f"others             {min(files.bytes)} to {max(files.bytes)} bytes")
+        lines.append(f"other ranks        {min(files.bytes)} to {max(files.bytes)} bytes")
+    lines += [f"{name:<18} {size(bytes)}" for name, bytes in small.items()]
     return lines
 
 
@@ -216,6 +231,7 @@ def as_data(dry_run: DryRun) -> dict[str, Any]:
         if files is None
         else {
             "files": {files.name(rank): bytes for rank, bytes in enumerate(files.bytes)},
+            "small_files": dict(dry_run.small_files),
             "tensors": files.tensors,
             "parts": files.chunks,
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -18,6 +18,8 @@ from torch.serialization import skip_data
 
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.shares import Copies, owners
+from lightswitch.planning import index_file
+from lightswitch.planning.index_file import Entry, Shape
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,13 @@ class Files:
         bytes: of each rank's file, in the order of ranks.
         chunks: parts of tensors that the index lists.
         tensors: how many there are.
+        index_bytes: of the index, `.metadata`, about.
     """
 
     bytes: tuple[int, ...]
     chunks: int
     tensors: int
+    index_bytes: int
 
     @staticmethod
     def name(rank: int) -> str:
@@ -117,7 +121,16 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
             planned[chosen] += held[kind][holders[-1]] or 1  # torch reckons with the last one's
             written[chosen] += bytes_of(chunks[kinds[kind]][chosen].shape, kinds[kind].dtype)
             parts += 1
-    return Files(tuple(written), parts, len(tensors))
+    entries = [_entry(layout, chunks[layout], bytes_of) for layout in kinds]
+    index_bytes = index_file.empty_bytes() + sum(entries[kind].bytes_as(name) for name, kind in kind_of.items())
+    return Files(tuple(written), parts, len(tensors), index_bytes)
+
+
+def _entry(layout: Layout, chunks: Sequence[_Chunk], bytes_of: Callable[[Shape, torch.dtype], int]) -> Entry:
+    """Return what the index says of a tensor: of its copies, one is written."""
+    parts = {chunk.offset: chunk.shape for chunk in chunks if chunk.copies.own == 0}
+    part_bytes = bytes_of(chunks[0].shape, layout.dtype)
+    return index_file.entry(layout.shape, layout.dtype, parts, part_bytes, len(chunks))
 
 
 def _staged(kind_of: Mapping[str, int], held: Sequence[int]) -> list[str]:
@@ -152,12 +165,15 @@ def _chunk(
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return what a tensor takes in a file, by torch's own writer, which leaves its values out."""
+    """Return what a tensor takes in a file."""
+    return saved_bytes(torch.empty(shape, dtype=dtype))  # its memory is not touched, and so not taken
+
+
+def saved_bytes(value: object) -> int:
+    """Return what a value takes in a file, by torch's own writer, which leaves the values of tensors out."""
     stream = _Counting()
     with skip_data():
-        torch.save(
-            torch.empty(shape, dtype=dtype), cast(IO[bytes], stream)
-        )  # its memory is not touched, and so not taken
+        torch.save(value, cast(IO[bytes], stream))
     return stream.tell()
 
 

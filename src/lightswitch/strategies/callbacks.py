@@ -51,11 +51,18 @@ def refused(trainer: Trainer) -> Iterator[str]:
     """Yield what is wrong with the callbacks of a Trainer under its strategy, and what to use instead."""
     callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
     module: LightningModule | None = trainer.lightning_module  # None before it is attached
+    return problems(callbacks, module, trainer.strategy, trainer.num_nodes * trainer.num_devices)
+
+
+def problems(
+    callbacks: Iterable[Callback], module: LightningModule | None, strategy: Strategy, devices: int
+) -> Iterator[str]:
+    """Yield the same of callbacks that no Trainer has yet."""
     by_hand = module is not None and not module.automatic_optimization
     for callback in callbacks:
         of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
         for name in sorted(of_lightning):
-            if told := _problem(name, trainer.strategy, trainer.num_nodes * trainer.num_devices):
+            if told := _problem(name, strategy, devices):
                 yield f"{type(callback).__name__}: {told}"
             elif by_hand and name in OF_AUTOMATIC_OPTIMIZATION:
                 told = f"{type(module).__name__} optimizes by hand; {OF_AUTOMATIC_OPTIMIZATION[name]}"

@@ -35,7 +35,10 @@ def test_each_rank_does_what_a_dry_run_says(train: Train, strategy: str) -> None
     words = (*MODEL, f"strategy={strategy}", "global_batch_size=24", f"micro_batch_size={micro}", *more)
     told = _told(train("mode=dry_run", *words, "dry_run.steps=4", *_ranks(size)))
     run = train(*words, *REAL, ranks=size).run_dir
-    assert told["checkpoint"]["files"] == _files(run / "checkpoints" / "last.ckpt")
+    written = _files(run / "checkpoints" / "last.ckpt")
+    small = told["checkpoint"]["small_files"]
+    assert told["checkpoint"]["files"] == {name: written[name] for name in written.keys() - small.keys()}
+    assert small == {name: pytest.approx(written[name], rel=0.03) for name in (".metadata", "trainer.pt", "SHA256SUMS")}
     for rank in range(size):
         found = told["ranks"][str(rank)]
         real = json.loads((run / f"witness_{rank}.json").read_text())
@@ -53,7 +56,7 @@ def _told(run: Finished) -> dict[str, Any]:
 
 
 def _files(checkpoint: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in checkpoint.glob("*.distcp")}
+    return {path.name: size for path in checkpoint.iterdir() if (size := path.stat().st_size)}  # a mark is empty
 
 
 def _contents(loaders: list[dict[str, Any]]) -> list[Any]:
@@ -86,6 +89,13 @@ def test_a_sweep_ends_with_how_the_run_scales(train: Train) -> None:
     assert of_weak["received_bytes"] > of_strong["received_bytes"]
     assert {path.name for path in folder.iterdir()} >= {"scaling.svg", "scaling_dark.svg"}
     assert "efficiency" in run.out
+
+
+def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
+    swa = "callbacks.mine._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
+    refused = train("mode=dry_run", *MODEL, swa, "callbacks.mine.swa_lrs=0.1", check=False)
+    assert refused.returncode == 2
+    assert refused.err.startswith("error: StochasticWeightAveraging: a resumed run could not follow it")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""Which strategy for which size of model on which cards: what strategy=auto takes there, by simulation.
+"""Which strategy for which size of model on which cards: what strategy=auto takes there, and of DeepSpeed's stages the
+simplest that fits, by simulation.
 
-python -m tests.engine.tables.guide             # fills docs/strategies.md; no GPU, some minutes
+python -m tests.engine.tables.guide             # fills docs/strategies.md; no GPU, ten minutes
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightswitch.errors import Refused
 from lightswitch.launch import auto, estimates, resolvers
 from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates, report
+from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.fake_group import World
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import documents
@@ -45,12 +48,22 @@ MODELS = (
 
 def main() -> None:
     resolvers.register(placement.detect())
-    rows = [row for model in MODELS for row in _rows(model)]
     head = ["model", "devices", *CARDS]
-    documents.put("strategies.md", "guide", ["", *documents.markdown(head, rows), ""])
+    for marker, worlds, tried in (("guide", WORLDS, _by_auto), ("guide of DeepSpeed", WORLDS[1:], _by_deepspeed)):
+        rows = [row for model in MODELS for row in _rows(model, worlds, tried)]
+        documents.put("strategies.md", marker, ["", *documents.markdown(head, rows), ""])
 
 
-def _rows(model: Model) -> list[list[str]]:
+def _by_auto(world: World) -> list[Candidate]:
+    return candidates.simplest(_folders(), world.nodes, world.devices_per_node)
+
+
+def _by_deepspeed(world: World) -> list[Candidate]:
+    every = candidates.every(_folders(), world.nodes, with_zero=True)
+    return sorted((one for one in every if one.is_zero), key=lambda one: one.offloads)
+
+
+def _rows(model: Model, worlds: Sequence[World], tried: Callable[[World], list[Candidate]]) -> list[list[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/docs/*.md']", *RUN])
         cards = {
@@ -60,19 +73,18 @@ def _rows(model: Model) -> list[list[str]]:
     states = sum(estimates.states(cfg).values())
     samples = replace(estimates.requested(cfg).samples, is_cut=False)  # no other micro batch is asked for
     rows = []
-    for world in WORLDS:
+    for world in worlds:
         simulated: dict[Any, Any] = {}
         of = {name: Request(cfg, card, world, samples, simulated=simulated) for name, card in cards.items()}
-        rows.append([model.size, str(world.size), *(_cell(request, states) for request in of.values())])
+        rows.append([model.size, str(world.size), *(_cell(one, tried(world), states) for one in of.values())])
         print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
-def _cell(request: Request, states: float) -> str:
+def _cell(request: Request, among: Sequence[Candidate], states: float) -> str:
     request.cfg.global_batch_size = request.world.size  # a sample each
     request.cfg.trainer.num_nodes, request.cfg.trainer.devices = request.world.nodes, request.world.devices_per_node
     usable = request.device.usable_bytes(request.world.devices_per_node)
-    among = candidates.simplest(_folders(), request.world.nodes, request.world.devices_per_node)
     try:
         _, found = auto.first_that_fits(request, auto.with_room(among, states, usable, request.world))
     except Refused:
