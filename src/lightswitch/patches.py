@@ -61,7 +61,7 @@ _LOADER = "a copy of the loader reads this rank's samples: subclasses can't be m
 _STREAM = "a reader sends the size of a stream's step, and its state, beside a batch; training takes them off there"
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
-_LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and reads what was logged, in each batch"
+_LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
 _HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
 _STAGE = "a validation that was due at the checkpoint runs first: Lightning skips it when it resumes"
 _SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
@@ -128,18 +128,6 @@ PATCHES = (
         "_state_dicts",
         "(self)",
         "a loader that keeps a state, as torchdata's, would go on from it beside the position that the engine keeps",
-    ),
-    Patch(
-        "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
-        "output_result_cls",
-        "type",
-        f"{_LOOP}, and divides each loss by 1",
-    ),
-    Patch(
-        "lightning.pytorch.trainer.connectors.data_connector._DataHookSelector",
-        "get_instance",
-        "(self, hook_name)",
-        f"{_LOOP}; it asks three times a batch who has the hooks of its transfer",
     ),
     Patch("lightning.pytorch.loops._TrainingEpochLoop", "_batches_that_stepped", "int", _COUNTERS),
     Patch(
@@ -375,7 +363,6 @@ PATCHES = (
 
 # Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
 OVERRIDES = (
-    "lightning.pytorch.loops._TrainingEpochLoop._build_kwargs",
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",
