@@ -44,7 +44,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:(You are using the|Found) `dataloader_iter`")
 @pytest.mark.parametrize(("model", "arguments", "compared"), RUNS.values(), ids=RUNS)
 def test_who_has_every_hook_has_the_same_calls_in_the_same_order(
     model: type[PlainModel], arguments: dict[str, Any], compared: set[str], tmp_path: Path
