@@ -21,6 +21,7 @@ from torch import Tensor
 from lightswitch import patches
 from lightswitch.launch.hooks import is_observed
 from lightswitch.launch.results import Results
+from lightswitch.monitoring.batch_count import is_logged
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -84,7 +85,7 @@ class EpochLoop(_TrainingEpochLoop):
         call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         self._show_results()
         progress.increment_completed()
-        if self._may_log:
+        if is_logged(trainer) or trainer.fast_dev_run:
             trainer._logger_connector.update_train_step_metrics()
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
@@ -143,14 +144,6 @@ class EpochLoop(_TrainingEpochLoop):
         connector._callback_metrics.update(values["callback"])
         connector._logged_metrics.update(values["log"])
         self._results.forget_batch()
-
-    @property
-    def _may_log(self) -> bool:
-        """Whether loggers may be due after this batch; Lightning's loop decides it, in more calls."""
-        trainer = self.trainer
-        every_n_steps = trainer.log_every_n_steps
-        is_logged = every_n_steps > 0 and (self._batches_that_stepped + 1) % every_n_steps == 0
-        return is_logged or trainer.should_stop or bool(trainer.fast_dev_run)
 
     @property
     def _may_validate(self) -> bool:
