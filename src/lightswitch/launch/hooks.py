@@ -71,10 +71,10 @@ class _CallbackHooks:
 
 
 class _Having:
-    """Those of a Trainer's callbacks that have a hook of their own, not the empty one of the base class.
+    """Callbacks of a Trainer that have a hook of their own, not the empty one of the base class.
 
     Attributes:
-        callbacks: those, in the Trainer's order.
+        callbacks: in the Trainer's order.
     """
 
     def __init__(self, hook_name: str, among: list[Callback]) -> None:

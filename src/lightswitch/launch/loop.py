@@ -90,7 +90,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate where that is due, and count the step."""
-        if self._may_validate or self.trainer.received_sigterm:
+        if self._is_near_validation or self.trainer.received_sigterm:
             super().on_advance_end(data_fetcher)
             return
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
@@ -146,7 +146,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._results.forget_batch()
 
     @property
-    def _may_validate(self) -> bool:
+    def _is_near_validation(self) -> bool:
         """Whether a validation may be due after this batch; Lightning's loop decides it, in more calls."""
         trainer = self.trainer
         every_n_batches = trainer.val_check_batch

@@ -14,7 +14,7 @@ class Results(_ResultCollection):
 
     @property
     def of_step(self) -> _METRICS:
-        """What was logged last for a step, which callers leave as it is."""
+        """Values that were logged last for a step; callers leave them as they are."""
         if self._of_step is None:
             self._of_step = super().metrics(on_step=True)
         return self._of_step
