@@ -150,7 +150,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Whether a validation may be due after this batch; Lightning's loop decides it, in more calls."""
         trainer = self.trainer
         every_n_batches = trainer.val_check_batch
-        if trainer.should_stop or self._skip_next_val or not isinstance(every_n_batches, int):
+        if trainer.should_stop or self._skip_next_val or not isinstance(every_n_batches, int) or every_n_batches < 1:
             return True
         if getattr(trainer, "_val_check_time_interval", None) is not None:
             return True
