@@ -1,5 +1,6 @@
 """Folders of pretrained models and tokenizers: one on disk, or one of the Hugging Face hub's in the cache."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,24 @@ def folder_of(name: str, key: str, download: bool = False) -> Path:
             f"{key}={name}: there is no such folder, {constants.HF_HUB_CACHE} has no model of that name, and {tried}; "
             f"name a folder{'' if download else ', or type model.download=true'}"
         ) from error
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ValueError where a folder has no safetensors of a model, or some that can't be read: headers alone are."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        for file in sorted(files):
+            with safe_open(folder / file, "pt"):
+                pass
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"model.pretrained: {folder} has no {file}; expected what save_pretrained writes, and no pickles"
+        ) from error
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"model.pretrained: {folder} has weights that can't be read: {error}") from error
 
 
 def read_tokenizer(folder: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -54,3 +55,14 @@ def test_its_network_learns_its_table_as_well_over_two_devices(
     one, two = (Finished(0, "", "", folder, name) for name in ("one", "two"))
     assert largest_difference(two, one) < 1e-5
     assert float(re.findall(r"test/accuracy +([\d.]+)", out)[-1]) > 0.9
+
+
+def test_its_table_is_read_alike_from_parquet(words: tuple[str, ...], tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow.csv")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "fork" / "flowers.csv"
+    parquet.write_table(pyarrow.read_csv(file), file.with_suffix(".parquet"))
+    page = runpy.run_path(str(tmp_path / "fork" / "images_page" / "data" / "table.py"))
+    from_csv, from_parquet = (page["read"](file.with_suffix(end)) for end in (".csv", ".parquet"))
+    assert list(from_csv) == list(from_parquet) == ["petal", "leaf", "kind"]
+    assert all(np.array_equal(from_csv[name], from_parquet[name]) for name in from_csv)

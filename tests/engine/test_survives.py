@@ -152,3 +152,11 @@ def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Trai
     first = train(*model, *data, "trainer.max_steps=3")
     second = train(*model, *data, "trainer.max_steps=6", folder=first.folder)
     assert "resumes    runs/partialmodel/mine/checkpoints/step_3.ckpt" in second.out
+
+
+def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train: Train) -> None:
+    plateau = ("++model._target_=tests.engine.plain.PlateauModel", PLAIN_DATA, "run_id=mine", "global_batch_size=40")
+    first = train("~model", *plateau, "trainer.log_every_n_steps=1", "trainer.max_steps=7")
+    resumed = train("~model", *plateau, "trainer.log_every_n_steps=1", "trainer.max_steps=15", folder=first.folder)
+    rates = resumed.column("lr-SGD")
+    assert [rates[step] for step in range(15)] == [0.05 / 2 ** (step // 5) for step in range(15)]  # of 5 an epoch

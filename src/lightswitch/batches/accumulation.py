@@ -79,13 +79,13 @@ class Accumulation:
     def hold_back(self, trainer: Trainer) -> None:
         """Let the Trainer accumulate nothing as training starts, which the scheduler refuses otherwise."""
         if self.is_scheduled:
-            patches.replace(trainer, "accumulate_grad_batches", 1)
+            trainer.accumulate_grad_batches = 1
 
     def impose(self, trainer: Trainer, told: ToldSamples) -> None:
         """Let the Trainer take the epoch's accumulation, and tell what shows the speed of a step."""
         if not self.is_scheduled:
             return
-        patches.replace(trainer, "accumulate_grad_batches", self.micro_batches)
+        trainer.accumulate_grad_batches = self.micro_batches
         samples = self._plan.global_batch * self.batches_a_step
         if told.tell(trainer, samples) and trainer.global_rank == 0:
             log.info(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -16,21 +18,30 @@ from lightswitch import patches
 from lightswitch.batches import step_mean
 from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.counter import PositionCounter
-from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
+from lightswitch.batches.metrics import synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import STREAMS, Position, rewrite_loops, save_position, saved_position
+from lightswitch.batches.position import (
+    STREAMS,
+    Position,
+    rewrite_loops,
+    save_position,
+    saved_position,
+    set_logged_steps,
+)
 from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.batches.shared import SharedLoaders, data_rank
 from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.mixins import Mixin, with_mixin
 
 
 class GlobalBatch(Callback):
     """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
-    It takes hold of the public `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
-    ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over the global batch of the loss that
-    `training_step` returns, and sends `samples`, the number consumed, to the loggers.
+    It takes hold of loaders in `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
+    ``strategy=hooked(strategy)`` and ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over
+    the global batch of the loss that `training_step` returns, and sends `samples`, the number consumed, to the loggers.
 
     Args:
         plan: how many samples a step takes, and how they are cut.
@@ -53,30 +64,21 @@ class GlobalBatch(Callback):
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
+        strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._accumulation.follow(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
-        process = strategy.process_dataloader
-        patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
+        strategy.share = partial(self._share, trainer)
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
-        patches.replace(strategy.precision_plugin, "tensor_init_context", nullcontext)
-        if type(strategy).tensor_init_context is Strategy.tensor_init_context:
-            patches.replace(strategy, "tensor_init_context", nullcontext)
-        if trainer.world_size > 1:  # where it is 1, there is nothing to reduce; and Apple's GPUs have no 64-bit floats
-            patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
+        strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
+        if trainer.world_size > 1:
             patches.replace(pl_module, "log", synced_in_evaluation(trainer, pl_module.log))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for target, name in (
-            (trainer.strategy, "process_dataloader"),
-            (trainer.strategy, "reduce"),
-            (trainer.strategy, "tensor_init_context"),
-            (trainer.strategy.precision_plugin, "tensor_init_context"),
-            (pl_module, "log"),
-        ):
-            patches.restore(target, name)
+        strategy = HookedStrategy.of(trainer)
+        strategy.share = None
+        patches.restore(pl_module, "log")
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)
@@ -87,7 +89,7 @@ class GlobalBatch(Callback):
     # Training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        at, loop, loaders = self._resumed, trainer.fit_loop, self._loaders.training
+        at, loaders = self._resumed, self._loaders.training
         loaders.check()
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
             raise Refused(
@@ -99,8 +101,7 @@ class GlobalBatch(Callback):
         self._accumulation.hold_back(trainer)
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
-            for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-                patches.replace(part, "_restarting", False)
+            _end_restart(trainer)
         if at.validation_due:
             _validate(trainer, _logged_steps(trainer, at) - 1)
 
@@ -108,8 +109,6 @@ class GlobalBatch(Callback):
         self._counter.start_epoch(trainer)
         self._accumulation.start_epoch(trainer.current_epoch)
         self._loaders.start_epoch(trainer.current_epoch)
-        if self._loaders.training.slices:
-            patches.replace(trainer.fit_loop._combined_loader, "_state_dicts", list)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.training.others and not self._loaders.training.slices:
@@ -133,6 +132,15 @@ class GlobalBatch(Callback):
         self._counter.finish_batch()
         if logged and self._counter.is_at_step_end(trainer):
             self._log_step(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let ReduceLROnPlateau step in the epoch that a run resumes in, too, where it has what it goes by.
+
+        Lightning leaves it out there, as a checkpoint has no metrics.
+        """
+        monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
+        if all(monitor in trainer.callback_metrics for monitor in monitors):
+            _end_restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -172,8 +180,7 @@ class GlobalBatch(Callback):
         position = saved_position(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
             if position is not None:  # metrics are logged at the step of the weights that are evaluated
-                stepped = _logged_steps(trainer, position)
-                patches.replace(trainer.fit_loop.epoch_loop, "_batches_that_stepped", stepped)
+                set_logged_steps(trainer.fit_loop.epoch_loop, _logged_steps(trainer, position))
             return
         assert position is not None, "a run goes on from no other checkpoint"
         self._resumed = position
@@ -190,6 +197,12 @@ class GlobalBatch(Callback):
             most_samples: that are listed; None for all.
         """
         return self._counter.describe(trainer, most_samples)
+
+
+class _DrawsIn32Bits(Mixin, Precision):
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """Draw weights in 32 bits, as a constructor does: Lightning would draw in the precision of the run."""
+        return nullcontext()
 
 
 def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
@@ -218,12 +231,16 @@ def _logged_steps(trainer: Trainer, position: Position) -> int:
     return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
 
 
+def _end_restart(trainer: Trainer) -> None:
+    """Let Lightning's loops take it that they were not restarted, past FitLoop's own setter, which asks max_steps."""
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # a property, which mypy takes as called
+
+
 def _validate(trainer: Trainer, logged_step: int) -> None:
     """Run the validation that was due where the checkpoint was written; Lightning skips it when it resumes."""
     loop = trainer.fit_loop.epoch_loop
-    stepped = loop._batches_that_stepped
-    patches.replace(loop, "_batches_that_stepped", logged_step)
-    patches.replace(trainer, "validating", True)
+    stepped = set_logged_steps(loop, logged_step)
+    trainer.validating = True
     loop.val_loop.run()
-    patches.replace(trainer, "training", True)
-    patches.replace(loop, "_batches_that_stepped", stepped)
+    trainer.training = True
+    set_logged_steps(loop, stepped)

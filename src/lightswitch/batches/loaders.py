@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import EvaluationSlices, TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.randomness import SeededSamples
+from lightswitch.batches.rank_loader import RankLoader, made_anew
 from lightswitch.errors import Refused
 
 _OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
@@ -41,9 +36,15 @@ def is_stream(loader: DataLoader[Any]) -> bool:
 
 
 def training_loader(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None = None
-) -> DataLoader[Any]:
-    """Return a copy of a DataLoader that reads this rank's slices of each global batch.
+    loader: DataLoader[Any],
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    at: Position,
+    combined: Combined | None = None,
+    pins_for_gpu: bool = False,
+) -> RankLoader:
+    """Return another DataLoader like a given one that reads this rank's slices of each global batch.
 
     Args:
         loader: a map-style one, with a plain batch sampler (see `obstacle`).
@@ -51,6 +52,7 @@ def training_loader(
         seed: of the order of samples and of their augmentation.
         at: the position to start from.
         combined: the other training loaders of the run; None for a run of one.
+        pins_for_gpu: see `lightswitch.batches.rank_loader.RankLoader`.
 
     Raises:
         Refused: `drop_last` drops everything, or there are no samples.
@@ -66,11 +68,12 @@ def training_loader(
             f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
         )
     slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined)
-    return _remade(loader, slices, SeededSamples(loader.dataset, seed))
+    samples_of_epoch = SeededSamples(loader.dataset, seed)
+    return made_anew(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
-def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> DataLoader[Any]:
-    """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
+def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int, pins_for_gpu: bool = False) -> RankLoader:
+    """Return another DataLoader like a given one that reads this rank's share of the samples, each once over all ranks.
 
     A batch is no larger than the loader's own, nor than a micro batch.
 
@@ -90,33 +93,7 @@ def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int) -> Da
     if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the indices that are predicted
         wrapper: Any = type(loader.batch_sampler)
         slices = wrapper(slices)
-    return _remade(loader, slices, loader.dataset)
-
-
-def pin(loader: DataLoader[Any]) -> None:
-    """Let a re-made loader put batches into pinned memory, from which a GPU copies them while the process goes on.
-
-    Workers can't hold tensors of a GPU; a dataset in this process may, and torch fails to pin those.
-    """
-    if loader.num_workers:
-        patches.replace(loader, "pin_memory", True)
-    else:
-        patches.replace(loader, "pin_memory", False)
-        patches.replace(loader, "collate_fn", _Pinning(loader.collate_fn))
-
-
-class _Pinning:
-    """Collation into pinned memory."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        return apply_to_collection(self.collate(samples), Tensor, _pinned)
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout == torch.strided else tensor
+    return made_anew(RankLoader, loader, loader.dataset, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
 def _samples(loader: DataLoader[Any]) -> int:
@@ -133,11 +110,3 @@ def _is_plain(kind: type) -> bool:
 def _unwrapped(batch_sampler: Any) -> Any:
     """Return the batch sampler inside of the wrapper that Lightning puts around it for prediction."""
     return getattr(batch_sampler, "_batch_sampler", batch_sampler)
-
-
-def _remade(loader: DataLoader[Any], slices: Any, dataset: Any) -> DataLoader[Any]:
-    # A copy with other attributes: making a new one from its arguments fails for subclasses that take other arguments.
-    remade = copy.copy(loader)
-    for name, value in (("batch_sampler", slices), ("sampler", slices), ("dataset", dataset), ("_iterator", None)):
-        patches.replace(remade, name, value)
-    return remade

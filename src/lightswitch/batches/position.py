@@ -8,6 +8,7 @@ from typing import Any
 
 KEY = "position"  # of a checkpoint
 STREAMS = "streams"  # of a checkpoint: what `state_at` returns, of each training loader in turn
+_LOGGED_STEPS = "_batches_that_stepped"  # of a checkpoint of Lightning's loop over batches
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,18 @@ def save_position(checkpoint: dict[str, Any], position: Position) -> None:
     checkpoint[KEY] = asdict(position)
 
 
+def set_logged_steps(epoch_loop: Any, steps: int) -> int:
+    """Let loggers be told another number of steps, as Lightning's loop over batches takes it from a checkpoint.
+
+    Returns:
+        The number before.
+    """
+    state = epoch_loop.on_save_checkpoint()
+    before: int = state[_LOGGED_STEPS]
+    epoch_loop.on_load_checkpoint({**state, _LOGGED_STEPS: steps})
+    return before
+
+
 def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: int, logged_steps: int) -> None:
     """Set the counters of Lightning's fit loop, in a checkpoint that is being read, to those of a position.
 
@@ -91,7 +104,7 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
         "is_last_batch": False,
     }
     # Lightning adds the one itself when it resumes from `on_train_batch_end`
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = logged_steps - bool(taken)
+    fit_loop["epoch_loop.state_dict"][_LOGGED_STEPS] = logged_steps - bool(taken)
 
 
 def _batches(count: int, ended: bool) -> dict[str, int]:

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.loaders import evaluation_loader, is_stream, obstacle, pin, training_loader
+from lightswitch.batches.loaders import evaluation_loader, is_stream, obstacle, training_loader
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.stream_loader import evaluation_stream, training_stream
@@ -75,10 +75,7 @@ class SharedLoaders:
                 _set_epoch(loader, self._start.epoch)
             _say_what_does_not_hold(trainer, reason, is_training, splits=obstacle(loader) is None)
             return loader
-        shared = self._remade(trainer, loader, data_rank(trainer), is_training)
-        if trainer.strategy.root_device.type == "cuda":
-            pin(shared)
-        return shared
+        return self._made_anew(trainer, loader, is_training)
 
     def _split(self, loader: Any) -> str | None:
         """Return why a stream is taken to split itself by ranks; None where it does not."""
@@ -88,30 +85,31 @@ class SharedLoaders:
             return "its dataset splits itself by ranks"
         return None if self._shares_streams else "its dataset splits itself by ranks (data.sharded_by=dataset)"
 
-    def _remade(self, trainer: Trainer, loader: DataLoader[Any], rank: int, is_training: bool) -> DataLoader[Any]:
-        if is_stream(loader) and is_training:
-            return self._training_stream(trainer, loader, rank)
-        if is_stream(loader):
-            return evaluation_stream(loader, self._plan, rank, self._seed, functools.partial(_gather, trainer))
-        if is_training:
-            return training_loader(loader, self._plan, rank, self._seed, self._start, self.training)
-        return evaluation_loader(loader, self._plan, rank)
-
-    def _training_stream(self, trainer: Trainer, loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
-        gather = functools.partial(_gather, trainer)
-        shared = training_stream(loader, self._plan, rank, self._seed, self._start, gather, self.training)
+    def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
+        plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
+        pins = trainer.strategy.root_device.type == "cuda"
+        if not is_training:
+            if is_stream(loader):
+                return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
+            return evaluation_loader(loader, plan, rank, pins)
+        if not is_stream(loader):
+            return training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
+        shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)
         self._start_streams()
-        if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
-            raise Refused(
-                "the module asks how long the run is, for a schedule, and the training stream has no len(): "
-                "trainer.max_epochs does not bound its steps; type trainer.max_steps=N, or give the dataset a __len__"
-            )
-        if trainer.global_rank == 0 and (readers := self._plan.replicas * max(1, loader.num_workers)) > 1:
+        self._check_length(trainer)
+        if trainer.global_rank == 0 and (readers := plan.replicas * max(1, loader.num_workers)) > 1:
             log.info(
                 "stream     %d readers, %d for each device, read all of it, and keep a part each",
                 readers, max(1, loader.num_workers),
             )  # fmt: skip
         return shared
+
+    def _check_length(self, trainer: Trainer) -> None:
+        if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
+            raise Refused(
+                "the module asks how long the run is, for a schedule, and the training stream has no len(): "
+                "trainer.max_epochs does not bound its steps; type trainer.max_steps=N, or give the dataset a __len__"
+            )
 
     def _start_streams(self) -> None:
         states = [*self._states, *(None for _ in self.training.slices)]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader
 
-from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
+from lightswitch.batches.rank_loader import RankLoader, made_anew
 from lightswitch.batches.stream import Cursor, Cut, Reader, Unkept, global_batches, rounds
 from lightswitch.batches.stream_slices import StreamRounds, StreamSlices
 from lightswitch.errors import Refused
@@ -33,8 +32,9 @@ def training_stream(
     at: Position,
     gather: Gather,
     combined: Combined | None = None,
-) -> DataLoader[Any]:
-    """Return a copy of a DataLoader over an IterableDataset that reads this rank's slices of each global batch.
+    pins_for_gpu: bool = False,
+) -> StreamLoader:
+    """Return another DataLoader over an IterableDataset that reads this rank's slices of each global batch.
 
     Each of its processes reads the whole stream. The arguments are those of
     `lightswitch.batches.loaders.training_loader`.
@@ -47,13 +47,13 @@ def training_stream(
     slices = StreamSlices(samples, drop_last, plan, rank, seed, at, combined, readers)
     groups = partial(global_batches, size=plan.global_batch, drop_last=drop_last)
     cursor = Cursor(plan, rank, seed, groups, seeded_samples=plan.global_batch)
-    return _remade(loader, slices, cursor, gather)
+    return _shared(loader, slices, cursor, gather, pins_for_gpu)
 
 
 def evaluation_stream(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, gather: Gather
-) -> DataLoader[Any]:
-    """Return a copy of a DataLoader over an IterableDataset that reads this rank's share of the samples.
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, gather: Gather, pins_for_gpu: bool = False
+) -> StreamLoader:
+    """Return another DataLoader over an IterableDataset that reads this rank's share of the samples.
 
     Each sample is read once over all ranks, and ranks make equally many batches: in turns, as the end is not known.
     """
@@ -61,26 +61,45 @@ def evaluation_stream(
     of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
     slices = StreamRounds(sized_len(loader.dataset), of_round)
     groups = partial(rounds, size=of_round.global_batch, replicas=plan.replicas)
-    return _remade(loader, slices, Cursor(of_round, rank, seed, groups, seeded_samples=1), gather)
+    cursor = Cursor(of_round, rank, seed, groups, seeded_samples=1)
+    return _shared(loader, slices, cursor, gather, pins_for_gpu)
 
 
-def _remade(
-    loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather
-) -> DataLoader[Any]:
-    remade, reader = copy.copy(loader), Reader(loader.dataset, cursor)
-    received = Received(slices, gather)
-    plain = remade._get_iterator
-    for name, value in (
-        ("batch_sampler", None),
-        ("sampler", slices),
-        ("dataset", reader),
-        ("_dataset_kind", dataloader._DatasetKind.Map),
-        ("collate_fn", Collate(loader.collate_fn)),
-        ("_iterator", None),
-        ("_get_iterator", lambda: received.watch(plain())),
-    ):
-        patches.replace(remade, name, value)
-    return remade
+def _shared(
+    loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather, pins_for_gpu: bool
+) -> StreamLoader:
+    reader, received = Reader(loader.dataset, cursor), Received(slices, gather)
+    return made_anew(StreamLoader, loader, reader, slices, received, pins_for_gpu)
+
+
+class BatchesAlone:
+    """Loader none of whose batches still has beside it what a reader sends, as its own class may pass it on."""
+
+    def __iter__(self) -> Any:
+        return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the loader that this is mixed into
+
+    def _batch(self, batch: Any) -> Any:
+        if isinstance(batch, Cut):
+            raise Refused(
+                f"a stream's data loader, {type(self).__name__}, has an __iter__ that does not call torch's by "
+                "super().__iter__(); use torch's DataLoader, or data.sharded_by=dataset to run it as it is"
+            )
+        return batch
+
+
+class StreamLoader(RankLoader):
+    """DataLoader whose readers send what training is to know of a stream beside each batch."""
+
+    before_own = (BatchesAlone,)
+
+    def __init__(
+        self, given: DataLoader[Any], reader: Reader, slices: Any, received: Received, pins_for_gpu: bool
+    ) -> None:
+        super().__init__(given, reader, Collate(given.collate_fn), pins_for_gpu, batch_size=None, sampler=slices)
+        self._received = received
+
+    def __iter__(self) -> Any:
+        return self._received.batches(super().__iter__())
 
 
 class Collate:
@@ -106,25 +125,13 @@ class Received:
         self._digests: dict[tuple[int, int], int] = {}  # of the current pass
         self._told: set[str] = set()
 
-    def watch(self, iterator: Any) -> Any:
-        """Return a DataLoader's iterator that yields batches, and ends where the stream does."""
-        plain, has_ended = iterator._next_data, False
-
-        def next_batch() -> Any:
-            nonlocal has_ended
-            if has_ended:
-                raise StopIteration
-            cut = plain()
-            if cut.samples:
-                return self._take(cut)
-            self._slices.end(cut)
-            if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
-                has_ended = True
-                iterator._shutdown_workers()
-            raise StopIteration
-
-        patches.replace(iterator, "_next_data", next_batch)
-        return iterator
+    def batches(self, cuts: Iterator[Cut]) -> Iterator[Any]:
+        """Yield batches, up to where the stream ends."""
+        for cut in cuts:
+            if not cut.samples:
+                self._slices.end(cut)
+                return
+            yield self._take(cut)
 
     def _take(self, cut: Cut) -> Any:
         if cut.digest is not None:

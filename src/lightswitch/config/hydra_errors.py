@@ -13,10 +13,14 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError
+from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]  # PyYAML has no types of its own
+from yaml.reader import ReaderError  # type: ignore[import-untyped]
 
 from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS
 from lightswitch.errors import RefusedRequest, listed, nearest
+
+NO_YAML = (YAMLError, UnicodeDecodeError)  # what a file of the config raises where Hydra reads it
 
 _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "dp": "DataParallel is gone from Lightning; use strategy=ddp, which starts a process for each device",
@@ -44,6 +48,13 @@ _OF_TRAINER = {  # what lightning-hydra-template has a file for
 }
 
 
+_OF_EXTRAS = {  # plugins of Hydra, and the extra that installs each
+    "hydra/sweeper/optuna": "optuna",
+    "hydra/launcher/submitit_local": "submitit",
+    "hydra/launcher/submitit_slurm": "submitit",
+}
+
+
 def check_flags(arguments: list[str]) -> None:
     """Check the command line's flags, to report a problem without Hydra's usage of several lines.
 
@@ -65,6 +76,8 @@ def problems_of_composition(error: BaseException) -> list[str]:
     """Return the problems that Hydra found while it composed the config and made the run directory."""
     if (refusal := _refusal_behind(error)) is not None:
         return refusal.problems
+    if isinstance(error, NO_YAML):
+        return [_no_yaml(error)]
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's are OSErrors
         return [f"the run directory can't be made: {error}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
@@ -79,6 +92,22 @@ def problems_of_composition(error: BaseException) -> list[str]:
     if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]
+
+
+def _no_yaml(error: YAMLError | UnicodeDecodeError) -> str:
+    """Name the file and the line that is no YAML, and what is wrong there."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        at, told = error.problem_mark, ", ".join(part for part in (error.context, error.problem) if part)
+        return f"{at.name}, line {at.line + 1}, column {at.column + 1}: {told}"
+    if isinstance(error, ReaderError):
+        return f"{error.name}: found the character #x{error.character:04x}, which YAML does not allow"
+    return f"{_file_that_was_read(error)}: found the byte 0x{error.object[error.start]:02x}; save the file in UTF-8"
+
+
+def _file_that_was_read(error: BaseException) -> str:
+    """Return the path that Hydra was reading, of the frame that opened it: a decoding error does not name its file."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "full_path" in frame.f_locals]
+    return str(frames[-1].f_locals["full_path"]) if frames else "a file of the config"
 
 
 def _unparsed(override: str, error: OverrideParseException) -> str:
@@ -126,6 +155,8 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     if group == "trainer" and choice in _OF_TRAINER:
         return f"trainer={choice}: {_OF_TRAINER[choice]}"
+    if extra := _OF_EXTRAS.get(f"{group}/{choice}"):
+        return f"{group}={choice}: its package is not installed; type pip install -e '.[{extra}]'"
     choices = sorted(error.options or _files_of(group, str(error)))
     found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
     other = aliases.choice(group, choice)

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster import placement
 from lightswitch.config import composition
-from lightswitch.config.hydra_errors import check_flags, problems_of_composition
+from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
@@ -66,7 +66,7 @@ class Entry:
         except Stopped as stopped:
             signals.ignore()
             raise requeue.after(stopped, self.signals.is_first) from None
-        except (HydraException, OmegaConfBaseException, OSError, RefusedRequest) as error:
+        except (HydraException, OmegaConfBaseException, OSError, RefusedRequest, *NO_YAML) as error:
             if self.is_composed:
                 raise
             if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read

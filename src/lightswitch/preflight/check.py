@@ -70,6 +70,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         precision.problems(plain, devices.accelerator(plain["trainer"])),
         *([] if is_planned else _machine(plain, run)),
     )
+    if not is_planned:
+        _raise(launchers.unstarted(plain, run.placement))
     return _plan(plain)
 
 

@@ -14,6 +14,7 @@ _EVENED = {
     "torchrun": "give every torchrun the same --nproc-per-node",
     "env": "export the same LOCAL_WORLD_SIZE on every node",
 }
+_DETECT = "lightswitch.cluster.environments.detect"
 
 
 def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
@@ -58,3 +59,18 @@ def absent(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     if wanted and wanted != found:
         starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
         yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"
+
+
+def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield that a run has several nodes, and nothing starts processes on the others or says where the first one is.
+
+    It would wait for them until `meet_timeout_seconds` are over.
+    """
+    nodes = cfg["trainer"]["num_nodes"]
+    named = str((cfg.get("cluster") or {}).get("_target_", _DETECT)) != _DETECT
+    if nodes > 1 and not (place.is_external or named or "MASTER_ADDR" in os.environ):
+        yield (
+            f"trainer.num_nodes={nodes}: no launcher has started the processes of {_counted(nodes, 'node')}; start it "
+            "by srun or torchrun, and leave trainer.num_nodes out, or on each node by the same command with "
+            "run_id=NAME cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
+        )

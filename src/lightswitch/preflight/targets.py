@@ -11,6 +11,7 @@ from lightswitch.preflight.signatures import Parameter, Signature, signature
 
 # Keys of nodes that are the engine's, and no arguments of the code that the node names
 ENGINE_KEYS = {"data": ("sharded_by",)}
+_SCHEDULES = "torch.optim.lr_scheduler."  # given their optimizer when they are called, and nothing else
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
@@ -23,6 +24,8 @@ def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
     """
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key])
+        if key in ("model", "data") and isinstance(cfg[key], dict) and "_target_" not in cfg[key]:
+            yield f"{key}: it names no class; type {key}._target_=my.Class, or make another choice"
         if key in ("callbacks", "logger"):
             yield from _unfinished_nodes(key, cfg[key] or {})
 
@@ -65,10 +68,11 @@ def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
 
 
 def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[str]:
-    if node.get("_partial_") or "_args_" in node:
+    is_schedule = str(node["_target_"]).startswith(_SCHEDULES)
+    if "_args_" in node or (node.get("_partial_") and not is_schedule):
         return
     for key in accepted.parameters:
-        if key in accepted.required and key not in node:
+        if key in accepted.required and key not in node and not (is_schedule and key == "optimizer"):
             yield f"{path}.{key}: {_short(node)} needs it; give {path}.{key}=VALUE"
 
 

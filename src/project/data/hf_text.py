@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from project.data.files import File
 from project.data.loaders import BatchedDataset
-from project.data.text import TextFiles, parts
+from project.data.text import TextFiles, parts, text_of
 from project.data.windows import Windows
 from project.hub import folder_of, read_tokenizer, require
 
@@ -52,7 +52,7 @@ class HFText(TextFiles):
         return {split: Windows(part, self.context) for split, part in splits.items()}
 
     def encoded(self, file: File) -> NDArray[np.uint32]:
-        text = file.read_bytes().decode("utf-8", errors="replace")
+        text = text_of(file).decode("utf-8", errors="replace")
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         return np.array(ids if end is None else [*ids, end], dtype=np.uint32)

@@ -118,7 +118,7 @@ def verified(folder: Path) -> str:
     if not packed.is_packed(str(folder)):
         raise ValueError(f"{folder} has no {MANIFEST}; it is no packed folder, or its packing was not finished")
     content = packed.read(folder)
-    for shard in tqdm(content.shards, unit="shard", leave=False):
+    for shard in tqdm(content.shards, unit="shard", leave=False, disable=None):  # None: shown on a terminal alone
         if problem := packed.damage(content, shard):
             raise ValueError(problem)
     return f"{folder}: {len(content.shards)} shards are as they were written"
@@ -220,7 +220,7 @@ def record(file: IO[str], line: dict[str, object]) -> None:
 def shards(folder: Path, units: Sequence[Unit], asked: Request, workers: int, all_bytes: int) -> Iterator[Shard]:
     """Each shard once it is written, in this process or in others, with a bar that counts bytes of input."""
     done_bytes = all_bytes - sum(unit.size_bytes for unit in units)
-    with tqdm(total=all_bytes, initial=done_bytes, unit="B", unit_scale=True, leave=False) as bar:
+    with tqdm(total=all_bytes, initial=done_bytes, unit="B", unit_scale=True, leave=False, disable=None) as bar:
         if workers == 1 or len(units) <= 1:
             for unit in units:
                 yield write(folder, unit, asked.reading, asked.tokenizer)

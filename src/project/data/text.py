@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from project.data.files import found
+from project.data.files import File, found
 from project.data.loaders import BatchedData, BatchedDataset
 from project.data.windows import Windows
 
@@ -47,7 +47,7 @@ class TextFiles(BatchedData):
             )
 
     def load(self) -> dict[str, BatchedDataset]:
-        text = np.frombuffer(b"".join(file.read_bytes() for file in self.files), dtype=np.uint8)
+        text = np.frombuffer(b"".join(map(text_of, self.files)), dtype=np.uint8)
         return {split: Windows(part, self.context) for split, part in parts(text).items()}
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,6 +61,14 @@ class PythonSource(TextFiles):
         # Names with a leading underscore are left out: _sysconfigdata_* holds this machine's paths and flags.
         pattern = Path(sysconfig.get_path("stdlib"), "[!_]*.py")
         super().__init__(str(pattern), context, batch_size, num_workers, pin_memory)
+
+
+def text_of(file: File) -> bytes:
+    """The bytes of a file. Raises ValueError for one that is no text: by a zero among the first bytes, as git does."""
+    content = file.read_bytes()
+    if b"\0" in content[:8000]:
+        raise ValueError(f"{file.address} is no text: found a zero byte; leave it out of data.files")
+    return content
 
 
 def held_out_bytes(text_bytes: int) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from project.hub import folder_of, read_tokenizer, require
+from project.hub import check_weights, folder_of, read_tokenizer, require
+from project.models.hf_adapters import check_targets, lora_config, merged, with_lora
+from project.models.hf_config import read_config
 from project.models.language_model import LanguageModel
 from project.optimizer import OptimizerFactory, SchedulerFactory
 
@@ -49,10 +50,13 @@ class HFCausalLM(LanguageModel):
         self.folder = folder_of(pretrained, "model.pretrained", download) if pretrained else None
         self.tokenizer = folder_of(tokenizer, "model.tokenizer", download) if tokenizer else None
         self.config = read_config(self.folder, dict(config or {}))
+        if self.folder is not None:
+            check_weights(self.folder)
         self.adapters = lora_config(lora) if lora else None
         longest = getattr(self.config, "max_position_embeddings", None) or context
         if context > longest:
             raise ValueError(f"context is {context}, but the model's is {longest}; set model.context={longest}")
+        check_fit(self.config, self.adapters)
 
     def configure_model(self) -> None:
         """Weights are read here: by one process where the strategy sends them on, which then leaves the others none."""
@@ -88,42 +92,14 @@ class HFCausalLM(LanguageModel):
         return {f"model.{self.own_names.get(name, name)}": value for name, value in weights.items()}
 
 
-def read_config(folder: Any, changes: dict[str, Any]) -> Any:
-    """The model's config: a folder's with changes, or a new one of a `model_type`."""
-    from transformers import AutoConfig
+def check_fit(config: Any, adapters: LoraConfig | None) -> None:
+    """Build the model without weights, in a second at most, so that what fits no model is told before a run starts.
 
-    if folder is not None:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
-    if "model_type" not in changes:
-        raise ValueError("model names no weights and no config; type model.pretrained=FOLDER, or a hub's name")
-    return AutoConfig.for_model(**changes)
+    Raises ValueError for sizes that no model has, and for adapters of layers that this one has not.
+    """
+    from transformers import AutoModelForCausalLM
 
-
-def lora_config(lora: dict[str, Any]) -> LoraConfig:
-    """peft's config; `alpha` and `dropout` are short for its lora_alpha and lora_dropout."""
-    from peft import LoraConfig
-
-    short = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-    try:
-        return LoraConfig(**{short.get(name, name): value for name, value in lora.items()})
-    except TypeError as error:
-        raise ValueError(f"model.lora: {error}; expected r, alpha, dropout, target_modules") from error
-
-
-def with_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """The model with low-rank adapters in its layers and all else frozen (Hu et al. 2021, arXiv:2106.09685)."""
-    from peft import inject_adapter_in_model
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers are transposed: peft sees
-        adapted: nn.Module = inject_adapter_in_model(config, model)
-    return adapted
-
-
-def merged(model: nn.Module) -> nn.Module:
-    """The model with its adapters' products added to the weights, and none of peft's layers left."""
-    for path, part in [*model.named_modules()]:
-        if hasattr(part, "lora_A"):
-            part.merge()
-            model.set_submodule(path, part.get_base_layer())
-    return model
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        if adapters is not None:
+            check_targets(model, adapters)

@@ -43,8 +43,10 @@ def tensor_parallel(model: HFCausalLM, devices: int) -> dict[str, ParallelStyle]
 
     Raises:
         ValueError: it has none, or one that torch's styles can't follow; or heads or hidden units do not divide over
-            the devices.
+            the devices; or its adapters are DoRA's.
     """
+    if model.adapters is not None and model.adapters.use_dora:
+        raise ValueError("DoRA takes norms over whole layers, of which each device has a part; use strategy=fsdp")
     names = dict(styled(model.model))
     check(model.model, names, devices)
     plan: dict[str, ParallelStyle] = {}

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, pin, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
+from lightswitch.batches.stream_loader import training_stream
 from lightswitch.errors import Refused
 
 DATA = TensorDataset(torch.arange(50))
@@ -100,8 +103,7 @@ def test_what_is_pinned_is_what_can_be() -> None:
     batch = {"ids": torch.ones(3).as_subclass(Recorded), "sparse": torch.eye(2).to_sparse(), "name": "first"}
     elsewhere = torch.ones(4, device="meta")  # as a dataset that lies on the GPU: torch fails to pin these
     loader = DataLoader([(batch, elsewhere)], collate_fn=lambda samples: samples[0])
-    pin(loader)
-    ((read, same),) = loader
+    ((read, same),) = evaluation_loader(loader, BatchPlan(1, 1, 1, 1), 0, pins_for_gpu=True)
     assert torch.equal(read["ids"], torch.zeros(3))
     assert read["sparse"] is batch["sparse"]
     assert read["name"] == "first"
@@ -110,15 +112,69 @@ def test_what_is_pinned_is_what_can_be() -> None:
 
 def test_where_workers_read_torch_pins_in_a_thread() -> None:
     loader = DataLoader(DATA, 5, num_workers=2)
-    collate = loader.collate_fn
-    pin(loader)
-    assert loader.pin_memory is True
-    assert loader.collate_fn is collate
+    pinning = evaluation_loader(loader, PLAN, 0, pins_for_gpu=True)
+    assert pinning.pin_memory is True
+    assert pinning.collate_fn is loader.collate_fn
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_lie_in_pinned_memory(workers: int) -> None:
-    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=workers), PLAN, 0)
-    pin(loader)
+    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=workers), PLAN, 0, pins_for_gpu=True)
     assert all(batch[0].is_pinned() for batch in loader)
+
+
+class Doubling(DataLoader):
+    """As people write a loader that prepares batches for a device: with an `__iter__` and an attribute of its own."""
+
+    def __init__(self, samples: object, factor: int) -> None:
+        super().__init__(samples, 5)
+        self.factor = factor
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * self.factor
+
+
+def test_a_loaders_own_methods_and_attributes_are_those_of_the_remade_one() -> None:
+    remade = training_loader(Doubling(range(50), 2), PLAN, 0, 1, Position())
+    assert isinstance(remade, Doubling)
+    assert next(iter(remade)).tolist() == [0, 2, 4, 6, 8, 10]
+    assert (remade.batch_size, remade.sampler) == (5, remade.batch_sampler)  # as modules ask for them
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(range(50))
+
+
+def test_a_streams_loader_has_its_own_iterator_too() -> None:
+    stream = training_stream(Doubling(Counting(), 2), PLAN, 1, 1, Position(), lambda digest: [digest])
+    assert next(iter(stream)).tolist() == [12, 14, 16, 18, 20, 22]
+
+
+class PastSuper(DataLoader):
+    def __iter__(self):
+        return iter(self.dataset[place] for place in self.sampler)
+
+
+def test_a_streams_loader_that_reads_past_torchs_is_refused() -> None:
+    stream = training_stream(PastSuper(Counting(), 5), PLAN, 0, 1, Position(), lambda digest: [digest])
+    with pytest.raises(Refused, match=r"PastSuper, has an __iter__ that does not call torch's by super\(\)"):
+        next(iter(stream))
+
+
+def _nothing(worker: int) -> None:
+    pass
+
+
+def test_all_arguments_of_a_loader_are_those_of_the_remade_one() -> None:
+    given = {
+        **dict(num_workers=2, prefetch_factor=3, persistent_workers=True, timeout=7, in_order=False),
+        **dict(worker_init_fn=_nothing, generator=torch.Generator(), collate_fn=torch.stack, pin_memory=True),
+        **dict(multiprocessing_context=torch.multiprocessing.get_context("spawn"), drop_last=True),
+    }
+    remade = evaluation_loader(DataLoader(DATA, 5, **given), PLAN, 0)
+    assert {name: getattr(remade, name) for name in given} == given
+    missing = inspect.signature(DataLoader).parameters.keys() - given.keys()
+    assert missing == {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "pin_memory_device"}

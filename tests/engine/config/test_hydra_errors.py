@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 
 from lightswitch.config import hydra_errors
 from tests.engine.config.mistaken import TRAIN, Answer, answers
@@ -228,6 +229,20 @@ MISTAKES |= {
     "model._target_=nowhere.Model": "model._target_=nowhere.Model: there is no module nowhere",
     "data.samples=many": "data.samples=many: found str, expected int",
     "++trainer.foo=1": "trainer.foo: Trainer takes no foo.",
+    "scheduler._target_=torch.optim.lr_scheduler.StepLR": "scheduler.step_size: StepLR needs it; give "
+    "scheduler.step_size=VALUE",
+}
+# What a file of the config may hold that can't be read, and the line
+FILES = {
+    "bracket": (b"x: 1\nsizes: [1, 2\n", ", line 3, column 1: while parsing a flow sequence, expected ',' or ']', but"),
+    "colon": (b"_target_: my.Data: 3\n", ", line 1, column 18: mapping values are not allowed here"),
+    "tab": (
+        b"x:\n\ty: 1\n",
+        ", line 2, column 1: while scanning for the next token, found character '\\t' that cannot",
+    ),
+    "twice": (b"x: 1\nx: 2\n", ", line 2, column 1: while constructing a mapping, found duplicate key x"),
+    "zero": (b"x: \0\n", ": found the character #x0000, which YAML does not allow"),
+    "latin": ("name: Größe\n".encode("latin-1"), ": found the byte 0xf6; save the file in UTF-8"),
 }
 WITH_SPACES = {"trainer.max_steps = 10": "trainer.max_steps = 10: a setting has no spaces; type trainer.max_steps=10"}
 MISTAKES |= WITH_SPACES
@@ -239,6 +254,12 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     commands |= {mistake: [*PLAIN, mistake] for mistake in WITH_SPACES}
     commands["several"] = [*PLAIN, "trainer.max_stps=1", "seed=x", "mode=train", "model.wdth=3"]
     commands["from the environment"] = ["API_KEY=marker123456", *PLAIN, "strategy=${oc.env:API_KEY}"]
+    (mine := tmp_path_factory.mktemp("mine") / "data").mkdir()
+    for name, (content, _) in FILES.items():
+        (mine / f"{name}.yaml").write_bytes(content)
+        commands[f"file {name}"] = ["--config-dir", str(mine.parent), PLAIN[0], f"data={name}"]
+    (mine / "nothing.yaml").write_text("x: 1\n")
+    commands["file nothing"] = ["--config-dir", str(mine.parent), PLAIN[0], "data=nothing"]
     commands["--help"] = ["--help"]
     commands["--cfg"] = ["strategy=ddp", "--cfg", "job"]
     return answers(commands, tmp_path_factory.mktemp("mistaken"))
@@ -251,6 +272,28 @@ def test_a_mistake_is_told_in_a_line_before_torch_is_imported(mistake: str, answ
     assert (answer.returncode, answer.out) == (2, "")
     assert answer.imported == []
     assert answer.left == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_the_config_that_cannot_be_read_is_named_with_its_line(
+    name: str, answered: dict[str, Answer]
+) -> None:
+    answer = answered[f"file {name}"]
+    assert re.match(rf"error: /\S+/data/{name}\.yaml{re.escape(FILES[name][1])}", answer.err), answer.err
+    assert (answer.err.count("\n"), answer.returncode, answer.imported, answer.left) == (1, 2, [], [])
+
+
+def test_a_choice_that_names_no_class_is_told(answered: dict[str, Answer]) -> None:
+    told = "error: data: it names no class; type data._target_=my.Class, or make another choice\n"
+    assert (answered["file nothing"].err, answered["file nothing"].returncode) == (told, 2)
+
+
+@pytest.mark.parametrize(("plugin", "extra"), [("sweeper/optuna", "optuna"), ("launcher/submitit_slurm", "submitit")])
+def test_a_plugin_that_is_not_installed_is_told_with_its_extra(plugin: str, extra: str) -> None:
+    """As Hydra reports it where the package is missing, which here it is not."""
+    missing = MissingConfigException("", f"hydra/{plugin}", ["basic"])
+    told = f"hydra/{plugin.replace('/', '=')}: its package is not installed; type pip install -e '.[{extra}]'"
+    assert hydra_errors.problems_of_composition(missing) == [told]
 
 
 def test_there_are_as_many_mistakes_as_were_found_to_be_typed() -> None:

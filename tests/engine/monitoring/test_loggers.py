@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.monitoring.test_metrics import columns
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 
@@ -103,3 +103,14 @@ def test_wandb_runs_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     fit(directory, "wandb")
     wandb.finish()
     assert list((directory / "wandb").glob("offline-run-*-first/run-first.wandb"))
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is an extra")
+def test_wandb_without_a_key_is_told_in_a_line(train: Train, tmp_path: Path) -> None:
+    none = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online", "NETRC": str(tmp_path / "none")}
+    refused = train(*PLAIN, "trainer.accelerator=cpu", "logger=[default,wandb]", environment=none, check=False)
+    assert refused.err.splitlines()[-1] == (
+        "error: logger: wandb: No API key configured. Use `wandb login` to log in. Or export WANDB_MODE=offline, for a "
+        "run that stays here"
+    )
+    assert (refused.returncode, "Traceback" in refused.err) == (2, False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.conftest import PLAIN, PLAIN_DATA, Train
+from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
 NO_CHECKPOINT = (
@@ -22,6 +22,9 @@ REFUSED = {
     "64 / (5 × 1) = 12.8; use global_batch_size=60 or 65 or a micro_batch_size that divides 64",
     "strategy=ddp_spawn trainer.num_nodes=2": "strategy ddp_spawn starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
+    "trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of 2 nodes; start it by srun or "
+    "torchrun, and leave trainer.num_nodes out, or on each node by the same command with run_id=NAME cluster=manual "
+    "cluster.node_rank=N cluster.main_address=FIRST_NODE",
     "strategy=ddp_fork trainer.num_nodes=2": "strategy ddp_fork starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
     "strategy=single trainer.devices=2": "strategy=single is one device, and 1 × 2 are asked for; use strategy=ddp",
@@ -122,6 +125,31 @@ def test_a_run_directory_without_permission_is_told(train: Train, tmp_path: Path
     refused = train(*PLAIN, folder=tmp_path, check=False)
     assert refused.err.startswith("error: the run directory can't be made: [Errno 13] Permission denied")
     assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+
+
+UNREADABLE = "can't be read as a checkpoint"
+NO_CHECKPOINTS = {
+    "mode=test ckpt_path=README.md": f"README.md {UNREADABLE}: README.md is damaged, or was not written by torch.save",
+    "ckpt_path=notes": f"notes {UNREADABLE}: it has no SHA256SUMS, or a damaged one",
+    "resume=README.md": f"README.md {UNREADABLE}: README.md is damaged, or was not written by torch.save",
+    "init_from=odd.safetensors": f"odd.safetensors {UNREADABLE}: Error while deserializing header: header too small",
+}
+
+
+@pytest.mark.parametrize("request_", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_told_in_a_line(request_: str, train: Train, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    for name in ("README.md", "odd.safetensors"):
+        (tmp_path / name).write_text("text")
+    refused = train(*PLAIN, "trainer.accelerator=cpu", *request_.split(), folder=tmp_path, check=False)
+    assert refused.err == f"error: {NO_CHECKPOINTS[request_]}\n"
+    assert refused.returncode == 2
+
+
+def test_a_run_without_data_is_refused(train: Train) -> None:
+    refused = train(PLAIN_MODEL, "~data", "trainer.accelerator=cpu", check=False)
+    assert refused.err == "error: there is no data, and PlainModel has no train_dataloader; type data=NAME\n"
+    assert refused.returncode == 2
 
 
 CONSTRUCTORS = """

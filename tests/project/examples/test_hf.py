@@ -1,7 +1,9 @@
 """Transformers' models: read without a copy on each rank, tuned by adapters, and given back."""
 
+import json
 import os
 import re
+import shutil
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", **SIZES, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
+GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+GPT2 |= {"bos_token_id": None, "eos_token_id": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 SHORT = (
     "model.context=32",
     "global_batch_size=8",
@@ -101,13 +106,41 @@ def test_ranks_that_are_sent_the_weights_read_none_and_draw_none(pretrained):
             "model.pretrained=nobody/nothing: there is no such .*, and nothing is",
         ),
         ({}, "model.pretrained=FOLDER"),
-        ({"config": {"model_type": "llama", "max_position_embeddings": 16}}, "context is 32, but the model's is 16"),
-        ({"config": {"model_type": "llama"}, "lora": {"rank": 2}}, "model.lora: .*rank.*; expected r, alpha"),
+        ({"config": {**LLAMA, "max_position_embeddings": 16}}, "context is 32, but the model's is 16"),
+        ({"config": {"model_type": "gpt9"}}, "model_type=gpt9 is no causal .* of transformers; did you mean gpt"),
+        ({"config": {"model_type": "vit"}}, "model_type=vit is no causal language model of transformers"),
+        ({"config": {**GPT2, "n_embed": 16}}, "model.config.n_embed: GPT2Config has none; did you mean n_embd"),
+        ({"config": {**GPT2, "n_embd": "wide"}}, "model.config: .*'n_embd' expected int, got str"),
+        ({"config": {**GPT2, "n_head": 5}}, "must be divisible by num_heads"),
+        ({"config": LLAMA, "lora": {"rank": 2}}, "model.lora: .*rank.*; expected r, alpha"),
+        ({"config": LLAMA, "lora": {"r": 0}}, "model.lora.r=0: expected a whole number from 1"),
+        (
+            {"config": GPT2, "lora": {"target_modules": ["c_attn", "q_proj"]}},
+            "target_modules: GPT2LMHeadModel has no q_proj; it has c_attn, c_fc, c_proj, lm_head",
+        ),
+        ({"config": GPT2, "lora": {"target_modules": ["ln_1"]}}, "model.lora: Target module LayerNorm.* not supported"),
+        ({"config": GPT2, "lora": {"target_modules": "q_.*"}}, "model.lora: Target modules q_.* not found"),
     ],
 )
 def test_what_fits_no_model_is_refused_before_anything_is_read(options, told):
     with pytest.raises((ValueError, FileNotFoundError), match=told):
         HFCausalLM(32, ADAMW, **options)
+
+
+def test_a_folder_without_weights_that_can_be_read_is_refused(pretrained, tmp_path):
+    folder, weights = tmp_path / "copied", tmp_path / "copied" / "model.safetensors"
+    shutil.copytree(pretrained, folder)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"copied has weights that can't be read: "):
+        HFCausalLM(32, ADAMW, pretrained=str(folder))
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"copied has no model\.safetensors; expected what save_pretrained writes"):
+        HFCausalLM(32, ADAMW, pretrained=str(folder))
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}'
+    )
+    with pytest.raises(ValueError, match=r"copied has no model-2-of-2\.safetensors"):
+        HFCausalLM(32, ADAMW, pretrained=str(folder))
 
 
 def test_a_name_that_is_not_in_the_cache_is_one_line_and_no_download(train: Train):
@@ -126,16 +159,21 @@ def test_only_adapters_train_and_only_they_are_given_to_the_optimizer(pretrained
     assert len(group["params"]) == len(trained) == 4
 
 
-def test_merged_adapters_have_the_logits_of_the_model_beside_them(pretrained):
-    model = built(pretrained=str(pretrained), lora={"r": 2})
+@pytest.mark.parametrize("adapters", [{"r": 2}, {"r": 2, "use_dora": True}], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("kind", [LLAMA, GPT2], ids=lambda kind: kind["model_type"])
+def test_merged_adapters_have_the_logits_of_the_model_beside_them(kind, adapters):
+    model = built(config=kind, lora=adapters)
+    untuned = logits(model)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter.data)
-    before = logits(model)
-    assert not torch.allclose(before, logits(reread(pretrained)), atol=1e-2)
+        if "lora_B" in name or "lora_magnitude_vector" in name:
+            parameter.data += torch.randn(parameter.shape) / 2
+    tuned = logits(model)
+    assert not torch.allclose(tuned, untuned, atol=1e-2)
     (hub,) = model.to_hf()
-    assert torch.allclose(logits(hub), before, atol=1e-5)
-    assert {name for name, _ in hub.named_parameters()} == {name for name, _ in reread(pretrained).named_parameters()}
+    assert torch.allclose(logits(hub), tuned, atol=1e-5)
+    assert {name for name, _ in hub.named_parameters()} == {
+        name for name, _ in built(config=kind).model.named_parameters()
+    }
 
 
 def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions(gpt, tmp_path):
@@ -185,18 +223,31 @@ def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
         check=False,
     )
     assert killed.returncode != 0
-    train(*words, "strategy=fsdp", "trainer.max_steps=12", ranks=2, folder=folder)
+    train(*words, "strategy=fsdp", "trainer.max_steps=10", ranks=2, folder=folder)
+    train(*words, "strategy=fsdp_tp", "trainer.max_steps=13", ranks=2, folder=folder)
     last = "deepspeed_stage_3" if find_spec("deepspeed") else "fsdp1"
     other = train(*words, f"strategy={last}", "trainer.max_steps=16", ranks=2, folder=folder)
     assert list(other.column("train/loss").values()) == pytest.approx(losses, abs=1e-4)
     stored = other.run_dir / "checkpoints" / "step_16.ckpt"
     assert all(".lora_" in name for name in Weights(stored).like)
-    main([str(stored), "--format", "hf", "-o", str(tmp_path / "given")])
+    main([str(stored), "--format", "hf", "-o", str(tmp_path / "given"), "--shard-size", "0.05MB"])
+    shards = json.loads((tmp_path / "given" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(shards.values())) == len(list((tmp_path / "given").glob("*.safetensors"))) > 2
+    assert all((tmp_path / "given" / file).stat().st_size < 60_000 for file in shards.values())
     assert torch.allclose(logits(reread(tmp_path / "given")), logits(lightswitch.load(stored)), atol=1e-5)
     assert not torch.allclose(logits(reread(tmp_path / "given")), logits(reread(pretrained)), atol=1e-2)
     card = (tmp_path / "given" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert (tmp_path / "given" / "tokenizer.json").is_file()
+
+
+def test_adapters_with_magnitudes_have_the_same_curve_where_weights_are_sharded(train: Train) -> None:
+    words = ("model=hf_causal_lm", "data=python_source", *SHORT, "trainer.max_steps=8", "optimizer.lr=0.01")
+    words += (f"model.config={json.dumps(GPT2).replace(chr(34), '')}", "scheduler=constant")
+    words += ("model.lora={r: 4, alpha: 8, target_modules: [c_attn, c_proj], use_dora: true}",)
+    alone = train(*words, "strategy=single").column("train/loss")
+    for strategy in ("fsdp", *(["deepspeed_stage_3"] if find_spec("deepspeed") else [])):
+        assert train(*words, f"strategy={strategy}", ranks=2).column("train/loss") == pytest.approx(alone, abs=1e-5)
 
 
 def _kill_once_saved(folder: Path):

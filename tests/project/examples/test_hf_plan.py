@@ -103,6 +103,11 @@ def test_what_cannot_be_cut_is_refused(kind: dict[str, object], told: str) -> No
         tensor_parallel(built(kind), 2)
 
 
+def test_adapters_that_take_norms_of_whole_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="DoRA takes norms over whole layers, of which each device has a part; use"):
+        tensor_parallel(built({"model_type": "llama"}, {"r": 2, "use_dora": True}), 2)
+
+
 def test_a_plan_that_leaves_out_what_would_meet_a_part_is_refused() -> None:
     model = built({"model_type": "qwen3"})
     model.model.tp_plan = {name: style for name, style in model.model.tp_plan.items() if "norm" not in name}

@@ -42,8 +42,14 @@ def test_windows_copy_no_tokens():
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     for name in "abcdefgh":
-        (tmp_path / f"{name}.txt").write_bytes(bytes(np.random.default_rng(ord(name)).integers(0, 256, 500, np.uint8)))
+        (tmp_path / f"{name}.txt").write_bytes(bytes(np.random.default_rng(ord(name)).integers(1, 256, 500, np.uint8)))
     return tmp_path
+
+
+def test_a_file_that_is_no_text_is_named(texts: Path) -> None:
+    (texts / "d.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 99)
+    with pytest.raises(ValueError, match=r"d\.png is no text: found a zero byte; leave it out of data\.files"):
+        TextFiles([f"{texts}/*"], context=8).setup("fit")
 
 
 def test_the_splits_are_all_of_the_text_in_the_order_of_the_names_hashes(texts):

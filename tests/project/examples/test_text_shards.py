@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gzip
 import json
 import os
 import pickle
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +31,7 @@ from hypothesis import strategies as st
 from project.data import packed
 from project.data.documents import Piece, Reading, cut, documents, held_out
 from project.data.files import found
-from project.data.pack import Request, main, pack
+from project.data.pack import Request, main, pack, verified
 from project.data.text_shards import TextShards
 from project.data.text_stream import TextStream
 from project.data.tokenizer import Bytes, named
@@ -277,7 +282,7 @@ def test_packing_that_was_killed_goes_on_and_is_the_same_at_any_number_of_proces
     while not list(killed.glob("*.bin")) and time.monotonic() < end:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    assert b"%|" not in process.communicate()[1]  # its bar is for terminals
     assert not (killed / "manifest.json").exists()
     lines = (killed / "progress.jsonl").read_text().splitlines()[1:]
     done = {shard: (killed / shard).stat().st_mtime_ns for shard in (json.loads(line)["name"] for line in lines)}
@@ -289,6 +294,29 @@ def test_packing_that_was_killed_goes_on_and_is_the_same_at_any_number_of_proces
         assert path.read_bytes() == (killed / path.name).read_bytes()
     assert (whole / "manifest.json").read_text() == (killed / "manifest.json").read_text()
     assert {name: (killed / name).stat().st_mtime_ns for name in done} == done
+
+
+def test_a_terminal_shows_a_bar_that_goes_on_where_packing_was_ended(many: Path, tmp_path: Path) -> None:
+    folder, options = tmp_path / "packed", {"held_out_bytes": 2**18}
+    assert "  0%|" in shown_on_terminal(pack_into, folder, f"{many}/*.jsonl", **options)
+    (folder / "train_00000.bin").unlink()
+    shown = shown_on_terminal(pack_into, folder, f"{many}/*.jsonl", **options)
+    begun = re.search(r"(\d+)%\|.*M/5\.\d+M \[", shown)
+    assert begun is not None, shown
+    assert 20 < int(begun[1]) < 100
+    assert re.search(r"0/\d+ \[.*shard/s", shown_on_terminal(verified, folder))
+
+
+def shown_on_terminal(function: Callable[..., str], *arguments: object, **options: object) -> str:
+    """What a terminal shows of the errors' stream, at most some lines, which it keeps until they are read."""
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 25, 80, 0, 0))  # or it has no columns to draw in
+    with os.fdopen(terminal, "w") as stream, contextlib.redirect_stderr(stream):
+        function(*arguments, **options)
+        stream.flush()
+        shown = os.read(controller, 2**16).decode()
+    os.close(controller)
+    return shown
 
 
 def test_damage_is_found_and_only_what_is_missing_is_packed_again(corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""Adapters of a transformers model: peft's, in its layers, while all else is frozen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def lora_config(lora: dict[str, Any]) -> LoraConfig:
+    """peft's config; `alpha` and `dropout` are short for its lora_alpha and lora_dropout."""
+    from peft import LoraConfig
+
+    short = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+    try:
+        config = LoraConfig(**{short.get(name, name): value for name, value in lora.items()})
+    except TypeError as error:
+        raise ValueError(f"model.lora: {error}; expected r, alpha, dropout, target_modules") from error
+    if not isinstance(config.r, int) or config.r < 1:
+        raise ValueError(f"model.lora.r={config.r}: expected a whole number from 1, the rank of the adapters")
+    return config
+
+
+def check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """Raise ValueError for adapters of layers that a model has not; those of others are put into it."""
+    listed = config.target_modules if not isinstance(config.target_modules, str) else None  # not a pattern
+    absent = [target for target in sorted(listed or ()) if not has_layer(model, target)]
+    if absent:
+        there = sorted({name.rpartition(".")[2] for name in adaptable(model)})
+        raise ValueError(
+            f"model.lora.target_modules: {type(model).__name__} has no {', '.join(absent)}; it has {', '.join(there)}"
+        )
+    try:
+        with_lora(model, deepcopy(config))  # peft completes it by the model
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model.lora: {str(error).splitlines()[0]}") from error
+
+
+def has_layer(model: nn.Module, target: str) -> bool:
+    return any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules())
+
+
+def adaptable(model: nn.Module) -> Iterator[str]:
+    """Paths of the layers with a matrix: linear ones, and GPT-2's, which are transposed."""
+    for name, part in model.named_modules():
+        if getattr(getattr(part, "weight", None), "ndim", 0) == 2 and not isinstance(part, nn.Embedding):
+            yield name
+
+
+def with_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """The model with low-rank adapters in its layers and all else frozen (Hu et al. 2021, arXiv:2106.09685)."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers are transposed: peft sees
+        adapted: nn.Module = inject_adapter_in_model(config, model)
+    return adapted
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters' products added to the weights, and none of peft's layers left."""
+    for path, part in [*model.named_modules()]:
+        if hasattr(part, "lora_A"):
+            part.merge()
+            model.set_submodule(path, part.get_base_layer())
+    return model

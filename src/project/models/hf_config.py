@@ -1,0 +1,41 @@
+"""The config of a transformers model, as it is typed or lies in a folder: what transformers has not is refused."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+
+def read_config(folder: Any, changes: dict[str, Any]) -> Any:
+    """The model's config: a folder's with changes, or a new one of a `model_type`."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if folder is None and "model_type" not in changes:
+        raise ValueError("model names no weights and no config; type model.pretrained=FOLDER, or a hub's name")
+    if folder is None:
+        check_type(changes["model_type"])
+    try:
+        known = AutoConfig.from_pretrained(folder, local_files_only=True) if folder else AutoConfig.for_model(**changes)
+        check_type(known.model_type)
+        check_keys(known, changes)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **changes) if folder else known
+    except (OSError, StrictDataclassError) as error:  # the last line is about the value
+        raise ValueError(f"model.config: {str(error).strip().splitlines()[-1].strip()}") from error
+
+
+def check_type(model_type: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if model_type not in KNOWN:
+        near = get_close_matches(model_type, KNOWN, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ", such as gpt2, llama, qwen3"
+        raise ValueError(f"model_type={model_type} is no causal language model of transformers{meant}")
+
+
+def check_keys(known: Any, changes: dict[str, Any]) -> None:
+    """A config takes any key; one that it has not, and that looks like one that it has, is a slip."""
+    default = type(known)()
+    for name in (name for name in changes if not hasattr(default, name)):
+        if near := get_close_matches(name, {*default.to_dict(), *default.attribute_map}, n=1, cutoff=0.8):
+            raise ValueError(f"model.config.{name}: {type(known).__name__} has none; did you mean {near[0]}?")
