@@ -58,7 +58,7 @@ _LOG = (
 )
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
-_LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and reads what was logged, in each batch"
+_LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
 _AGREED = "of a step that is planned: there is no rank 0 to agree with; what it was once it is planned"
 _FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
 _KEPT = "what it was before a step was planned: DeepSpeed keeps it for the process, and takes it for the next engine"
@@ -112,12 +112,6 @@ PATCHES = (
         "does nothing: at each batch, over the GPUs, it asks for signals that are handled elsewhere",
     ),
     Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
-    Patch(
-        "lightning.pytorch.trainer.connectors.data_connector._DataHookSelector",
-        "get_instance",
-        "(self, hook_name)",
-        f"{_LOOP}; it asks three times a batch who has the hooks of its transfer",
-    ),
     Patch(
         "lightning.pytorch.loops._TrainingEpochLoop",
         "max_steps",
@@ -264,7 +258,6 @@ PATCHES = (
 
 # Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
 OVERRIDES = (
-    "lightning.pytorch.loops._TrainingEpochLoop._build_kwargs",
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies.DDPStrategy._setup_model",

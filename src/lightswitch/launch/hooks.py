@@ -37,7 +37,7 @@ def skip_empty_hooks() -> None:
     patches.replace(call, "_call_strategy_hook", _call_strategy_hook)
 
 
-def _is_observed(trainer: Trainer) -> bool:
+def is_observed(trainer: Trainer) -> bool:
     """Return whether someone profiles calls of hooks, or logs them."""
     profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
     passes_through = PassThroughProfiler in type(profiler).__mro__  # a profiler is an ABC: isinstance takes longer
@@ -45,42 +45,61 @@ def _is_observed(trainer: Trainer) -> bool:
 
 
 class _CallbackHooks:
-    """Lightning's `_call_callback_hooks`, which looks at a class of callbacks once for each hook."""
+    """Lightning's `_call_callback_hooks`, which looks once for each hook for the callbacks that have it."""
 
     def __init__(self) -> None:
-        self._overriding: dict[str, _Overriding] = {}
+        self._having: dict[str, _Having] = {}
 
     def __call__(
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
         module: LightningModule | None = trainer.lightning_module  # None before it is attached
-        if module is None or monitoring_callbacks is not None or _is_observed(trainer):
+        if module is None or monitoring_callbacks is not None or is_observed(trainer):
             _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
-        overriding = self._overriding.get(hook_name) or self._overriding.setdefault(hook_name, _Overriding(hook_name))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-            if overriding[type(callback)] or hook_name in callback.__dict__:
-                _call(getattr(callback, hook_name), module, hook_name, (trainer, module, *args), kwargs)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        having = self._having.get(hook_name)
+        if having is None or not having.fits(callbacks):
+            having = self._having[hook_name] = _Having(hook_name, callbacks)
+        known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
+        before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
+        for callback in having.callbacks:
+            hook = getattr(callback, hook_name)
+            if callable(hook):
+                hook(trainer, module, *args, **kwargs)
+        known["_current_fx_name"] = before
 
 
-class _Overriding(dict[type, bool]):
-    """Dict that tells of a class of callbacks whether it has a hook of its own, not the empty one of the base class."""
+class _Having:
+    """Callbacks of a Trainer that have a hook of their own, not the empty one of the base class.
 
-    def __init__(self, hook_name: str) -> None:
-        super().__init__()
-        self.hook_name = hook_name
+    Attributes:
+        callbacks: in the Trainer's order.
+    """
 
-    def __missing__(self, kind: type) -> bool:
-        empty = getattr(Callback, self.hook_name, None)
-        self[kind] = getattr(kind, self.hook_name, None) is not empty
-        return self[kind]
+    def __init__(self, hook_name: str, among: list[Callback]) -> None:
+        empty = getattr(Callback, hook_name, None)
+        self._hook_name, self._among = hook_name, list(among)
+        self.callbacks = [
+            callback
+            for callback in among
+            if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback)
+        ]
+        self._others = [vars(callback) for callback in among if callback not in self.callbacks]
+
+    def fits(self, callbacks: list[Callback]) -> bool:
+        """Return whether these are the same callbacks, of which no other has been given the hook since."""
+        for own in self._others:  # a loop, as this is asked at each call of a hook: `any` takes twice as long
+            if self._hook_name in own:
+                return False
+        return callbacks == self._among
 
 
 def _call_lightning_module_hook(
     trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
 ) -> Any:
     module: LightningModule | None = pl_module or trainer.lightning_module
-    if module is None or _is_observed(trainer):
+    if module is None or is_observed(trainer):
         return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     hook = getattr(module, hook_name)
     if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
@@ -89,7 +108,7 @@ def _call_lightning_module_hook(
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    if _is_observed(trainer):
+    if is_observed(trainer):
         return _call_strategy(trainer, hook_name, *args, **kwargs)
     hook = getattr(trainer.strategy, hook_name)
     if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY:

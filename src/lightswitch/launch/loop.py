@@ -1,22 +1,29 @@
-"""Lightning's loop over batches, with what it would find out anew in each one kept where nothing has changed."""
+"""Lightning's loop over batches, without what no one has asked for in a batch, or what is the same as in the last."""
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightswitch import patches
+from lightswitch.launch.hooks import is_observed
+from lightswitch.launch.results import Results
+from lightswitch.monitoring.batch_count import is_logged
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def shorten_loop(trainer: Trainer) -> None:
@@ -26,57 +33,129 @@ def shorten_loop(trainer: Trainer) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Loop over the batches of an epoch, which inspects hooks once and reads what was logged once."""
+    """Loop over the batches of an epoch that does what Lightning's does, in Lightning's order.
+
+    A batch that is resumed at, and a step that takes the loader's iterator, are left to Lightning's own.
+    """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self._results = Results(training=True)
+        self._results: Results = Results(training=True)
         self.automatic_optimization = Optimization(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
+        self._moves_by_hooks = True
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
-        hooks = self.trainer._data_connector._datahook_selector
-        assert hooks is not None
-        find = functools.partial(_DataHookSelector.get_instance, hooks)  # whether model or data have a batch's hook
-        patches.replace(hooks, "get_instance", functools.cache(find))
+        trainer = self.trainer
+        owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+        self._moves_by_hooks = (
+            any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
+            or type(trainer.strategy).batch_to_device is not Strategy.batch_to_device
+            or is_observed(trainer)
+        )
 
-    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train on a batch.
+
+        Raises:
+            StopIteration: the epoch ends here.
+        """
+        if self.restarting or self.val_loop.restarting or isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+            super().advance(data_fetcher)
+            return
+        trainer, progress = self.trainer, self.batch_progress
+        if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
+            self._broadcast_sigterm_tensor()
+        batch, _, _ = next(data_fetcher)
+        batch_idx = self.batch_idx + 1
+        progress.increment_by(0, is_last_batch=data_fetcher.done)
+        batch = self._moved(batch)
+        progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        output, ends_epoch = self._trained(batch, batch_idx)
+        progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends_epoch:
+            raise StopIteration
+        call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        self._show_results()
+        progress.increment_completed()
+        if is_logged(trainer) or trainer.fast_dev_run:
+            trainer._logger_connector.update_train_step_metrics()
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Validate where that is due, and count the step."""
+        if self._is_near_validation or self.trainer.received_sigterm:
+            super().on_advance_end(data_fetcher)
+            return
+        self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if not self._should_accumulate():
+            self._batches_that_stepped += 1
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Let the schedulers step that are due."""
+        if self.trainer.lr_scheduler_configs:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _moved(self, batch: Any) -> Any:
+        """Return a batch on the device, in the run's precision."""
+        trainer = self.trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        if not self._moves_by_hooks:
+            return move_data_to_device(batch, trainer.strategy.root_device)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _trained(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
+        """Return what the training step has returned, and whether a hook ends the epoch in its place."""
+        trainer, progress = self.trainer, self.batch_progress
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            return None, False
+        call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+        response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        if response == -1:
+            progress.increment_by(0, is_last_batch=True)
+            return None, True
+        progress.increment_started()
+        arguments = self._arguments(batch, batch_idx)
+        with trainer.profiler.profile("run_training_batch"):
+            if trainer.lightning_module.automatic_optimization:
+                return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments), False
+            return self.manual_optimization.run(arguments), False
+
+    def _arguments(self, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+        """Return what `training_step` takes; it is inspected once."""
         step = self.trainer.lightning_module.training_step
         if step != self._step:
             self._step, self._takes_index = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        kwargs["batch"] = batch
-        if self._takes_index:
-            kwargs["batch_idx"] = batch_idx
-        return kwargs
+        return OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
 
+    def _show_results(self) -> None:
+        """Give bar, callbacks and loggers what was logged last."""
+        connector, values = self.trainer._logger_connector, self._results.of_step
+        connector._progress_bar_metrics.update(values["pbar"])
+        connector._callback_metrics.update(values["callback"])
+        connector._logged_metrics.update(values["log"])
+        self._results.forget_batch()
 
-class Results(_ResultCollection):
-    """Results whose values of a step are read once: on a GPU, each reading of one for a progress bar waits."""
-
-    _of_step: _METRICS | None = None
-
-    def metrics(self, on_step: bool) -> _METRICS:
-        if not on_step:
-            return super().metrics(on_step)
-        if self._of_step is None:
-            self._of_step = super().metrics(on_step)
-        kept = self._of_step
-        return _METRICS(callback=dict(kept["callback"]), log=dict(kept["log"]), pbar=dict(kept["pbar"]))
-
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        self._of_step = None
-        super().update_metrics(key, value, batch_size)
-
-    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        self._of_step = None
-        super().reset(metrics, fx)
-
-    def to(self, *args: Any, **kwargs: Any) -> Results:
-        self._of_step = None
-        super().to(*args, **kwargs)
-        return self
+    @property
+    def _is_near_validation(self) -> bool:
+        """Whether a validation may be due after this batch; Lightning's loop decides it, in more calls."""
+        trainer = self.trainer
+        every_n_batches = trainer.val_check_batch
+        if trainer.should_stop or self._skip_next_val or not isinstance(every_n_batches, int) or every_n_batches < 1:
+            return True
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            return True
+        counted = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
+        return (counted + 1) % every_n_batches == 0
 
 
 class StepOutput(ClosureResult):
@@ -90,6 +169,6 @@ class StepOutput(ClosureResult):
 
 
 class Optimization(_AutomaticOptimization):
-    """Lightning's loop over a batch's optimizer, whose steps have this output."""
+    """Automatic optimization that makes a `StepOutput` of each batch."""
 
     output_result_cls = StepOutput

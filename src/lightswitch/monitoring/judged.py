@@ -71,6 +71,12 @@ class BestCheckpoint(Judged, ModelCheckpoint):
 
     _has_told = False
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._every_n_train_steps or self._train_time_interval is not None:  # else none is due, as Lightning finds
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
             super().on_train_epoch_end(trainer, pl_module)

@@ -33,10 +33,14 @@ class Meter:
         self._paused_seconds = 0.0
         self._pause_start: float | None = None
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether steps are still to be noted: the reading that all others are against is taken when this ends."""
+        return not self._readings
+
     def update(self, step: int) -> None:
-        """Note a step; call it after each, as the reading that all others are against is taken when the warm-up
-        ends."""
-        if not self._readings and step >= self._warm_step:
+        """Note a step; call it after each, while the meter is warming up."""
+        if self.is_warming_up and step >= self._warm_step:
             self._readings.append((step, self._training_seconds()))
 
     def read(self, step: int) -> float | None:

@@ -20,7 +20,7 @@ from lightswitch.monitoring.terminal import Line
 
 log = logging.getLogger(__name__)
 
-REDRAW_SECONDS = 0.1
+REDRAW_SECONDS = 0.2
 LOG_LINES_A_RUN = 10
 LOG_SECONDS = 300
 LOG_EVALUATION_SECONDS = 30
@@ -44,7 +44,7 @@ class Progress(ProgressBar):
         self.count(samples_per_step)
         self._enabled = True
         self._line: Line | None = None
-        self._meter = Meter(window=300)  # 30 s of redrawing, or 300 steps where they take longer
+        self._meter = Meter(window=150)  # 30 s of redrawing, or 150 steps where they take longer
         self._unit_of_progress = "step"
         self._total: int | None = None
         self._shown = 0
@@ -88,8 +88,9 @@ class Progress(ProgressBar):
     ) -> None:
         if not self._enabled:
             return
+        if self._meter.is_warming_up:
+            self._meter.update(batches(trainer))
         done = self._done(trainer)
-        self._meter.update(batches(trainer))
         due = done >= self._next or perf_counter() >= self._next_seconds
         if due and done != self._shown:  # a step of many micro-batches is shown when it is whole
             self._show_training(trainer)

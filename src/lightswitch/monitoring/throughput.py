@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightswitch.monitoring.batch_count import batches
+from lightswitch.monitoring.batch_count import batches, is_logged
 from lightswitch.monitoring.memory import peak_bytes
 from lightswitch.monitoring.meter import Meter
 
@@ -40,8 +40,9 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._meter.update(batches(trainer))
-        if not trainer._logger_connector.should_update_logs or trainer.fit_loop._should_accumulate():
+        if self._meter.is_warming_up:
+            self._meter.update(batches(trainer))
+        if not is_logged(trainer) or trainer.fit_loop._should_accumulate():
             return
         metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
         if (steps_per_second := self._meter.read(batches(trainer))) is not None:

@@ -63,6 +63,17 @@ class Skipping(PlainModel):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class EndingEpochs(PlainModel):
+    def on_train_batch_start(self, batch: Pair, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class TakingTheIterator(PlainModel):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
 class Failing(PlainModel):
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         if batch_idx == 2:

@@ -30,6 +30,8 @@ RUNS = {  # a run, and hooks of it that must be among those compared
     ),
     "a step without the index": (hooked.WithoutIndex, {}, {"training_step"}),
     "two optimizers by hand": (hooked.TwoOptimizers, {"val_check_interval": 2}, {"backward"}),
+    "an epoch that a hook ends": (hooked.EndingEpochs, {"log_every_n_steps": 1}, {"on_train_batch_start"}),
+    "a step that takes the loader's iterator": (hooked.TakingTheIterator, {}, {"training_step"}),
     "a batch that is skipped": (hooked.Skipping, {}, {"optimizer_step"}),
     "an error": (hooked.Failing, {}, {"on_train_batch_start"}),
 }
@@ -42,6 +44,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore:(You are using the|Found) `dataloader_iter`")
 @pytest.mark.parametrize(("model", "arguments", "compared"), RUNS.values(), ids=RUNS)
 def test_who_has_every_hook_has_the_same_calls_in_the_same_order(
     model: type[PlainModel], arguments: dict[str, Any], compared: set[str], tmp_path: Path

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +43,17 @@ def test_a_value_that_a_bar_shows_is_read_once(tmp_path: Path) -> None:
     assert readings(lambda trainer: None) - readings(shorten_loop) == 3  # of 4 batches
 
 
+def test_a_step_takes_few_calls_of_python(tmp_path: Path) -> None:
+    def calls(arrange: Callable[[Trainer], None]) -> int:
+        counting = CountingCalls()
+        trainer = trained_by(tmp_path, [counting], max_epochs=1, limit_val_batches=0)
+        arrange(trainer)
+        trainer.fit(PlainModel(), PlainData())
+        return counting.calls
+
+    assert calls(shorten_loop) < 0.85 * calls(lambda trainer: None)  # with no help of launch/hooks.py
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> None:
     def weights(arrange: Callable[[Trainer], None]) -> dict[str, Tensor]:
@@ -69,6 +82,18 @@ def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_
     shorten_loop(trainer)
     trainer.fit(model, PlainData())
     assert len(model.took) == 4
+
+
+class CountingCalls(Callback):
+    """Counts the calls of functions from the start of the third batch to that of the fourth."""
+
+    calls = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        sys.setprofile(self._count if batch_idx == 2 else None)
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls += event in ("call", "c_call")
 
 
 class Readings(TorchDispatchMode):

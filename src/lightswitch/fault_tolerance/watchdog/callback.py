@@ -143,7 +143,8 @@ class Watchdog(Callback):
         self._moved()
 
     def _step(self) -> None:
-        self.run.process.steps_have_begun.set()
+        if not self.run.process.steps_have_begun.is_set():  # `set` wakes who waits, and takes a lock for that
+            self.run.process.steps_have_begun.set()
         self._moved()
 
     def _moved(self) -> None:

@@ -1,0 +1,60 @@
+"""What a training loop has logged, held so that logging and reading take less time than in Lightning's collection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
+
+
+class Results(_ResultCollection):
+    """Results whose values of a step are read once: on a GPU, each reading of one for a progress bar waits."""
+
+    _of_step: _METRICS | None = None
+
+    @property
+    def of_step(self) -> _METRICS:
+        """Values that were logged last for a step; callers leave them as they are."""
+        if self._of_step is None:
+            self._of_step = super().metrics(on_step=True)
+        return self._of_step
+
+    def metrics(self, on_step: bool) -> _METRICS:
+        if not on_step:
+            return super().metrics(on_step)
+        kept = self.of_step
+        return _METRICS(callback=dict(kept["callback"]), log=dict(kept["log"]), pbar=dict(kept["pbar"]))
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        self._of_step = None
+        super().update_metrics(key, value, batch_size)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        self._of_step = None
+        super().reset(metrics, fx)
+
+    def to(self, *args: Any, **kwargs: Any) -> Results:
+        self._of_step = None
+        super().to(*args, **kwargs)
+        return self
+
+    def forget_batch(self) -> None:
+        """Let go of the batch, from which a value's weight in an epoch's mean was taken."""
+        self.batch = self.batch_size = None
+
+    def __setitem__(self, key: str, value: _ResultMetric) -> None:
+        super().__setitem__(key, Value(value.meta, value.is_tensor))
+
+
+class Value(_ResultMetric):
+    """Logged value, which is moved only where it lies on another device.
+
+    Lightning moves it at each `self.log`, and walks through all attributes of the metric that it is: most of the call's
+    time (Lightning-AI/pytorch-lightning#20388).
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> Value:
+        if self.is_tensor and not kwargs and args == (self.value.device,):  # its tensors lie where its value does
+            return self
+        super().to(*args, **kwargs)
+        return self
