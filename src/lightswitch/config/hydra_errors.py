@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import traceback
 from argparse import ArgumentParser
@@ -86,7 +87,20 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
         return f"{override}: a setting has no spaces; type {spaced[1]}={spaced[2]}"
     if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
         return f"{override}: it has no value; type {override}=VALUE"
+    if quoted := _in_quotes(override):
+        return f"{override}: Hydra reads that in quotes alone; type {quoted}"
     return f"{override}: {str(error).splitlines()[0]}"
+
+
+def _in_quotes(override: str) -> str | None:
+    """Return an override as a shell takes it, with quotes around what Hydra does not read without; None if that is not
+    all that is wrong."""
+    key, _, value = override.partition("=")
+    items = value[1:-1].split(",") if re.fullmatch(r"\[.*\]", value) else [value]
+    if re.search(r'[][{}"\\]', "".join(items)):
+        return None
+    told = ",".join(item if re.fullmatch(r"[\w./*-]+", item, re.ASCII) else f'"{item.strip()}"' for item in items)
+    return shlex.quote(f"{key}=[{told}]" if value.startswith("[") else f"{key}={told}")
 
 
 def _meant(key: str, node: DictConfig) -> str:

@@ -108,6 +108,11 @@ MISTAKES = {
     "--resolve=yes": "argument --resolve: ignored explicit argument 'yes'; "
     "a setting is KEY=VALUE, and --help lists what there is",
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
+    "data.files=[~/a/*.txt,b]": "data.files=[~/a/*.txt,b]: Hydra reads that in quotes alone; type "
+    "'data.files=[\"~/a/*.txt\",b]'",
+    "resume=runs/gpt/a=b/checkpoints/last.ckpt": "resume=runs/gpt/a=b/checkpoints/last.ckpt: Hydra reads that in "
+    "quotes alone; type 'resume=\"runs/gpt/a=b/checkpoints/last.ckpt\"'",
+    "model.name=it's": "model.name=it's: Hydra reads that in quotes alone; type 'model.name=\"it'\"'\"'s\"'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
     **{f"~{key}": f"{key}: the config has no such key, and the engine reads it; add it to config.yaml" for key in READ},
