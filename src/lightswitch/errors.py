@@ -37,9 +37,9 @@ class ExitCode(enum.IntEnum):
 
     FAILED = 1  # a bug, a lost rank, a job of a sweep that failed
     REFUSED = 2  # the user can fix it: started again, it would be refused as well
-    REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: asks the job script to requeue, for a container that has no scontrol
-    INTERRUPTED = 128 + signal.SIGINT  # as a shell counts it
-    STOPPED = 128 + signal.SIGTERM  # also by a scheduler's notice
+    REQUEUE = 75  # asks the job script to requeue it, from a container that has no scontrol (EX_TEMPFAIL of sysexits.h)
+    INTERRUPTED = 128 + signal.SIGINT  # Ctrl+C has ended it before it was finished
+    STOPPED = 128 + signal.SIGTERM  # SIGTERM, or a scheduler's notice, has ended it before it was finished
 
     @staticmethod
     def of_signal(number: int) -> int:
