@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 from lightswitch import errors
 from lightswitch.errors import ExitCode
-from lightswitch.reference.choices import Choice, Key, config, groups
+from lightswitch.reference.choices import Choice, Key, config, groups, sentences
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import environment, measurements, run_directory
 from tests.engine.tables.page import code, page, table
@@ -85,9 +85,19 @@ def _keys(keys: Iterable[Key]) -> str:
 
 
 def _row(key: Key) -> tuple[str, ...]:
-    annotation = key.parameter.annotation if key.parameter else ""
     default = (key.parameter.default or "") if key.parameter else ""
-    return code(key.path), code(key.value or ""), code(annotation), code(default), key.sentence
+    return (
+        code(key.path),
+        code(key.value or ""),
+        code(key.kind),
+        code(default),
+        key.sentence or _sentences().get(key.path, ""),
+    )
+
+
+@functools.cache
+def _sentences() -> dict[str, str]:
+    return sentences(CHECKOUT / "conf")
 
 
 def _commands() -> str:
