@@ -34,6 +34,10 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "tpu": "there is no strategy for TPUs here",
     "xla": "there is no strategy for TPUs here",
 }
+_DEVICES = {  # what nanoGPT and others call what is here the accelerator; device= is that of a plan
+    **{kind: f"use trainer.accelerator={kind}" for kind in ("cpu", "gpu", "mps")},
+    "cuda": "use trainer.accelerator=gpu",
+}
 
 
 _OF_TRAINER = {  # what lightning-hydra-template has a file for
@@ -114,7 +118,7 @@ def _meant(key: str, node: DictConfig) -> str:
     root = node._get_root()
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
-    return nearest(name, _keys(node, at_top=not above))
+    return nearest(name, _keys(node, at_top=not above), alike=0.5 if above else 0.65)
 
 
 def _raw_keys(node: Any) -> list[Any]:
@@ -136,6 +140,8 @@ def _refusal_behind(error: BaseException | None) -> RefusedRequest | None:
 
 def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    if group == "device" and choice in _DEVICES:
+        return f"device={choice}: {_DEVICES[choice]}"
     if group == "strategy" and choice in _STRATEGIES:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     if group == "trainer" and choice in _OF_TRAINER:

@@ -174,14 +174,26 @@ MISTAKES |= {
         "trainer.accelerator": ("accelerator",),
         "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch",),
         "seed": ("random_seed",),
-        "name": ("output_dir", "save_dir", "log_dir"),
+        "name": ("output_dir", "save_dir", "log_dir", "task_name"),
         "logger": ("wandb",),
         "ckpt_path": ("checkpoint", "ckpt"),
         "resume": ("resume_from_checkpoint",),
         "init_from": ("pretrained",),
+        "precision": ("bf16", "fp16", "amp", "dtype"),
+        "matmul_precision": ("tf32",),
+        "strategy": ("fsdp", "deepspeed"),
+        "experiment": ("hparams_search",),
+        "mode": ("test", "do_train"),
+        "callbacks=[default,early_stopping]": ("early_stopping",),
+        "callbacks.best_checkpoint.monitor": ("monitor", "metric_for_best_model"),
+        "callbacks.early_stopping.patience": ("patience",),
+        "callbacks.last_checkpoint.keep": ("save_total_limit",),
+        "trainer.limit_val_batches": ("eval_iters",),
     }.items()
     for word in words
 }
+# What is like nothing, and would only mislead: paths is no watch, tags are no data, lora is no logger
+MISTAKES |= {f"{word}=3": f"{word}: there is no such key." for word in ("paths", "tags", "lora", "n_layer", "extras")}
 MISTAKES |= {
     f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
     for word, argument in {
@@ -204,6 +216,10 @@ MISTAKES |= {
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
     "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
+    "device=cpu": "device=cpu: use trainer.accelerator=cpu",
+    "device=cuda": "device=cuda: use trainer.accelerator=gpu",
+    "modle.width=3": "modle: there is no such key. Did you mean model?",
+    "debug=fdr": f"debug=fdr: there is no such debug. Did you mean one_batch? Choices: {_choices('debug')}",
     "trainer=ddp": "trainer=ddp: use strategy=ddp trainer.devices=N",
     "--trainer.max_steps=10": "unrecognized arguments: --trainer.max_steps=10; type trainer.max_steps=10, and --help "
     "lists what there is",
