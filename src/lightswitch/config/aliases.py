@@ -54,7 +54,7 @@ _OTHER_NAMES = {
     "logger": ("wandb", "report_to", "wandb_log"),
     "compile": ("torch_compile",),
 }
-_CHOICES = {
+_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "precision": {
         "bf16-mixed": ("bf16", "bfloat16", "amp_bf16"),
         "16-mixed": ("16", "fp16", "float16", "half", "amp", "mixed"),

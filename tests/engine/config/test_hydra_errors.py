@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightswitch.config import hydra_errors
+from lightswitch.preflight import targets
 from tests.engine.config.mistaken import TRAIN, Answer, answers
 from tests.engine.conftest import CHECKOUT, PLAIN
 
@@ -213,6 +214,12 @@ MISTAKES |= {
     "strategy=fsdp trainer.strategy.cpu_offlod=true": "trainer.strategy.cpu_offlod: FSDP takes no cpu_offlod. "
     "Did you mean cpu_offload?",
     "strategy=fsdp trainer.strategy.cpu_offload=maybe": "trainer.strategy.cpu_offload=maybe: found str, expected bool",
+    "trainer.strategy.prefetch=2": "trainer.strategy.prefetch: auto takes no prefetch. "
+    "It is an option of strategy=fsdp.",
+    "trainer.strategy.find_unused_parameters=true": "trainer.strategy.find_unused_parameters: auto takes no "
+    "find_unused_parameters. It is an option of strategy=ddp.",
+    "strategy=ddp trainer.strategy.tensor_parallel_size=2": "trainer.strategy.tensor_parallel_size: DDP takes no "
+    "tensor_parallel_size. It is an option of strategy=fsdp_tp.",
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
     "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
@@ -272,6 +279,11 @@ def test_a_mistake_is_told_in_a_line_before_torch_is_imported(mistake: str, answ
     assert (answer.returncode, answer.out) == (2, "")
     assert answer.imported == []
     assert answer.left == []
+
+
+def test_an_option_is_of_the_strategies_that_are_named() -> None:
+    for name, target in targets._STRATEGIES.items():
+        assert f"_target_: {target}\n" in (CHECKOUT / "conf" / "strategy" / f"{name}.yaml").read_text()
 
 
 def test_there_are_as_many_mistakes_as_were_found_to_be_typed() -> None:
