@@ -72,8 +72,10 @@ def _of_key(path: str, found: Mapping[str, list[Choice]], root: Choice) -> Itera
     keys = [key for choice in (root, *chosen, *listed) for key in choice.keys if not key.is_node]
     below = [key for key in keys if f"{key.path}.".startswith(f"{path}.") and not key.name.startswith("_")]
     if not below:
+        named = [f"{group}={path}" for group, choices in found.items() for choice in choices if choice.name == path]
         known = {*found, *(key.path for key in keys), *(key.path.partition(".")[0] for key in keys)}
-        raise RefusedRequest([f"--help {path}: there is no group and no key {path}.{nearest(path, known)}"])
+        hint = f" Did you mean {named[0]}?" if named else nearest(path, known, alike=0.65)
+        raise RefusedRequest([f"--help {path}: there is no group and no key {path}.{hint}"])
     yield from _aligned(map(_told, below))
 
 
