@@ -37,9 +37,9 @@ class ExitCode(enum.IntEnum):
 
     FAILED = 1  # a bug, a lost rank, a job of a sweep that failed
     REFUSED = 2  # the user can fix it: started again, it would be refused as well
-    REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: asks the job script to requeue, for a container that has no scontrol
-    INTERRUPTED = 128 + signal.SIGINT  # as a shell counts it
-    STOPPED = 128 + signal.SIGTERM  # also by a scheduler's notice
+    REQUEUE = 75  # asks the job script to requeue it, from a container that has no scontrol (EX_TEMPFAIL of sysexits.h)
+    INTERRUPTED = 128 + signal.SIGINT  # Ctrl+C has ended it before it was finished
+    STOPPED = 128 + signal.SIGTERM  # SIGTERM, or a scheduler's notice, has ended it before it was finished
 
     @staticmethod
     def of_signal(number: int) -> int:
@@ -178,16 +178,17 @@ class Ended(SystemExit):
 
 
 def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
-    """Return ' Did you mean X?' for a choice that begins with the word, else the most similar one, or nothing.
+    """Return ' Did you mean X?' for a choice of the same letters, else one that begins with the word, else the most
+    similar one, or nothing.
 
     Args:
         alike: the least similarity, from 0 to 1.
     """
     lowered = {choice.lower(): choice for choice in choices}
+    same = [choice for choice in lowered if sorted(choice) == sorted(word.lower())]  # two letters in the other order
     longer = [choice for choice in lowered if len(word) > 2 and choice.startswith(word.lower())]
-    close = sorted(longer, key=lambda choice: (len(choice), choice)) or get_close_matches(
-        word.lower(), lowered, n=1, cutoff=alike
-    )
+    close = same or sorted(longer, key=lambda choice: (len(choice), choice))
+    close = close or get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
     return f" Did you mean {lowered[close[0]]}?" if close else ""
 
 

@@ -14,6 +14,9 @@ class WarmupDecay:
 
     Args:
         total_steps: of rise and fall; -1 for those of a run that ends by epochs, which `over` is given.
+        decay: the form of the fall.
+        warmup_fraction: of the steps that rise, from 0 to 1.
+        final_fraction: of the optimizer's rate, at the end of the fall.
     """
 
     def __init__(

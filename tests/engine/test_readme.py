@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lightswitch.config.overrides import GROUPS
+from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT, Train
 from tests.project.guide import commands, files, follow
 from tests.project.test_readme import README
 
-RUNNING, ADD = ((CHECKOUT / "docs" / name).read_text() for name in ("running.md", "add.md"))
+DOCS, README_MD = CHECKOUT / "docs", CHECKOUT / "README.md"
+RUNNING, ADD = ((DOCS / name).read_text() for name in ("running.md", "add.md"))
 COMMANDS = [(command, page) for page in (RUNNING, ADD) for command in commands(page) if command not in commands(README)]
 ((PLAN, TABLE),) = re.findall(r"^    \$ python (train\.py mode=plan .*)\n((?:    .*\n)+)", README, re.MULTILINE)
 ERRORS = re.findall(r"^    \$ python (train\.py .*)\n    (error: .*)$", RUNNING, re.MULTILINE)
@@ -25,7 +29,7 @@ def test_the_first_screen_is_one() -> None:
 
 
 def test_every_page_is_found_from_the_first() -> None:
-    pages = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "docs").rglob("*.md")}
+    pages = {path.relative_to(CHECKOUT).as_posix() for path in DOCS.rglob("*.md")}
     assert pages - {*re.findall(r"\]\((docs/[^)#]+)", README)} == {"docs/index.md"}
 
 
@@ -61,6 +65,36 @@ def test_the_plan_is_what_its_command_prints(train: Train, tmp_path: Path) -> No
 def _cells(line: str) -> list[str | float]:
     """Cells of a table's row."""
     return [float(cell) if re.fullmatch(r"[\d.]+", cell) else cell for cell in re.split(r"\s{2,}", line.strip())]
+
+
+# What only the page itself makes, or the reader has; flags; sweeps; and a choice that is named without what it needs
+OF_THE_READER = re.compile(
+    r"…|<|my\.|(^|\s)-|\b(mlp|stripes|listener|calls|mine|resnet|table|jsonl|all_reduce)\b|gpt_search|=ddp,|=hf_text$"
+)
+A_CHOICE = re.compile(rf"({'|'.join(GROUPS)})=[\w\[]")
+
+
+def _typed(path: Path) -> Iterator[str]:
+    """What a page says to type after `python train.py`, and what begins with a choice."""
+    text = re.sub(r" *\\\n +", " ", path.read_text())
+    lines = re.findall(r"^    (?:\$ )?python train\.py (.+)$(?!\n    error:)", text, re.MULTILINE)
+    passing = re.findall(r"`(?:python train\.py )?([a-z]\w+=[^`\n]+)`", text)
+    yield from (line for line in (*lines, *filter(A_CHOICE.match, passing)) if not OF_THE_READER.search(line))
+
+
+def test_what_the_pages_say_to_type_is_taken(tmp_path: Path) -> None:
+    """A command is refused for the one mistake that is put into it, and for nothing else."""
+    elsewhere = ("bring-your-own.md", "extension.md")  # which have tests of their own
+    pages = [README_MD, *DOCS.glob("*.md"), *DOCS.glob("zh/*.md")]
+    typed = {
+        line: [*shlex.split(line), "meet_timeout_seconds=x"]
+        for page in pages
+        if page.name not in elsewhere
+        for line in _typed(page)
+    }
+    assert len(typed) >= 40
+    told = "error: meet_timeout_seconds=x: found str, expected float or int\n"
+    assert {line: answer.err for line, answer in answers(typed, tmp_path).items() if answer.err != told} == {}
 
 
 def test_every_choice_is_in_the_guide() -> None:

@@ -28,7 +28,7 @@ TOLD = {  # of a command, by its beginning
     "python train.py model=listener data=calls trainer.max_steps=350": r"resumes .*, at step 250",
     "python -m lightswitch.compare": r"train/loss differs by \d(\.\d+)?e-0[789] at most",
     "python train.py mode=plan": r"take       ddp, 32-true, micro batch 8",
-    "python train.py -m": r"1e-3.*\n.*1e-2|0\.001.*\n.*0\.01",
+    "python train.py -m": r"lr=0\.001 +0\.7\d+ +finished.*\n.*lr=0\.01 +0\.0\d+ +finished",
     "python -c": r"Listener\(",
 }
 

@@ -11,8 +11,6 @@ from lightswitch.errors import BatchError
 # Trainer arguments that Lightning counts in micro batches. Users count in steps, whatever the accumulation.
 _COUNTED_IN_MICRO_BATCHES = ("limit_train_batches", "val_check_interval", "overfit_batches", "fast_dev_run")
 
-AUTO = "auto"  # as micro_batch_size: the largest that fits, which is known once a step is simulated
-
 
 @dataclass(frozen=True)
 class BatchPlan:

@@ -23,6 +23,7 @@ class LastCheckpoints(Checkpoint):
     writes nothing at the end of a run whose length is not a multiple of its interval.
 
     Args:
+        folder: that they are written to.
         every_n_steps: optimizer steps between two checkpoints.
         keep: how many of the newest stay; an older one is removed once a newer one is complete.
         keep_every_n_steps: checkpoints at multiples of it stay for ever.

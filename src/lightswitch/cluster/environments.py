@@ -59,6 +59,12 @@ class ExportedEnvironment(TorchElasticEnvironment):
 
 
 def by_hand(node_rank: int, main_address: str, main_port: int) -> ClusterEnvironment:
-    """Return the environment of a run started by one command on each machine, which starts that machine's ranks."""
+    """Return the environment of a run started by one command on each machine, which starts that machine's ranks.
+
+    Args:
+        node_rank: the machine's number, from 0.
+        main_address: name or address of the machine with number 0.
+        main_port: a free port there.
+    """
     os.environ.update(NODE_RANK=str(node_rank), MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
     return LightningEnvironment()

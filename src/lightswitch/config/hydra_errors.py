@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import traceback
 from argparse import ArgumentParser
@@ -36,6 +37,10 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "single_device": "use strategy=single",
     "tpu": "there is no strategy for TPUs here",
     "xla": "there is no strategy for TPUs here",
+}
+_DEVICES = {  # what nanoGPT and others call what is here the accelerator; device= is that of a plan
+    **{kind: f"use trainer.accelerator={kind}" for kind in ("cpu", "gpu", "mps")},
+    "cuda": "use trainer.accelerator=gpu",
 }
 
 
@@ -115,7 +120,20 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
         return f"{override}: a setting has no spaces; type {spaced[1]}={spaced[2]}"
     if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
         return f"{override}: it has no value; type {override}=VALUE"
+    if quoted := _in_quotes(override):
+        return f"{override}: Hydra reads that in quotes alone; type {quoted}"
     return f"{override}: {str(error).splitlines()[0]}"
+
+
+def _in_quotes(override: str) -> str | None:
+    """Return an override as a shell takes it, with quotes around what Hydra does not read without; None if that is not
+    all that is wrong."""
+    key, _, value = override.partition("=")
+    items = value[1:-1].split(",") if re.fullmatch(r"\[.*\]", value) else [value]
+    if re.search(r'[][{}"\\]', "".join(items)):
+        return None
+    told = ",".join(item if re.fullmatch(r"[\w./*-]+", item, re.ASCII) else f'"{item.strip()}"' for item in items)
+    return shlex.quote(f"{key}=[{told}]" if value.startswith("[") else f"{key}={told}")
 
 
 def _meant(key: str, node: DictConfig) -> str:
@@ -129,7 +147,7 @@ def _meant(key: str, node: DictConfig) -> str:
     root = node._get_root()
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
-    return nearest(name, _keys(node, at_top=not above))
+    return nearest(name, _keys(node, at_top=not above), alike=0.5 if above else 0.65)
 
 
 def _raw_keys(node: Any) -> list[Any]:
@@ -151,6 +169,8 @@ def _refusal_behind(error: BaseException | None) -> RefusedRequest | None:
 
 def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    if group == "device" and choice in _DEVICES:
+        return f"device={choice}: {_DEVICES[choice]}"
     if group == "strategy" and choice in _STRATEGIES:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     if group == "trainer" and choice in _OF_TRAINER:

@@ -49,7 +49,13 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
     partitioned parameter by parameter, so that no device holds it whole; what `configure_model` builds is held whole by
-    one process alone. ``config`` is a file of DeepSpeed's own; "auto" in it is taken from the run.
+    one process alone.
+
+    Args:
+        config: a file of DeepSpeed's own; "auto" in it is taken from the run.
+        accelerator, parallel_devices, cluster_environment, precision_plugin: given by the Trainer.
+        process_group_backend: of torch.distributed; None for the device's own.
+        timeout: how long a rank waits for another in a collective, a timedelta.
     """
 
     # Configuration

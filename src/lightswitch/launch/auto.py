@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightswitch.batches.plan import AUTO, BatchPlan
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, Unplanned
 from lightswitch.launch import estimates, micro_batch

@@ -32,6 +32,9 @@ class MetricsFile(Logger):
     In a directory that already has the file, training starts by dropping the rows that it will write again: those
     after its first logged step. That step's row is written over, for it may hold what a validation that was still
     due belongs to. Evaluation alone drops nothing.
+
+    Args:
+        directory: that the file is in.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightswitch.batches.plan import AUTO, BatchPlan
+from lightswitch.batches.plan import BatchPlan
 from lightswitch.config import groups, moved, names
 from lightswitch.config.overrides import key_and_value, typed_overrides
+from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
 from lightswitch.preflight import (

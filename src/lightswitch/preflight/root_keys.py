@@ -7,32 +7,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch.batches.plan import AUTO, scaled_learning_rate
+from lightswitch.batches.plan import scaled_learning_rate
 from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS, key_and_value
-from lightswitch.config.values import ALLOWED
+from lightswitch.config.values import ALLOWED, KINDS, WORDS
 from lightswitch.errors import nearest
 from lightswitch.preflight import targets
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "run_id": (str, int),
-    "seed": (int,),
-    "mode": (str,),
-    "objective": (str,),
-    "resume": (str,),
-    "init_from": (str, type(None)),
-    "ckpt_path": (str, type(None)),
-    "global_batch_size": (int,),
-    "micro_batch_size": (int, type(None)),
-    "meet_timeout_seconds": (int, float),
-}
-
 
 _WATCH_KEYS = ("lost_after_seconds", "hung_after_seconds")
 _SCALING = ("rule", "reference_batch_size")
 _READ = (
-    *(*_KINDS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
+    *(*KINDS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
     *(f"lr_scaling.{key}" for key in _SCALING),
     *(f"watch.{key}" for key in _WATCH_KEYS),
 )
@@ -71,8 +56,8 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
 
 def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield the keys whose value is of the wrong type or out of range."""
-    for key, kinds in _KINDS.items():
-        if type(cfg[key]) not in kinds and (key, cfg[key]) != ("micro_batch_size", AUTO):
+    for key, kinds in KINDS.items():
+        if type(cfg[key]) not in kinds and cfg[key] not in WORDS.get(key, ()):
             yield f"{key}={cfg[key]}: found {type(cfg[key]).__name__}, expected {targets.names(kinds)}"
     for key, allowed in ALLOWED.items():
         if cfg[key] not in allowed:

@@ -55,11 +55,13 @@ class Signature:
         parameters: by name, in order.
         required: names of those without a default.
         open_ended: whether it also takes any other keyword.
+        docstrings: of the constructor, its class and its bases, or of the function, the nearest first.
     """
 
     parameters: dict[str, Parameter]
     required: frozenset[str]  # without a default
     open_ended: bool  # takes **kwargs
+    docstrings: tuple[str, ...]
 
 
 @functools.cache
@@ -101,7 +103,7 @@ def _bound_names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
         elif isinstance(node, ast.ImportFrom):
             names.update({alias.asname or alias.name: node for alias in node.names})
         elif isinstance(node, ast.Assign):
-            names.update({t.id: node for t in node.targets if isinstance(t, ast.Name)})
+            names.update({ast.unparse(t): node for t in node.targets if isinstance(t, ast.Name | ast.Attribute)})
         elif isinstance(node, ast.If | ast.Try):
             names.update(_bound_names(node.body))
     return names
@@ -152,10 +154,11 @@ def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
 
 
 def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
-    for of, ancestor in _resolution_order(scope, node):
+    order = _resolution_order(scope, node)
+    for of, ancestor in order:
         for item in ancestor.body:
             if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                return _of_function(of, item, skip=1)
+                return _of_function(of, item, skip=1, classes=order)
         if any("dataclass" in ast.unparse(decorator) for decorator in ancestor.decorator_list):
             return None
     return None
@@ -173,7 +176,9 @@ def _resolution_order(scope: _Scope, node: ast.ClassDef) -> list[tuple[_Scope, a
     return found
 
 
-def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:
+def _of_function(
+    scope: _Scope, node: ast.stmt, skip: int, classes: list[tuple[_Scope, ast.ClassDef]] | None = None
+) -> Signature | None:
     if not isinstance(node, ast.FunctionDef):
         return None
     positional = [*node.args.posonlyargs, *node.args.args]
@@ -188,7 +193,33 @@ def _of_function(scope: _Scope, node: ast.stmt, skip: int) -> Signature | None:
         parameters={parameter.name: parameter for parameter in parameters},
         required=frozenset(parameter.name for parameter in parameters if parameter.default is None),
         open_ended=node.args.kwarg is not None,
+        docstrings=tuple(filter(None, (ast.get_docstring(node), *(_docstring(*one) for one in classes or ())))),
     )
+
+
+def _docstring(scope: _Scope, node: ast.ClassDef) -> str:
+    """Return a class's docstring, which its module may also assign to it in pieces, as torch's optimizers do."""
+    if told := ast.get_docstring(node):
+        return told
+    assigned = scope.names.get(f"{node.name}.__doc__")
+    return _text(scope, assigned.value) if isinstance(assigned, ast.Assign) else ""
+
+
+def _text(scope: _Scope, node: ast.expr) -> str:
+    """Return the text of a string that a module puts together of constants; nothing for what is no constant."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_text(scope, part) for part in parts)
+        case ast.BinOp(left=left, right=right):
+            return _text(scope, left) + _text(scope, right)
+        case ast.FormattedValue(value=inner):
+            return _text(scope, inner)
+        case ast.Name():
+            of, found = _named(scope, node) or (scope, None)
+            return _text(of, found.value) if isinstance(found, ast.Assign) else ""
+    return ""
 
 
 _Accepted = tuple[frozenset[type] | None, frozenset[object] | None]

@@ -12,6 +12,13 @@ from lightswitch.preflight.signatures import Parameter, Signature, signature
 # Keys of nodes that are the engine's, and no arguments of the code that the node names
 ENGINE_KEYS = {"data": ("sharded_by",)}
 _SCHEDULES = "torch.optim.lr_scheduler."  # given their optimizer when they are called, and nothing else
+_STRATEGIES = {  # those with options of their own, the simplest first
+    "ddp": "lightswitch.strategies.ddp.DDP",
+    "fsdp": "lightswitch.strategies.fsdp.FSDP",
+    "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
+    "fsdp1": "lightswitch.strategies.fsdp1.FSDP1",
+    "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
+}
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
@@ -83,9 +90,18 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> 
     """
     other = aliases.argument(path, key, accepted.parameters)
     near = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
-    hint = f" Did you mean {other}?" if other else near
+    hint = f" Did you mean {other}?" if other else near or _of_strategies(path, key)
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
+
+
+def _of_strategies(path: str, key: str) -> str:
+    """Return a sentence that names a strategy which takes the option; nothing where none does."""
+    if path != "trainer.strategy":
+        return ""
+    takers = (name for name, target in _STRATEGIES.items() if (of := signature(target)) and key in of.parameters)
+    name = next(takers, None)
+    return f" It is an option of strategy={name}." if name else ""
 
 
 def _short(node: dict[str, Any]) -> str:

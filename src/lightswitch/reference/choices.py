@@ -10,7 +10,10 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
-from lightswitch.preflight.signatures import Parameter, signature
+from lightswitch.config.values import KINDS, KINDS_OF_OTHERS, WORDS
+from lightswitch.preflight.signatures import Parameter, Signature, signature
+from lightswitch.preflight.targets import names
+from lightswitch.reference import docstrings
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # fifteen times as fast, where PyYAML was built with it
 _OF_HYDRA = ("defaults", "hydra")
@@ -24,7 +27,7 @@ class Key:
         path: from the config's root, as it is typed: `trainer.strategy.tensor_parallel_size`.
         value: as the file has it; None for an argument that the file leaves to the code.
         is_node: whether the file has other keys below it.
-        sentence: the comment beside it, or nothing.
+        sentence: the comment beside it, else what the code's docstring says of the argument, or nothing.
         parameter: that it is given to; None where no code is known to take it.
     """
 
@@ -38,6 +41,14 @@ class Key:
     def name(self) -> str:
         """The last part of its path."""
         return self.path.rpartition(".")[2]
+
+    @property
+    def kind(self) -> str:
+        """The types that it takes, as its code has them or as a user writes them; nothing where they are not known."""
+        if self.parameter:
+            return self.parameter.annotation
+        kinds = names((KINDS | KINDS_OF_OTHERS).get(self.path, ()))
+        return " or ".join([*WORDS.get(self.path, ()), kinds] if kinds else [])
 
 
 @dataclass(frozen=True)
@@ -95,14 +106,18 @@ class Choice:
 
     def _below(self, node: yaml.MappingNode, path: str) -> Iterator[Key]:
         given = {key.value: (key, value) for key, value in node.value if key.value not in _OF_HYDRA}
-        takes = _parameters(given["_target_"][1].value if "_target_" in given else "")
+        code = _signature(given["_target_"][1].value if "_target_" in given else "")
+        takes, told = (code.parameters, docstrings.arguments(code.docstrings)) if code else ({}, {})
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
             is_node = isinstance(value, yaml.MappingNode)
-            yield Key(below, self._source(value), is_node, self._comment(key, value), takes.get(name))
+            sentence = self._comment(key, value) or told.get(name, "")
+            yield Key(below, self._source(value), is_node, sentence, takes.get(name))
             if is_node:
                 yield from self._below(value, below)
-        yield from (Key(f"{path}.{name}", None, False, "", takes[name]) for name in takes if name not in given)
+        yield from (
+            Key(f"{path}.{name}", None, False, told.get(name, ""), takes[name]) for name in takes if name not in given
+        )
 
     def _source(self, value: yaml.Node) -> str:
         return self._text[value.start_mark.index : value.end_mark.index].strip()
@@ -113,12 +128,11 @@ class Choice:
         return found[1] if found else ""
 
 
-def _parameters(target: str) -> dict[str, Parameter]:
+def _signature(target: str) -> Signature | None:
     try:
-        found = signature(target) if "." in target else None
+        return signature(target) if "." in target else None
     except LookupError:
-        return {}
-    return found.parameters if found else {}
+        return None
 
 
 def groups(folder: Path) -> dict[str, list[Choice]]:
@@ -134,3 +148,9 @@ def groups(folder: Path) -> dict[str, list[Choice]]:
 def config(folder: Path) -> Choice:
     """Return the config itself, which names the choice of each group."""
     return Choice("", folder / "config.yaml")
+
+
+def sentences(folder: Path) -> dict[str, str]:
+    """Return what each key of a config folder is, by its path, where some file or the code says it."""
+    choices = (config(folder), *(choice for group in groups(folder).values() for choice in group))
+    return {key.path: key.sentence for choice in reversed(choices) for key in choice.keys if key.sentence}

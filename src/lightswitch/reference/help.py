@@ -26,7 +26,7 @@ _MORE = """\
 GROUP=CHOICE, KEY=VALUE. Any argument of the model, the data, the Trainer or a callback can be given.
 
   python train.py --help strategy        the choices of a group, and the keys of its default
-  python train.py --help strategy=fsdp   the keys of a choice
+  python train.py --help strategy=fsdp   the keys of a choice; of a node, --help plan; one key, --help optimizer.lr
   python train.py strategy=ddp --cfg job the whole config
   python train.py --hydra-help           Hydra's own options"""
 
@@ -43,19 +43,19 @@ def text(about: str, script: Path, folder: Path) -> str:
     """Return the help on a group, a choice, or all of them.
 
     Args:
-        about: as `asked` returns it.
+        about: a group, a choice, a node or a key, as `asked` returns it.
         script: whose docstring says what it does, and how it is called.
         folder: of the configs.
 
     Raises:
-        RefusedRequest: there is no such group or choice.
+        RefusedRequest: there is none of that name.
     """
     found = groups(folder)
     if not about:
         return "\n".join((_docstring(script), "", *_overview(found, config(folder)), "", _MORE))
     group, _, name = about.partition("=")
     if group not in found:
-        raise RefusedRequest([f"--help {about}: there is no group {group}.{nearest(group, found)}"])
+        return "\n".join(_of_key(about, found, config(folder)))
     names = [choice.name for choice in found[group]]
     chosen = name or config(folder).defaults.get(group) or ""
     if name and name not in names:
@@ -63,6 +63,20 @@ def text(about: str, script: Path, folder: Path) -> str:
     listed = () if name else (*_aligned((f"{group}={one.name}", one.sentence) for one in found[group]), "")
     shown = [choice for choice in found[group] if choice.name == chosen]
     return "\n".join((*listed, *(line for choice in shown for line in _keys(choice))))
+
+
+def _of_key(path: str, found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
+    """Yield the lines of a key, or of all below a node, of the config and of the choices that it begins with."""
+    chosen = [choice for group, name in root.defaults.items() for choice in found.get(group, ()) if choice.name == name]
+    listed = [part for choice in chosen for part in found[choice.group] if part.name in choice.parts]
+    keys = [key for choice in (root, *chosen, *listed) for key in choice.keys if not key.is_node]
+    below = [key for key in keys if f"{key.path}.".startswith(f"{path}.") and not key.name.startswith("_")]
+    if not below:
+        named = [f"{group}={path}" for group, choices in found.items() for choice in choices if choice.name == path]
+        known = {*found, *(key.path for key in keys), *(key.path.partition(".")[0] for key in keys)}
+        hint = f" Did you mean {named[0]}?" if named else nearest(path, known, alike=0.65)
+        raise RefusedRequest([f"--help {path}: there is no group and no key {path}.{hint}"])
+    yield from _aligned(map(_told, below))
 
 
 def _docstring(script: Path) -> str:
@@ -100,8 +114,7 @@ def _keys(choice: Choice) -> Iterator[str]:
 
 def _told(key: Key) -> tuple[str, str]:
     default = key.value if key.value is not None else _as_typed(key.parameter)
-    kind = key.parameter.annotation if key.parameter else ""
-    told = "; ".join(part for part in (key.sentence, kind) if part)
+    told = "; ".join(part for part in (key.sentence, key.kind) if part)
     return f"{key.path}={' '.join(default.split())}", told
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
 from lightswitch.command import Command
-from lightswitch.config.values import ALLOWED
+from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.preflight.signatures import Parameter, Signature, signature
+from lightswitch.reference import docstrings
 from lightswitch.reference.choices import Choice, Key, config, groups
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server knows whole
@@ -134,9 +135,9 @@ def _signature(target: str | None) -> Signature | None:
 def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the schema of the arguments that one of the signatures takes."""
     known = list(signatures)
-    properties = {
-        name: _value(one, (sentences or {}).get(name, "")) for s in known for name, one in s.parameters.items()
-    }
+    told = {name: text for one in known for name, text in docstrings.arguments(one.docstrings).items()}
+    told |= sentences or {}
+    properties = {name: _value(one, told.get(name, "")) for s in known for name, one in s.parameters.items()}
     return {
         "properties": {**_OF_HYDRA, **properties},
         "additionalProperties": not known or any(one.open_ended for one in known),
@@ -164,8 +165,19 @@ def _nested(keys: Iterable[Key], path: str) -> Iterator[tuple[str, dict[str, Any
         if key.path.rpartition(".")[0] == path:
             inner = list(_nested(listed, key.path))
             own: dict[str, Any] = {"description": key.sentence} if key.sentence else {}
-            own |= {"enum": list(ALLOWED[key.path])} if key.path in ALLOWED else {}
+            own |= _allowed(key.path)
             yield key.name, own | (_object(inner, {}, is_whole=False) if inner else {})
+
+
+def _allowed(path: str) -> dict[str, Any]:
+    """Return what a key of the config itself takes: one of a few words, or values of its types; else anything."""
+    if path in ALLOWED:
+        return {"enum": list(ALLOWED[path])}
+    kinds = (KINDS | KINDS_OF_OTHERS).get(path)
+    if not kinds:
+        return {}
+    words = [{"enum": list(WORDS[path])}] if path in WORDS else []
+    return {"anyOf": [{"type": sorted(_TYPES[kind] for kind in kinds)}, *words, _INTERPOLATION]}
 
 
 def _object(

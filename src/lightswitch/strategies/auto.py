@@ -15,7 +15,10 @@ from lightswitch.strategies.single import Single
 def auto(accelerator: Any, devices: Any, num_nodes: Any) -> Strategy:
     """Return the strategy for a number of devices: one as it is, several under ddp.
 
-    The arguments are the Trainer's own, as checked there: a type here would have a mistake in one told twice.
+    The arguments have no types, as those of the Trainer are checked: a mistake in one would be told twice.
+
+    Args:
+        accelerator, devices, num_nodes: the Trainer's own.
     """
     return DDP() if num_nodes > 1 or _devices(accelerator, devices) > 1 else Single()
 

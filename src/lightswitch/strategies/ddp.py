@@ -31,14 +31,18 @@ class DDP(PortableCheckpoints, DDPStrategy):
     """Data parallelism: a replica of the model on each device, whose gradients are averaged.
 
     Args:
+        find_unused_parameters: look in each backward pass for parameters that it does not reach, whose gradients the
+            ranks would wait for.
+        gradient_as_bucket_view: let gradients be views of what is sent, in place of copies.
+        static_graph: the same parameters have gradients in every step.
+        bucket_cap_mb: of gradients that are sent at once, in MiB; None for torch's 25.
+        process_group_backend: of torch.distributed; None for the device's own.
         comm_hook: makes gradients smaller on their way: fp16 and bf16 round them, powersgd sends products of two thin
             matrices (PowerSGD, Vogels et al. 2019, arXiv:1905.13727).
         matrix_approximation_rank: of PowerSGD's matrices.
         start_powerSGD_iter: the first step that uses PowerSGD.
         timeout_seconds: how long a rank waits for another in a collective.
         start_method: popen starts the script once more for each rank; spawn and fork start Python functions.
-
-    The others are those of torch's DistributedDataParallel.
     """
 
     def __init__(

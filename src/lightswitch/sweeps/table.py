@@ -19,7 +19,8 @@ def of(records: list[Record], objective: str) -> str:
     if failed:
         told = ["", f"{len(failed)} of {len(records)} jobs failed", *told]
     elif all(record.state == FINISHED and record.objective is None for record in records):
-        told = ["", f"no job has logged {objective}; objective=NAME compares by another metric"]
+        other = "type objective=NAME for another metric, or trainer.val_check_interval=N where jobs end unvalidated"
+        told = ["", f"no job has logged {objective}; {other}"]
     return "\n".join(["", *_aligned([header, *rows]), *told, ""])
 
 

@@ -11,7 +11,11 @@ HELD_OUT = {"val": 180, "test": 360}  # images: a tenth and a fifth
 
 
 class Digits(BatchedData):
-    """Raises ModuleNotFoundError without scikit-learn, which is an extra because it brings scipy with it."""
+    """Raises ModuleNotFoundError without scikit-learn, which is an extra because it brings scipy with it.
+
+    Args:
+        image_size: height and width in pixels, at least the digits' own 8: the rest is a black border.
+    """
 
     def __init__(self, image_size: int, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
         super().__init__(batch_size, num_workers, pin_memory)

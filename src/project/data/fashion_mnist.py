@@ -23,6 +23,10 @@ class FashionMNIST(BatchedData):
     """The four files of `folder`, gzipped or not; the last twelfth of the training set validates.
 
     Raises FileNotFoundError for missing files.
+
+    Args:
+        folder: where the four files lie.
+        image_size: height and width in pixels, at least the images' own 28: the rest is a black border.
     """
 
     def __init__(

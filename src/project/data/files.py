@@ -40,7 +40,7 @@ def found(patterns: Sequence[str], argument: str) -> list[File]:
         if not matches:
             raise FileNotFoundError(
                 f"{argument}: no file matches {pattern}; give paths or globs of files, here or at an address "
-                f"that fsspec opens, as in '{argument}=[~/books/*.txt]'"
+                f"that fsspec opens, as in '{argument}=[\"~/books/*.txt\"]'"
             )
         files |= {file.address: file for file in matches}
     return sorted(files.values(), key=lambda file: (zlib.crc32(file.name.encode()), file.address))

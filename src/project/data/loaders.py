@@ -26,7 +26,13 @@ class BatchedDataset(Dataset[Pair], ABC):
 
 
 class BatchedData(LightningDataModule, ABC):
-    """Train, validation and test loaders over the data sets that `load` reads when a run begins."""
+    """Train, validation and test loaders over the data sets that `load` reads when a run begins.
+
+    Args:
+        batch_size: of evaluation, at most; in training global_batch_size and micro_batch_size decide.
+        num_workers: processes for each device that read ahead; 0 reads in the device's own.
+        pin_memory: copy batches to memory from which a GPU reads without waiting; where there is one, it is so anyway.
+    """
 
     def __init__(self, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
         super().__init__()

@@ -23,6 +23,10 @@ class TextFiles(BatchedData):
 
     The files are joined in an order that depends on their names only and looks random, and the end of the whole is
     held out. Raises FileNotFoundError for a pattern without a file, ValueError for too little text.
+
+    Args:
+        files: one of them, or a list.
+        context: length of a window, in tokens.
     """
 
     def __init__(

@@ -29,6 +29,21 @@ class TextShards(BatchedData):
 
     Raises FileNotFoundError for a pattern without files, ModuleNotFoundError for a library that is not installed, and
     ValueError for what does not fit together or can't be read.
+
+    Args:
+        sources: packed folders, or paths, addresses and globs of files.
+        context: length of a window, in tokens.
+        vocab_size: the model's, which every id is below.
+        seed: of the order of files and windows.
+        weights: windows of each source in a mixture, in proportion; None reads all sources as one.
+        tokenizer: a tokenizer's file, or bytes; None for the packed folders' own, else bytes.
+        document_end: the token that ends a document; None for the tokenizer's own.
+        key: of the text in a JSON line, and the name of its column in Parquet.
+        separator: what stands between two documents of a text file; None for one document a file.
+        val: files that validate, in place of held-out documents.
+        test: files that test, in place of held-out documents.
+        held_out_bytes: of documents, for validation and for test each; a tenth of the files at most.
+        buffer_windows: how many windows of a stream are shuffled together.
     """
 
     def __init__(

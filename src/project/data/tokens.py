@@ -16,6 +16,11 @@ class TokenFiles(BatchedData):
 
     Raises FileNotFoundError for missing files, and ValueError for one that is too short, is not uint16 or, in its
     first million tokens, has an id that the model's vocabulary has not.
+
+    Args:
+        folder: where `train.bin` and `val.bin` lie.
+        context: length of a window, in tokens.
+        vocab_size: the model's, which every id is below.
     """
 
     def __init__(

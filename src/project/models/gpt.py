@@ -16,8 +16,21 @@ from project.optimizer import OptimizerFactory, SchedulerFactory
 class GPT(LanguageModel):
     """The defaults are today's; `conf/model/gpt2.yaml` names GPT-2's.
 
-    `sample_tokens` is the length of the text shown at the end of a test run; 0 shows none. With `document_end`, the id
-    that ends a document, a token attends to its own document alone.
+    Args:
+        vocab_size: how many token ids there are.
+        layers: blocks of attention and MLP.
+        heads: of attention; the width divides over them.
+        width: of a token's vector.
+        mlp_width: of the hidden layer; None for four times the width, or as many parameters under swiglu.
+        dropout: the share that is dropped in training, from 0 to 1.
+        norm: layer has a mean and a bias, rms has neither.
+        position: learned vectors for each place, or rotary angles in attention.
+        mlp: gelu, or swiglu, which is gated.
+        bias: whether linear layers have one.
+        tied: whether the head is the embedding of the tokens.
+        init_std: standard deviation of the initial weights.
+        gradient_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
+        document_end: the id that ends a document, so that a token attends to its own document alone; None for all.
     """
 
     def __init__(

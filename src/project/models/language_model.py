@@ -21,8 +21,12 @@ Batch = tuple[Tensor, Tensor]  # token ids and the ids that follow them, each (b
 class LanguageModel(LightningModule):
     """Next-token prediction over windows of `context` token ids; a subclass has the layers and `forward`.
 
-    `sample_tokens` is the length of the text shown at the end of a test run; 0 shows none. With `samples_before`,
-    a text is shown before training, too.
+    Args:
+        context: the longest window, in tokens.
+        optimizer: what makes the optimizer of its parameters.
+        scheduler: what makes the schedule of the learning rate; None for a constant one.
+        sample_tokens: length of the text shown at the end of a test run; 0 shows none.
+        samples_before: show a text before training, too.
     """
 
     def __init__(

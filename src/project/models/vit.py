@@ -17,7 +17,26 @@ Batch = tuple[Tensor, Tensor]  # images (batch, 1, size, size) and classes (batc
 
 
 class VisionTransformer(LightningModule):
-    """Overlapping patches, learned positions, and the mean of the last patches in place of a class token."""
+    """Overlapping patches, learned positions, and the mean of the last patches in place of a class token.
+
+    Args:
+        image_size: height and width, in pixels.
+        patches_per_side: into how many patches a row of pixels is cut.
+        classes: how many there are.
+        layers: blocks of attention and MLP.
+        heads: of attention; the width divides over them.
+        width: of a patch's vector.
+        optimizer: what makes the optimizer of its parameters.
+        scheduler: what makes the schedule of the learning rate; None for a constant one.
+        mlp_width: of the hidden layer; None for four times the width, or as many parameters under swiglu.
+        dropout: the share that is dropped in training, from 0 to 1.
+        norm: layer has a mean and a bias, rms has neither.
+        mlp: gelu, or swiglu, which is gated.
+        bias: whether linear layers have one.
+        init_std: standard deviation of the initial weights.
+        label_smoothing: the share of a label that is spread over all classes, from 0 to 1.
+        gradient_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
+    """
 
     def __init__(
         self,

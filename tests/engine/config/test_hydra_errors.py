@@ -14,6 +14,7 @@ import pytest
 from hydra.errors import MissingConfigException
 
 from lightswitch.config import hydra_errors
+from lightswitch.preflight import targets
 from tests.engine.config.mistaken import TRAIN, Answer, answers
 from tests.engine.conftest import CHECKOUT, PLAIN
 
@@ -109,6 +110,11 @@ MISTAKES = {
     "--resolve=yes": "argument --resolve: ignored explicit argument 'yes'; "
     "a setting is KEY=VALUE, and --help lists what there is",
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
+    "data.files=[~/a/*.txt,b]": "data.files=[~/a/*.txt,b]: Hydra reads that in quotes alone; type "
+    "'data.files=[\"~/a/*.txt\",b]'",
+    "resume=runs/gpt/a=b/checkpoints/last.ckpt": "resume=runs/gpt/a=b/checkpoints/last.ckpt: Hydra reads that in "
+    "quotes alone; type 'resume=\"runs/gpt/a=b/checkpoints/last.ckpt\"'",
+    "model.name=it's": "model.name=it's: Hydra reads that in quotes alone; type 'model.name=\"it'\"'\"'s\"'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
     **{f"~{key}": f"{key}: the config has no such key, and the engine reads it; add it to config.yaml" for key in READ},
@@ -170,14 +176,26 @@ MISTAKES |= {
         "trainer.accelerator": ("accelerator",),
         "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch",),
         "seed": ("random_seed",),
-        "name": ("output_dir", "save_dir", "log_dir"),
+        "name": ("output_dir", "save_dir", "log_dir", "task_name"),
         "logger": ("wandb",),
         "ckpt_path": ("checkpoint", "ckpt"),
         "resume": ("resume_from_checkpoint",),
         "init_from": ("pretrained",),
+        "precision": ("bf16", "fp16", "amp", "dtype"),
+        "matmul_precision": ("tf32",),
+        "strategy": ("fsdp", "deepspeed"),
+        "experiment": ("hparams_search",),
+        "mode": ("test", "do_train"),
+        "callbacks=[default,early_stopping]": ("early_stopping",),
+        "callbacks.best_checkpoint.monitor": ("monitor", "metric_for_best_model"),
+        "callbacks.early_stopping.patience": ("patience",),
+        "callbacks.last_checkpoint.keep": ("save_total_limit",),
+        "trainer.limit_val_batches": ("eval_iters",),
     }.items()
     for word in words
 }
+# What is like nothing, and would only mislead: paths is no watch, tags are no data, lora is no logger
+MISTAKES |= {f"{word}=3": f"{word}: there is no such key." for word in ("paths", "tags", "lora", "n_layer", "extras")}
 MISTAKES |= {
     f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
     for word, argument in {
@@ -197,9 +215,19 @@ MISTAKES |= {
     "strategy=fsdp trainer.strategy.cpu_offlod=true": "trainer.strategy.cpu_offlod: FSDP takes no cpu_offlod. "
     "Did you mean cpu_offload?",
     "strategy=fsdp trainer.strategy.cpu_offload=maybe": "trainer.strategy.cpu_offload=maybe: found str, expected bool",
+    "trainer.strategy.prefetch=2": "trainer.strategy.prefetch: auto takes no prefetch. "
+    "It is an option of strategy=fsdp.",
+    "trainer.strategy.find_unused_parameters=true": "trainer.strategy.find_unused_parameters: auto takes no "
+    "find_unused_parameters. It is an option of strategy=ddp.",
+    "strategy=ddp trainer.strategy.tensor_parallel_size=2": "trainer.strategy.tensor_parallel_size: DDP takes no "
+    "tensor_parallel_size. It is an option of strategy=fsdp_tp.",
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
     "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
+    "device=cpu": "device=cpu: use trainer.accelerator=cpu",
+    "device=cuda": "device=cuda: use trainer.accelerator=gpu",
+    "modle.width=3": "modle: there is no such key. Did you mean model?",
+    "debug=fdr": f"debug=fdr: there is no such debug. Did you mean one_batch? Choices: {_choices('debug')}",
     "trainer=ddp": "trainer=ddp: use strategy=ddp trainer.devices=N",
     "--trainer.max_steps=10": "unrecognized arguments: --trainer.max_steps=10; type trainer.max_steps=10, and --help "
     "lists what there is",
@@ -294,6 +322,11 @@ def test_a_plugin_that_is_not_installed_is_told_with_its_extra(plugin: str, extr
     missing = MissingConfigException("", f"hydra/{plugin}", ["basic"])
     told = f"hydra/{plugin.replace('/', '=')}: its package is not installed; type pip install -e '.[{extra}]'"
     assert hydra_errors.problems_of_composition(missing) == [told]
+
+
+def test_an_option_is_of_the_strategies_that_are_named() -> None:
+    for name, target in targets._STRATEGIES.items():
+        assert f"_target_: {target}\n" in (CHECKOUT / "conf" / "strategy" / f"{name}.yaml").read_text()
 
 
 def test_there_are_as_many_mistakes_as_were_found_to_be_typed() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lightswitch.errors import RefusedRequest
 from lightswitch.reference import help
-from lightswitch.reference.choices import config, groups
+from lightswitch.reference.choices import config, groups, sentences
 from tests.engine.conftest import CHECKOUT
 
 TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
@@ -58,8 +60,43 @@ def test_a_choice_shows_what_its_code_takes_as_well() -> None:
 
 @pytest.mark.parametrize(
     ("about", "told"),
+    {
+        "a node": ("watch", "watch.lost_after_seconds=60 without a message from a rank; float or int"),
+        "a key": ("seed", "seed=42 of initial weights, order of samples, augmentation and dropout; int"),
+        "of a choice": ("optimizer.lr", "learning rate; float"),
+        "of a choice's part": (
+            "callbacks.last_checkpoint",
+            "every_n_steps=250 optimizer steps between two checkpoints",
+        ),
+        "of the code alone": (
+            "trainer.max_epochs",
+            "Stop training once this number of epochs is reached; Optional[int]",
+        ),
+    }.values(),
+)
+def test_a_node_or_a_key_is_told_by_itself(about: str, told: str) -> None:
+    assert told in " ".join(_text(about).split())
+
+
+def test_each_key_that_can_be_typed_has_a_sentence() -> None:
+    """But for those of a device's sheet, of peft, and of fsdp_tp's plans, which are named by the model's class."""
+    keys = [key for choice in (config(CONF), *itertools.chain(*groups(CONF).values())) for key in choice.keys]
+    told = sentences(CONF)
+    mute = {key.path for key in keys if not key.is_node and not key.name.startswith("_") and key.path not in told}
+    assert {
+        path for path in mute if not path.startswith(("plan.device.", "model.lora.", "trainer.strategy.plans."))
+    } == set()
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
     [
-        ("stratgy", "--help stratgy: there is no group stratgy. Did you mean strategy?"),
+        ("fsdp1", "--help fsdp1: there is no group and no key fsdp1. Did you mean strategy=fsdp1?"),
+        ("stratgy", "--help stratgy: there is no group and no key stratgy. Did you mean strategy?"),
+        (
+            "optimizer.lrr",
+            "--help optimizer.lrr: there is no group and no key optimizer.lrr. Did you mean optimizer.lr?",
+        ),
         ("strategy=fdsp", "--help strategy=fdsp: strategy has no fdsp. Did you mean fsdp?"),
     ],
 )

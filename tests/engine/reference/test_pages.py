@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.engine.config import test_hydra_errors as mistakes
+from tests.engine.launch.habits import HABITS
 from tests.engine.tables.page import MADE
 from tests.engine.tables.reference import ENGINE, FOLDER, SCRIPTS, pages
 
@@ -40,6 +42,21 @@ def test_messages_are_found_by_what_a_user_pastes(now: dict[str, str]) -> None:
     assert "the training set has no samples" in page
     assert "failed with exit code {code}, time {count} of at most {max_failures}: requeued" in page
     assert page.count("\n- `") > 200
+
+
+MISTAKES = {told for told in mistakes.MISTAKES.values() if isinstance(told, str)}
+MISTAKES |= {habit.told[len("error: ") : -1] for habit in HABITS if re.fullmatch(r"error: .*\n", habit.told)}
+OF_HYDRA = {"trainer.devices=[0: no viable alternative at input '[0'"}
+
+
+def test_each_mistake_that_is_typed_in_a_test_is_on_the_page(now: dict[str, str]) -> None:
+    """By more than what is filled in, so that a search for the line finds it."""
+    told = [
+        re.split(r"\{[^{}]*\}", line) for line in re.findall("^- `(.*)`$", now["reference/messages.md"], re.MULTILINE)
+    ]
+    patterns = [re.compile(".*".join(map(re.escape, parts))) for parts in told if sum(map(len, parts)) >= 8]
+    missing = {line for line in MISTAKES if not any(pattern.search(line) for pattern in patterns)}
+    assert missing == OF_HYDRA
 
 
 def test_the_lines_by_which_a_job_was_requeued_are_those_that_are_printed() -> None:

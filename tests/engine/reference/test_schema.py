@@ -49,6 +49,8 @@ MARKED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"last": {"_target_": "lightswitch.checkpoints.last.LastCheckpoints", "every_steps": 5}},
         "'every_steps' was unexpected",
     ),
+    "a type in the config": ("experiment", {"seed": "many"}, "'many' is not valid"),
+    "a word of the config": ("config", {"on_nan": "retry"}, "'retry' is not one of ['stop', 'skip', 'ignore']"),
     "a key of the config": ("experiment", {"global_batchsize": 64}, "'global_batchsize' was unexpected"),
     "in a node of the config": ("config", {"watch": {"lost_after": 60}}, "'lost_after' was unexpected"),
 }
@@ -75,6 +77,12 @@ def test_a_model_of_ones_own_is_known_once_its_file_is_there(tmp_path: Path) -> 
     assert len(_problems("model", {"_target_": "tests.engine.plain.PlainModel", "depht": 3}, known)) == 1
     assert _problems("model", {"_target_": "torch.nn.Linear", "depht": 3}, known) == []
     assert known["config"]["properties"]["seed"]["description"] == "of everything"
+
+
+def test_a_key_is_explained_by_its_codes_docstring() -> None:
+    shown = json.dumps(SCHEMAS["strategy"])
+    assert "keep parameters, gradients and optimizer state in the host's memory (bool, False by default)" in shown
+    assert "Stop training once this number of epochs is reached" in json.dumps(SCHEMAS["trainer"])
 
 
 def test_every_group_has_its_line_in_the_settings_of_an_editor() -> None:

@@ -6,14 +6,17 @@ python -m tests.engine.tables.reference         # tests/engine/reference/test_pa
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
+from lightswitch import errors
 from lightswitch.errors import ExitCode
-from lightswitch.reference.choices import Choice, Key, config, groups
+from lightswitch.reference.choices import Choice, Key, config, groups, sentences
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import environment, measurements, run_directory
 from tests.engine.tables.page import code, page, table
@@ -22,6 +25,20 @@ FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"
 SCRIPTS = CHECKOUT / "slurm"
 _VARIABLE = re.compile(r"[$](?:{#?)?(\w+)(?:\[@\])?(?::-\w+)?}?")  # of a shell
+# Exceptions whose text is told in a line: the engine's own, and those by which constructors refuse an argument
+SENTENCE = re.compile(r"use \S|(?![,;])(?=.*[a-z]{2}(?![^{]*\}))(?:\S* ){3,}")  # no lone word, and not all is filled in
+OF_PYTHON = ("len", "repr", "sorted", "str", "type", "listed", "one_line", "quoted")
+SILENT = ("compare", "reference", "figures")  # packages whose texts are pages and tables
+RAISED = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
+RAISED |= {
+    "ValueError",
+    "LookupError",
+    "ModuleNotFoundError",
+    "ArgumentTypeError",
+    "Damaged",
+    "DamagedIndex",
+    "UnsafeFile",
+}
 COMMANDS = ("fork", "doctor", "compare", "export", "fork.update", "config.moved", "reference.schema")
 COMMANDS += ("reference.completion", "patches")
 
@@ -68,9 +85,19 @@ def _keys(keys: Iterable[Key]) -> str:
 
 
 def _row(key: Key) -> tuple[str, ...]:
-    annotation = key.parameter.annotation if key.parameter else ""
     default = (key.parameter.default or "") if key.parameter else ""
-    return code(key.path), code(key.value or ""), code(annotation), code(default), key.sentence
+    return (
+        code(key.path),
+        code(key.value or ""),
+        code(key.kind),
+        code(default),
+        key.sentence or _sentences().get(key.path, ""),
+    )
+
+
+@functools.cache
+def _sentences() -> dict[str, str]:
+    return sentences(CHECKOUT / "conf")
 
 
 def _commands() -> str:
@@ -109,6 +136,8 @@ def _messages() -> str:
     )
     sections = []
     for folder in sorted(path for path in ENGINE.iterdir() if path.is_dir() or path.suffix == ".py"):
+        if folder.stem in SILENT:
+            continue
         files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
         found = [(file, list(dict.fromkeys(_told(ast.parse(file.read_text()))))) for file in files]
         listed = [_of_file(file, messages) for file, messages in found if messages]
@@ -146,39 +175,78 @@ def _exit_codes() -> str:
 
 
 def _told(tree: ast.Module) -> Iterator[str]:
-    """Yield the texts of refusals, and of problems that a function yields."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            name = ast.unparse(node.exc.func)
-            if name.rpartition(".")[2] in ("Refused", "RefusedRequest", "UnfitCheckpoint", "BatchError", "LostRank"):
-                yield from _texts(node.exc.args)
-        elif isinstance(node, ast.Yield) and node.value is not None:
-            yield from _texts([node.value])
+    """Yield the texts of refusals: raised, yielded or returned, put together before, or in a table of the module."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            yield from _texts(node.value.values)
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        parts = list(ast.walk(function))
+        returned = [text for part in parts if isinstance(part, ast.Return) for text in _texts([part.value])]
+        refusals = [part for part in parts if _refuses(part)]
+        told = [text for text in returned if re.search(r"[;:] |can't", text)]
+        if told or refusals:
+            yield from _texts([part.value for part in parts if isinstance(part, ast.Assign)])
+        yield from told
+        for refusal in refusals:
+            yield from _texts([refusal.value] if isinstance(refusal, ast.Yield) else refusal.args)
 
 
-def _texts(values: Iterable[ast.expr]) -> Iterator[str]:
+def _refuses(node: ast.AST) -> TypeGuard[ast.Yield | ast.Call]:
+    """Whether it yields something, or makes an error whose text a user reads."""
+    is_error = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in RAISED
+    return is_error or isinstance(node, ast.Yield)
+
+
+def _texts(values: Iterable[ast.expr | None]) -> Iterator[str]:
     for value in values:
-        if isinstance(value, ast.List):
+        if isinstance(value, ast.List | ast.Tuple):
             yield from _texts(value.elts)
-        text = _template(value)
-        if text is not None and len(text.split()) > 3:  # and no lone word, as a name that is yielded
-            yield text
+        elif isinstance(value, ast.IfExp):
+            yield from _texts([value.body, value.orelse])
+        elif isinstance(value, ast.ListComp | ast.GeneratorExp):
+            yield from _texts([value.elt])
+        elif value is not None and SENTENCE.match(text := " ".join(_template(value).split())):
+            yield re.sub(r"\{([A-Z]\w+)\}", lambda found: _constants().get(found[1], found[0]), text)
 
 
-def _template(value: ast.expr) -> str | None:
-    """Return the text of a string, with the source of what is filled in between braces."""
+@functools.cache
+def _constants() -> dict[str, str]:
+    """Return the texts that modules of the engine have a name for, without the underscore; none of a name with two."""
+    found: dict[str, set[str]] = {}
+    for path in ENGINE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+                found.setdefault(ast.unparse(node.targets[0]).strip("_"), set()).add(_template(node.value))
+    return {name: text for name, (text, *more) in found.items() if text and not more}
+
+
+def _template(value: ast.expr) -> str:
+    """Return the text of a string, with a word for what is filled in between braces; nothing where it is no string."""
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return value.value
     if isinstance(value, ast.JoinedStr):
-        parts = (str(part.value) if isinstance(part, ast.Constant) else f"{{{_filled(part)}}}" for part in value.values)
-        return "".join(parts)
-    return None
+        return "".join(_template(p) if isinstance(p, ast.Constant) else f"{{{_word_for(p)}}}" for p in value.values)
+    return ""
 
 
-def _filled(part: ast.expr) -> str:
-    """Return a word for what is filled in: the last name of its expression."""
-    names = re.findall(r"[A-Za-z_]\w*", re.sub(r"(['\"]).*?\1", "", ast.unparse(getattr(part, "value", part))))
-    return names[-1].strip("_") if names else "…"
+def _word_for(part: ast.expr) -> str:
+    """Return the name of what is filled in; dots where it is computed."""
+    match part:
+        case ast.FormattedValue(value=inner) | ast.Subscript(value=inner, slice=ast.Slice() | ast.UnaryOp()):
+            return _word_for(inner)
+        case ast.Subscript(slice=ast.Constant(value=str(key))):
+            return key
+        case ast.Attribute(attr="__name__" | "name"):
+            return "name"
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.strip("_")
+        case ast.Call(func=ast.Name(id=called), args=[inner, *_]) if called in OF_PYTHON:
+            return _word_for(inner)
+        case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[inner]):
+            return _word_for(inner)
+        case ast.Call(func=ast.Attribute(value=inner)):
+            return _word_for(inner)
+    return "…"
 
 
 if __name__ == "__main__":
