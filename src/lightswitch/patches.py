@@ -59,11 +59,9 @@ _LOG = (
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
 _LOOP = "a loop with less overhead: Lightning's inspects the same hooks, and reads what was logged, in each batch"
-_HELD = "loggers are held back until the run is known to go on: the Trainer would open their files first"
-_SCALE = "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own"
+_AGREED = "of a step that is planned: there is no rank 0 to agree with; what it was once it is planned"
 _FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
 _KEPT = "what it was before a step was planned: DeepSpeed keeps it for the process, and takes it for the next engine"
-_ON_META = "a module that was made on the meta device, to be planned, is simulated as one of the CPU"
 
 PATCHES = (
     Patch(
@@ -87,10 +85,6 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
-        "lightning.pytorch.Trainer", "loggers", "list", f"{_HELD}",
-    ),
-    Patch("lightning.pytorch.Trainer", "enable_autolog_hparams", "bool", f"{_HELD}, to log hyperparameters"),
-    Patch(
         "lightning.pytorch.Trainer",
         "save_checkpoint",
         "(self, filepath, weights_only, storage_options)",
@@ -98,12 +92,6 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float", _PLATEAU),
-    Patch(
-        "lightning.pytorch.trainer.states.TrainerState",
-        "status",
-        "TrainerStatus",
-        "a spawned rank that failed is interrupted: Lightning sets that only where its own process fails",
-    ),
     Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",
@@ -128,60 +116,6 @@ PATCHES = (
         "max_steps",
         "int",
         "steps of a run whose accumulation is scheduled: the Trainer estimates them by the accumulation of the moment",
-    ),
-    Patch(
-        "lightning.pytorch.strategies.Strategy",
-        "process_dataloader",
-        "(self, dataloader)",
-        "each rank reads its share of the samples, under any strategy; Lightning's hook is a method of the strategy",
-    ),
-    Patch(
-        "lightning.pytorch.strategies.Strategy",
-        "reduce",
-        "(self, tensor, group, reduce_op)",
-        "means of whole numbers are taken in double precision: Lightning truncates the mean of batch sizes",
-    ),
-    Patch(
-        "lightning.pytorch.strategies.Strategy",
-        "optimizer_step",
-        "(self, optimizer, closure, model, **kwargs)",
-        "the end of a step that is measured is marked: Lightning has a hook before the optimizer, and none after it",
-    ),
-    Patch(
-        "lightning.pytorch.strategies.Strategy",
-        "tensor_init_context",
-        "(self, empty_init)",
-        "configure_model draws on the CPU, as a constructor does: Lightning would draw on the device",
-    ),
-    Patch(
-        "lightning.pytorch.strategies.Strategy",
-        "setup_environment",
-        "(self)",
-        "processes meet before they form a group, under any strategy: no callback runs as early",
-    ),
-    Patch(
-        "lightning.pytorch.strategies.Strategy",
-        "_launcher",
-        "_SubprocessScriptLauncher | _MultiProcessingLauncher",
-        "a launcher that reports which rank failed, under any strategy: Lightning takes none as an argument",
-    ),
-    Patch(
-        "lightning.pytorch.plugins.Precision",
-        "tensor_init_context",
-        "(self)",
-        "configure_model draws in 32 bits, as a constructor does: Lightning would draw in the precision of the run",
-    ),
-    Patch(
-        "lightning.pytorch.plugins.Precision",
-        "clip_grad_by_norm",
-        "(self, optimizer, clip_val)",
-        "the norm of gradients that are sharded, over several meshes: Lightning's is torch's, of one",
-    ),
-    Patch(
-        "lightning.pytorch.plugins.MixedPrecision",
-        "clip_gradients",
-        "(self, optimizer, clip_val, gradient_clip_algorithm)",
-        "gradients of a fused optimizer are clipped where nothing scales them: Lightning refuses it in bfloat16, too",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
@@ -231,36 +165,15 @@ PATCHES = (
         "the mesh of three dimensions: ModelParallelStrategy makes one of two and sets that",
     ),
     Patch(
-        "lightning.pytorch.core.mixins.HyperparametersMixin",
-        "_hparams_initial",
-        "AttributeDict",
-        "loggers are given hyperparameters without secrets; the module keeps its own",
-    ),
-    Patch(
-        "lightning.pytorch.utilities.rank_zero_only",
-        "rank",
-        "int",
-        "set back after a simulation, of this rank or another: Lightning's strategies set it when they are set up",
-        for_process=True,
-    ),
-    Patch("lightning.pytorch.Trainer", "should_stop", "bool", "a plan's steps end before their epoch does"),
-    Patch(
         "lightning.pytorch.utilities.rank_zero_only",
         "rank",
         "int",
         "this process has its own rank again once it has simulated another's steps, whose strategy sets that",
         for_process=True,
     ),
-    Patch("lightning.pytorch.strategies.Strategy", "model_to_device", "(self)", _FAKE),
-    Patch("lightning.pytorch.strategies.Strategy", "teardown", "(self)", _FAKE),
-    Patch("lightning.pytorch.strategies.Strategy", "broadcast", "(self, obj, src)", _FAKE),
-    Patch("lightning.pytorch.strategies.DDPStrategy", "_setup_model", "(self, model)", f"{_FAKE}: DDP's reducer does"),
-    Patch("lightning.pytorch.strategies.DDPStrategy", "pre_backward", "(self, closure_loss)", f"{_FAKE}; so does this"),
-    Patch("lightning.pytorch.plugins.Precision", "convert_module", "(self, module)", _FAKE),
     Patch(
         "lightning.pytorch.LightningModule", "to", "(self, *args, **kwargs)", f"{_FAKE}; DeepSpeed's engine moves it"
     ),
-    Patch("lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "_device", "device", _ON_META),
     Patch(
         "torch.UntypedStorage",
         "resize_",
@@ -288,7 +201,6 @@ PATCHES = (
         "a compiled module has parameters of its own, not those of the one inside (ZeRO stage 3)",
         for_process=True,
     ),
-    Patch("torchmetrics.Metric", "_device", "device", _ON_META),
     Patch(
         "torchmetrics.Metric",
         "process_group",
@@ -296,19 +208,15 @@ PATCHES = (
         "devices that hold a layer together have seen the same samples, and count once",
     ),
     *(
-        Patch(
-            f"deepspeed.runtime.zero.{module}",
-            "assert_ints_same_as_other_ranks",
-            "(*args, **kwargs)",
-            "of a step that is planned: there is no rank 0 to agree with; what it was once it is planned",
-            for_process=True,
+        Patch("deepspeed.runtime.zero.utils", name, expected, _AGREED, for_process=True)
+        for name, expected in (
+            ("assert_lst_len_same_as_other_ranks", "(*args, **kwargs)"),
+            ("get_lst_from_rank0", "(lst)"),
         )
-        for module in ("stage3", "partition_parameters", "partitioned_param_coordinator")
     ),
     *(
         Patch(f"deepspeed.{module}", name, expected, _KEPT, for_process=True)
         for module, name, expected in (
-            ("comm.comm", "cdb", "TorchBackend | None"),
             ("utils.groups", "_WORLD_GROUP", "ProcessGroup | None"),
             ("runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED", "bool"),
             ("runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE", "dtype | None"),
@@ -333,9 +241,12 @@ PATCHES = (
         "bool",
         "states that were loaded take the place of those that parameters were linked to",
     ),
-    Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "cur_scale", "float | int", _SCALE),
-    Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "last_overflow_iter", "int", _SCALE),
-    Patch("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "cur_hysteresis", "int", _SCALE),
+    Patch(
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        "loss_scaler",
+        "LossScalerBase",
+        "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own",
+    ),
 )  # fmt: skip
 
 # Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
@@ -343,6 +254,7 @@ OVERRIDES = (
     "lightning.pytorch.loops._TrainingEpochLoop._build_kwargs",
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
+    "lightning.pytorch.strategies.DDPStrategy._setup_model",
     "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",
     "lightning.pytorch.strategies.DeepSpeedStrategy._init_optimizers",
     "lightning.pytorch.strategies.DeepSpeedStrategy._initialize_deepspeed_inference",

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 
 from lightswitch import patches
 from lightswitch.errors import ChangedDependency
@@ -45,12 +46,13 @@ ALLOWED = {
     "run.process.refusal": "of Process, the engine's",
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "trainer.accumulate_grad_batches": "as Lightning's own callback sets it, GradientAccumulationScheduler",
-    "trainer.training": "a property that Lightning lets be set",
-    "trainer.validating": "a property that Lightning lets be set",
+    "trainer.should_stop": "Lightning documents it: how a callback ends training",
     "unused.world_size": "of Unused, the engine's",
     "rank.position": "of RankState, the engine's",
     "rank.ended": "of RankState, the engine's",
 }
+# Whose public properties with a setter are set as they are: by the last name left of the attribute
+WITH_SETTERS: dict[str, type] = {"trainer": Trainer, "strategy": Strategy}
 CALLS_ALLOWED = {
     "setattr(target, name, value)": "patches.replace itself",
     "object.__setattr__(target, name, value)": "patches.replace itself",
@@ -99,11 +101,18 @@ def _root(node: ast.expr) -> str:
     return re.split(r"[^\w]", ast.unparse(node))[0]
 
 
+def _has_setter(target: ast.Attribute) -> bool:
+    """Whether it is a public property that its class lets be set."""
+    owner = WITH_SETTERS.get(ast.unparse(target.value).rpartition(".")[2], object)
+    declared = inspect.getattr_static(owner, target.attr, None)
+    return isinstance(declared, property) and declared.fset is not None and not target.attr.startswith("_")
+
+
 def _foreign_targets(tree: ast.Module) -> Iterator[str]:
     own = {"self", "cls", *_own_names(tree)}
     for target in _targets(tree):
         if isinstance(target, ast.Attribute):
-            if not (isinstance(target.value, ast.Name) and target.value.id in own):
+            if not (isinstance(target.value, ast.Name) and target.value.id in own) and not _has_setter(target):
                 yield ast.unparse(target)
         elif isinstance(target, ast.Subscript) and re.search(r"__dict__|vars\(|modules", ast.unparse(target.value)):
             yield ast.unparse(target)
@@ -121,13 +130,20 @@ def test_attributes_of_others_are_set_by_replace_alone(file: str) -> None:
 
 def test_the_guard_sees_every_way_of_setting() -> None:
     written = (
-        "trainer.loggers = []\nself.strategy.x, y = 1, 2\ndel model.log\nfor loop.count in range(3): pass\n"
+        "trainer.max_steps = 1\nself.strategy.x, y = 1, 2\ndel model.log\nfor loop.count in range(3): pass\n"
         "vars(model)['log'] = 1\nsys.modules['x'] = None\nstrategy.n += 1\nwith open(p) as trainer.file: pass\n"
     )
     assert set(_foreign_targets(ast.parse(written))) == {
-        *("trainer.loggers", "self.strategy.x", "model.log", "loop.count", "vars(model)['log']"),
+        *("trainer.max_steps", "self.strategy.x", "model.log", "loop.count", "vars(model)['log']"),
         *("sys.modules['x']", "strategy.n", "trainer.file"),
     }
+
+
+def test_only_a_public_property_with_a_setter_is_set_as_it_is() -> None:
+    written = "trainer.loggers = []\nself.trainer.strategy.precision_plugin = p\n"
+    assert not set(_foreign_targets(ast.parse(written)))
+    refused = "trainer.strategy = s\nstrategy.launcher = x\nmodel.loggers = []\ntrainer._loggers = []\n"  # of no setter
+    assert len(set(_foreign_targets(ast.parse(refused)))) == 4
 
 
 def test_nothing_is_allowed_that_is_not_there() -> None:
@@ -148,8 +164,9 @@ def _replaced() -> set[str]:
 
 
 def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
-    in_a_loop = {"cdb", "_WORLD_GROUP"}  # lightswitch.planning.fake_zero
+    in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fake_zero
     in_a_loop |= {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}
+    in_a_loop |= {"assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"}
     assert _replaced() - {"<name>"} == {patch.name for patch in PATCHES} - in_a_loop
 
 
@@ -197,22 +214,22 @@ def test_private_methods_that_are_overridden_are_listed_and_there() -> None:
 
 
 class _Renamed(Trainer):
-    """A Trainer of a version that has no `loggers`."""
+    """A Trainer of a version that has no `val_check_batch`."""
 
     @property
-    def loggers(self) -> None:  # type: ignore[override]
-        raise AttributeError("loggers")
+    def val_check_batch(self) -> None:  # type: ignore[override]
+        raise AttributeError("val_check_batch")
 
 
 def test_a_name_that_is_gone_is_refused() -> None:
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
     trainer.__class__ = _Renamed
     with pytest.raises(ChangedDependency) as refused:
-        patches.replace(trainer, "loggers", [])
+        patches.replace(trainer, "val_check_batch", 1)
     (line,) = refused.value.problems
     assert re.fullmatch(
-        r"lightning\.pytorch\.Trainer\.loggers of lightning \d\S+ is .*, where lightswitch expects list and replaces "
-        r"it; type pip install 'lightning>=\S+'",
+        r"lightning\.pytorch\.Trainer\.val_check_batch of lightning \d\S+ is .*, where lightswitch expects int "
+        r"\| float and replaces it; type pip install 'lightning>=\S+'",
         line,
     )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from lightswitch import patches
 from lightswitch.batches import step_mean
 from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.counter import PositionCounter
-from lightswitch.batches.metrics import exact_mean, synced_in_evaluation
+from lightswitch.batches.metrics import synced_in_evaluation
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import (
     STREAMS,
@@ -31,14 +32,16 @@ from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.batches.shared import SharedLoaders, data_rank
 from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.mixins import Mixin, with_mixin
 
 
 class GlobalBatch(Callback):
     """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
-    It takes hold of the public `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
-    ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over the global batch of the loss that
-    `training_step` returns, and sends `samples`, the number consumed, to the loggers.
+    It takes hold of loaders in `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
+    ``strategy=hooked(strategy)`` and ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over
+    the global batch of the loss that `training_step` returns, and sends `samples`, the number consumed, to the loggers.
 
     Args:
         plan: how many samples a step takes, and how they are cut.
@@ -61,30 +64,21 @@ class GlobalBatch(Callback):
     # What is imposed on strategy and module: in every process, from setup to teardown.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
+        strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._accumulation.follow(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
-        process = strategy.process_dataloader
-        patches.replace(strategy, "process_dataloader", lambda loader: process(self._share(trainer, loader)))
+        strategy.share = partial(self._share, trainer)
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
-        patches.replace(strategy.precision_plugin, "tensor_init_context", nullcontext)
-        if type(strategy).tensor_init_context is Strategy.tensor_init_context:
-            patches.replace(strategy, "tensor_init_context", nullcontext)
-        if trainer.world_size > 1:  # where it is 1, there is nothing to reduce; and Apple's GPUs have no 64-bit floats
-            patches.replace(strategy, "reduce", exact_mean(strategy.reduce))
+        strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
+        if trainer.world_size > 1:
             patches.replace(pl_module, "log", synced_in_evaluation(trainer, pl_module.log))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for target, name in (
-            (trainer.strategy, "process_dataloader"),
-            (trainer.strategy, "reduce"),
-            (trainer.strategy, "tensor_init_context"),
-            (trainer.strategy.precision_plugin, "tensor_init_context"),
-            (pl_module, "log"),
-        ):
-            patches.restore(target, name)
+        strategy = HookedStrategy.of(trainer)
+        strategy.share = None
+        patches.restore(pl_module, "log")
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)
@@ -203,6 +197,12 @@ class GlobalBatch(Callback):
             most_samples: that are listed; None for all.
         """
         return self._counter.describe(trainer, most_samples)
+
+
+class _DrawsIn32Bits(Mixin, Precision):
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """Draw weights in 32 bits, as a constructor does: Lightning would draw in the precision of the run."""
+        return nullcontext()
 
 
 def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:

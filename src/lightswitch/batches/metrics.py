@@ -1,4 +1,4 @@
-"""Corrections that make metrics the same at any world size, installed on a strategy and a module from outside."""
+"""A correction that makes metrics the same at any world size, installed on a module from outside."""
 
 from __future__ import annotations
 
@@ -7,26 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torchmetrics import Metric
-
-
-def exact_mean(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `Strategy.reduce` so that means of whole numbers are taken in double precision.
-
-    Lightning weights synchronised metrics by a mean of int64 batch sizes, which truncates where ranks differ:
-    37 samples over 2 ranks gave .777 for .756.
-    """
-
-    @functools.wraps(reduce)
-    def exact(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
-            reduced = reduce(tensor.double(), *args, **kwargs)
-            is_sum = str(kwargs.get("reduce_op", args[1] if len(args) > 1 else "mean")).lower().endswith("sum")
-            return reduced.to(tensor.dtype) if is_sum else reduced
-        return reduce(tensor, *args, **kwargs)
-
-    return exact
 
 
 def synced_in_evaluation(trainer: Trainer, log: Callable[..., None]) -> Callable[..., None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightswitch import patches
 from lightswitch.checkpoints import names, optimizers, trainable
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
@@ -81,7 +82,9 @@ class PortableDeepSpeed(PortableCheckpoints):
             self.lightning_module,
             lambda name: {key: self._reader.read(f"optimizer.0.{name}.{key}") for key in keys.get(name, ())},
         )
-        loss_scale.load(self._loss_scaler, checkpoint.get(loss_scale.KEY, {}))
+        scaler = loss_scale.resumed(self._loss_scaler, checkpoint.get(loss_scale.KEY, {}))
+        if scaler is not self._loss_scaler:
+            patches.replace(self.model.optimizer, "loss_scaler", scaler)  # type: ignore[union-attr]  # an engine has one
         for group, saved in zip(
             self.optimizers[0].param_groups, checkpoint["optimizer_states"][0]["param_groups"], strict=True
         ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightswitch import patches
+from lightswitch.mixins import Mixin, with_mixin
 
 KEY = "MixedPrecision"  # Lightning's, for the state of the GradScaler
 
@@ -29,13 +29,25 @@ def state_of(scaler: Any) -> dict[str, Any]:
     }
 
 
-def load(scaler: Any, state: dict[str, Any]) -> None:
-    """Set a scaler's scale and its progress to the next growth.
+def resumed(scaler: Any, state: dict[str, Any]) -> Any:
+    """Return a scaler with a saved scale and progress to the next growth.
 
     By how much and how often it grows, the run's config says.
     """
     if not state or not getattr(scaler, "dynamic", False):
-        return
-    patches.replace(scaler, "cur_scale", state["scale"])
-    patches.replace(scaler, "last_overflow_iter", scaler.cur_iter - 2 - state["_growth_tracker"])
-    patches.replace(scaler, "cur_hysteresis", state.get("hysteresis", scaler.cur_hysteresis))
+        return scaler
+    scaler = with_mixin(_Resumed, scaler)
+    scaler.load_state_dict(state)
+    return scaler
+
+
+class _Resumed(Mixin):
+    """A `DynamicLossScaler` that goes on from a checkpoint: DeepSpeed's own does from one of DeepSpeed's alone."""
+
+    cur_iter: int
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cur_scale = state["scale"]
+        self.last_overflow_iter = self.cur_iter - 2 - state["_growth_tracker"]
+        if "hysteresis" in state:
+            self.cur_hysteresis = state["hysteresis"]

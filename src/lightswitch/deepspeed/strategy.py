@@ -91,7 +91,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, DeepSpeedPrecision):
+        if isinstance(plugin, DeepSpeedPrecision) and not isinstance(plugin, _Precision):
             plugin = _Precision(plugin.precision)  # type: ignore[arg-type]  # declared wider than what it takes
         self._precision_plugin = plugin
 

@@ -21,16 +21,15 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightswitch import patches
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Refused, Stopped
 from lightswitch.fault_tolerance.failure import node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.process.state import Process
 from lightswitch.runs import log as run_log
 
@@ -154,7 +153,6 @@ class Workers(_MultiProcessingLauncher):
             raise
         except BaseException as error:
             assert trainer is not None
-            patches.replace(trainer.state, "status", TrainerStatus.INTERRUPTED)
             watchdog = next(callback for callback in trainer.callbacks if isinstance(callback, Watchdog))  # type: ignore[attr-defined]  # set past Lightning's declaration
             first = watchdog.failure(error, trainer)
             self._leave_record(process_idx, first)
@@ -183,15 +181,12 @@ class Workers(_MultiProcessingLauncher):
         return RanksFailed(Failure(line, details), False, exit_code)
 
 
-def install_launcher(trainer: Trainer, run: RunContext) -> Trainer:
+def install_launcher(strategy: HookedStrategy, run: RunContext) -> None:
     """Use a launcher that reports which rank failed, in place of Lightning's of the same kind."""
-    launcher = trainer.strategy.launcher
+    launcher = strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
         cluster = launcher.cluster_environment
-        scripts = Scripts(cluster, launcher.num_processes, launcher.num_nodes, run)
-        patches.replace(trainer.strategy, "_launcher", scripts)
+        strategy.ranks_launcher = Scripts(cluster, launcher.num_processes, launcher.num_nodes, run)
     elif type(launcher) is _MultiProcessingLauncher:
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns that it ends other ranks
-        workers = Workers(launcher._strategy, launcher._start_method, run.process)
-        patches.replace(trainer.strategy, "_launcher", workers)
-    return trainer
+        strategy.ranks_launcher = Workers(launcher._strategy, launcher._start_method, run.process)

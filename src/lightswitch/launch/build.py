@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
@@ -29,6 +30,7 @@ from lightswitch.fault_tolerance.not_finite import FiniteLoss
 from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
+from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import handshake, out_of_memory
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import shorten_loop
@@ -44,6 +46,7 @@ from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import RunRecord
+from lightswitch.strategies.auto import auto
 from lightswitch.strategies.callbacks import KnownCallbacks, refused
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision
@@ -101,24 +104,46 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         engine.append(PlateauValidation())
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
+    strategy = _strategy(cfg.trainer)
     trainer = instantiated(
         cfg,
         "trainer",
         refusals,
+        strategy=strategy,
         callbacks=[*engine, *_with_timer(_asked_for(_switched_on(callbacks), cfg.trainer), cfg, run)],
         logger=_switched_on(loggers),
         **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
         **_clipping(model, cfg, run, refusals),
         accumulate_grad_batches=plan.accumulation,
+        enable_autolog_hparams=False,  # the record of the run logs them, once it goes on
     )
     raise_all(refusals)
     if problems := list(refused(trainer)):
         raise RefusedRequest(problems)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
-    handshake.arrange(cfg, run, trainer, watchdog)
-    return model, data, install_launcher(trainer, run)
+    handshake.arrange(cfg, run, trainer, strategy, watchdog)
+    install_launcher(strategy, run)
+    return model, data, trainer
+
+
+def _strategy(trainer: DictConfig) -> HookedStrategy:
+    """Return the strategy that the Trainer's config names, by its code or as one of Lightning's.
+
+    Raises:
+        Refused: there is none of the name, or its constructor refuses its arguments.
+    """
+    named, refusals = trainer.get("strategy", "auto"), list[Refused]()
+    if named == "auto":
+        return hooked(auto(trainer.accelerator, trainer.devices, trainer.num_nodes))
+    if not isinstance(named, DictConfig):
+        if named not in StrategyRegistry:
+            raise Refused(f"trainer.strategy={named}: there is no such strategy; use strategy=auto")
+        return hooked(StrategyRegistry.get(named))
+    strategy = instantiated(trainer, "strategy", refusals)
+    raise_all(refusals)
+    return hooked(strategy)
 
 
 def shards_itself(cfg: DictConfig) -> bool:

@@ -1,8 +1,10 @@
-"""The handshake inside of a strategy's `setup_environment`: processes must be the same before they form a group."""
+"""The handshake around a strategy's `setup_environment`: processes must be the same before they form a group."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
-from lightswitch import patches
 from lightswitch.cluster import consistency, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.handshake import agree
@@ -23,18 +24,18 @@ from lightswitch.config import confidential
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, ToldElsewhere
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.hooked_strategy import HookedStrategy
 
 _DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others
 
 
-def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watchdog: Watchdog) -> None:
+def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, strategy: HookedStrategy, watchdog: Watchdog) -> None:
     """Have a Trainer's processes compared before its strategy forms the process group, and the watchdog started after.
 
     A group may hang in its first collective if versions of NCCL differ, and in any later one if code or config do.
     """
-    strategy = trainer.strategy
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
-        handshake = Handshake(
+        strategy.meeting = Handshake(
             trainer,
             strategy,
             trainer.num_nodes,
@@ -44,7 +45,6 @@ def arrange(cfg: DictConfig, run: RunContext, trainer: Trainer, watchdog: Watchd
             cfg.meet_timeout_seconds,
             watchdog,
         )
-        patches.replace(strategy, "setup_environment", handshake)
 
 
 def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
@@ -58,7 +58,7 @@ def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
 
 @dataclass
 class Handshake:
-    """A replacement of `setup_environment`, the first method of a strategy to run in each of its processes."""
+    """Context of `setup_environment`, the first method of a strategy to run in each of its processes."""
 
     trainer: Trainer
     strategy: ParallelStrategy
@@ -70,15 +70,16 @@ class Handshake:
     watchdog: Watchdog
     is_over: bool = False
 
-    def __call__(self) -> None:
-        """Compare the processes, form the process group, and join the watchdog.
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Compare the processes before they form the process group, and join the watchdog after.
 
         Raises:
             Refused: the processes differ, or some did not connect in time.
         """
         store = None if self.is_over else self._compare()  # kept until the group, served at the same port, is formed
         self.is_over = True
-        type(self.strategy).setup_environment(self.strategy)
+        yield
         del store
         self.watchdog.join(self.trainer)
 

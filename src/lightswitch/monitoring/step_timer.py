@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightswitch import patches
+from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.memory import peak_bytes
 from lightswitch.monitoring.step_times import PHASES, Interval, StepTimes
@@ -45,7 +46,8 @@ class StepTimer(Callback):
     is taken out of these: where nothing is computed beside it, it counts for itself, with the time in which a rank
     waits for a slower one. On GPUs the phases are synchronised while they are measured.
 
-    Steps that are not measured are as fast as without the callback. Every rank must have it.
+    Steps that are not measured are as fast as without the callback. Every rank must have it, and the Trainer a
+    strategy with the mixin `HookedStrategy`.
 
     Args:
         folder: the run directory.
@@ -116,12 +118,12 @@ class StepTimer(Callback):
         patches.restore(trainer, "save_checkpoint")
         if self._profile is not None:  # the run has failed
             profiler, self._profile = self._profile, None
-            patches.restore(trainer.strategy, "optimizer_step")
+            _listen(trainer, None)
             profiler.stop()
 
     def _start(self, trainer: Trainer) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 writes a line of its own to the terminal
-        patches.replace(trainer.strategy, "optimizer_step", self._marked_step(trainer))
+        _listen(trainer, lambda: self._mark("rest", trainer))
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])], acc_events=True
@@ -133,7 +135,7 @@ class StepTimer(Callback):
         profiler, self._profile, self._is_done = self._profile, None, True
         assert profiler is not None
         profiler.stop()
-        patches.restore(trainer.strategy, "optimizer_step")
+        _listen(trainer, None)
         self._measured_steps = self._steps_taken - self._skip_steps
         on_gpu = trainer.strategy.root_device.type == "cuda"
         events = profiler.events()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -146,17 +148,6 @@ class StepTimer(Callback):
             torch.cuda.synchronize(trainer.strategy.root_device)  # or its time would count for a later phase
         with record_function(f"{_MARK}{phase}"):
             pass
-
-    def _marked_step(self, trainer: Trainer) -> Callable[..., Any]:
-        step = trainer.strategy.optimizer_step
-
-        @functools.wraps(step)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            self._mark("rest", trainer)
-            return output
-
-        return marked
 
     def _timed_save(self, trainer: Trainer) -> Callable[..., None]:
         save = trainer.save_checkpoint
@@ -198,6 +189,11 @@ class StepTimer(Callback):
                 overlapped_seconds={phase: total for phase, total in beside.items() if total > 0},
             ),
         )
+
+
+def _listen(trainer: Trainer, on_step: Callable[[], None] | None) -> None:
+    strategy = HookedStrategy.of(trainer)
+    strategy.on_step = on_step
 
 
 def _of_ranks(trainer: Trainer, numbers: list[float]) -> list[list[float]]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-
-from lightswitch import patches
+from torchmetrics import Metric
 
 CPU = torch.device("cpu")  # of another device, fake tensors ask for that device's driver
 
@@ -23,16 +20,10 @@ def fake_tensors(model: LightningModule, fake: FakeTensorMode) -> None:
     """
     replaced: dict[Tensor, Tensor] = {}
     for part in model.modules():
+        if isinstance(part, Metric) and part.device.type == "meta":
+            part._apply(lambda tensor: torch.empty_like(tensor, device=CPU))  # its own way to remember another device
         kept = {name: value for name, value in vars(part).items() if name != "_modules"}
         vars(part).update(tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), kept))
-        if isinstance(part, LightningModule) or hasattr(part, "_device"):
-            _put_on_cpu(part)
-
-
-def _put_on_cpu(part: Any) -> None:
-    """Let a module that remembers the device that it was made on remember the CPU."""
-    if getattr(part, "_device", None) == torch.device("meta"):
-        patches.replace(part, "_device", CPU)
 
 
 def _fake(tensor: Tensor, fake: FakeTensorMode, replaced: dict[Tensor, Tensor]) -> Tensor:

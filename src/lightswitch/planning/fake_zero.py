@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -17,10 +17,11 @@ from lightswitch import patches
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.fake_model import CPU
 
-_AGREEING = tuple(f"deepspeed.runtime.zero.{name}" for name in ("stage3", "partition_parameters"))  # with rank 0
-_AGREEING += ("deepspeed.runtime.zero.partitioned_param_coordinator",)
+_AGREEING: dict[str, Callable[[list[int]], Any]] = {  # what asks rank 0 for its numbers, and what answers for it
+    "assert_lst_len_same_as_other_ranks": lambda numbers: None,
+    "get_lst_from_rank0": lambda numbers: numbers,
+}
 _KEPT = (  # of a process's first engine, and taken by the next one
-    ("deepspeed.comm.comm", "cdb"),
     ("deepspeed.utils.groups", "_WORLD_GROUP"),
     ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED"),
     ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE"),
@@ -78,18 +79,19 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
 
     environment, accelerator = os.environ, deepspeed.accelerator.get_accelerator()
     exported = environment.copy()
-    check = import_module("deepspeed.runtime.zero.utils").assert_ints_same_as_other_ranks
+    asking = import_module("deepspeed.runtime.zero.utils")
+    asked = {name: getattr(asking, name) for name in _AGREEING}
     kept = [(import_module(module), name) for module, name in _KEPT]
     before = [getattr(module, name) for module, name in kept]
     os.environ["LOCAL_RANK"] = str(world.rank % world.devices_per_node)  # DeepSpeed's own way to know it
-    for name in _AGREEING:
-        patches.replace(import_module(name), "assert_ints_same_as_other_ranks", lambda ints: None)
+    for name, answer in _AGREEING.items():
+        patches.replace(asking, name, answer)
     try:
         yield
     finally:
         strategy.release_engine()  # type: ignore[attr-defined]  # of lightswitch.deepspeed's
-        for name in _AGREEING:
-            patches.replace(import_module(name), "assert_ints_same_as_other_ranks", check)
+        for name, ask in asked.items():
+            patches.replace(asking, name, ask)
         for (module, name), value in zip(kept, before, strict=True):
             patches.replace(module, name, value)
         deepspeed.accelerator.set_accelerator(accelerator)

@@ -92,6 +92,7 @@ def rehearse(work: Work, strategy: Strategy, world: World) -> tuple[Rank, Step]:
     seen: dict[str, Any] = {}
 
     def look(trainer: Trainer) -> None:
+        strategy = trainer.strategy
         seen["data_rank"] = int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
         seen["axes"] = tuple(_axes(strategy, world))
         seen["units"] = tuple(_units(strategy, trainer.lightning_module))

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightswitch import patches
 from lightswitch.errors import NeedsValues, Unplanned
+from lightswitch.mixins import with_mixin
+from lightswitch.planning.alone import Converted, alone
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.estimate import Step
-from lightswitch.planning.fake_ddp import FakeDDP
 from lightswitch.planning.fake_group import FakeCluster, World, fake_group, has_collectives
 from lightswitch.planning.fake_model import fake_tensors
 from lightswitch.planning.fake_zero import Answers, fake_zero, shards_gradients
@@ -87,6 +88,7 @@ def simulate(
         raise Unplanned(
             [f"torch {torch.__version__} has no collectives for tensors without values; take a newer torch"]
         )
+    strategy = alone(strategy)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     answers = [Answers()] if isinstance(strategy, DeepSpeedStrategy) else []
     tracking = Tracking(fake, answers)
@@ -174,14 +176,14 @@ def _prepared(
     model.trainer = trainer
     with torch.device("meta"):
         model.configure_model()
-    precision = trainer.precision_plugin
-    precision.convert_module(model)
+    trainer.precision_plugin.convert_module(model)
     fake_tensors(model, fake)
     patches.replace(model, "configure_model", lambda: None)  # it is done
     patches.replace(model, "log", lambda *_, **__: None)  # there is nothing to log
-    patches.replace(precision, "convert_module", lambda module: module)  # it is done, and torch can't with fake tensors
+    strategy.precision_plugin = with_mixin(Converted, strategy.precision_plugin)
     patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
-    _let_be_alone(strategy, model)
+    if isinstance(strategy, DeepSpeedStrategy):
+        patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine moves it
     return model, trainer
 
 
@@ -189,29 +191,6 @@ def _options(work: Work, model: LightningModule) -> dict[str, Any]:
     """Return further arguments of the Trainer; a module that optimizes by hand is not clipped, as in a run."""
     options = {name: value for name, value in work.options.items() if name != "plugins"}
     return options if model.automatic_optimization else options | {"gradient_clip_val": None}
-
-
-def _let_be_alone(strategy: Strategy, model: LightningModule) -> None:
-    """Let a strategy neither move fake tensors nor wait for other ranks."""
-    patches.replace(strategy, "model_to_device", lambda: None)
-    patches.replace(strategy, "teardown", lambda: None)
-    patches.replace(strategy, "broadcast", lambda obj, src=0: obj)
-    if isinstance(strategy, DeepSpeedStrategy):
-        patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine moves it
-    elif isinstance(strategy, DDPStrategy):
-        patches.replace(strategy, "_setup_model", lambda model: _replica(model, strategy))
-        patches.replace(strategy, "pre_backward", lambda loss: None)  # of a module that optimizes by hand
-
-
-def _replica(model: nn.Module, strategy: Any) -> FakeDDP:
-    options = strategy._ddp_kwargs
-    sent = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(getattr(strategy, "comm_hook", None) or "")
-    return FakeDDP(
-        model,
-        2**20 * (options.get("bucket_cap_mb") or 25),
-        bool(options.get("gradient_as_bucket_view")),
-        sent,
-    )
 
 
 class _Alone(Callback):
@@ -229,7 +208,7 @@ class _Alone(Callback):
     ) -> None:
         steps, more = divmod(batch_idx + 1, self._work.accumulation)
         if not more and steps > _TOLD and (steps > _LARGER or self._is_told()):
-            patches.replace(trainer, "should_stop", True)
+            trainer.should_stop = True
 
     def _is_told(self) -> bool:
         return not self._work.is_cut or self._tracking.resized(_FIRST, _TOLD) is not None

@@ -7,12 +7,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
-from lightswitch import patches
 from lightswitch.config.confidential import Cleaner
+from lightswitch.errors import Refused
 
 
 class CleanHyperparameters(Callback):
-    """Write an interpolation for each argument that came from the environment, in loggers and checkpoints.
+    """Write an interpolation for each argument that came from the environment, in checkpoints.
 
     The module itself keeps the values.
     """
@@ -20,16 +20,31 @@ class CleanHyperparameters(Callback):
     def __init__(self, cfg: DictConfig) -> None:
         self._cleaner = Cleaner.of(cfg)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for module in _modules(trainer):
-            if hasattr(module, "_hparams_initial"):  # the copy that loggers are given
-                patches.replace(module, "_hparams_initial", self._cleaner.cleaned(module._hparams_initial))
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for module in _modules(trainer):
             key = module.CHECKPOINT_HYPER_PARAMS_KEY
             if key in checkpoint:
                 checkpoint[key] = self._cleaner.cleaned(checkpoint[key])
+
+
+def log_hyperparameters(trainer: Trainer, cleaner: Cleaner) -> None:
+    """Send the arguments that the module and its data have saved to the loggers, as Lightning does, but cleaned.
+
+    Raises:
+        Refused: both have saved an argument of one name, with different values.
+    """
+    saved = [module.hparams_initial for module in _modules(trainer) if module._log_hyperparams]
+    first, last = (saved[0], saved[-1]) if saved else ({}, {})
+    if differing := [name for name in first if name in last and repr(first[name]) != repr(last[name])]:
+        raise Refused(
+            f"model and data have both saved {', '.join(differing)}, with different values, and loggers keep one; add "
+            "ignore=[...] to a save_hyperparameters"
+        )
+    for logger in trainer.loggers:
+        if saved:
+            logger.log_hyperparams(cleaner.cleaned({**first, **last}))
+        logger.log_graph(trainer.lightning_module)
+        logger.save()
 
 
 def _modules(trainer: Trainer) -> list[Any]:

@@ -16,16 +16,16 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.utilities import _log_hyperparams
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import patches, versions
+from lightswitch import versions
 from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.runs import claim, finished, results
 from lightswitch.runs import log as run_log
+from lightswitch.runs.hyperparameters import log_hyperparameters
 from lightswitch.runs.saved import set_aside
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
@@ -75,7 +75,8 @@ class RunRecord(Callback):
         self._lock: Any = None
         self._goes_on = False
         self._loggers: list[Logger] = []
-        self._logs_hyperparameters = False
+        self._cleaner = confidential.Cleaner.of(cfg)
+        self._logs_hyperparameters = cfg.trainer.get("enable_autolog_hparams") is not False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": claim.for_child(self.run.process)}
@@ -86,14 +87,15 @@ class RunRecord(Callback):
             self._lock = self._lock.detach()  # hold the run directory while this process lives
 
     def hold_loggers(self, trainer: Trainer) -> None:
-        """Take the loggers from the Trainer until `setup`, so that it does not open them."""
-        self._loggers, self._logs_hyperparameters = trainer.loggers, trainer.enable_autolog_hparams
-        patches.replace(trainer, "loggers", [])
-        patches.replace(trainer, "enable_autolog_hparams", False)
+        """Take the loggers from the Trainer until `setup`, so that it does not open them.
+
+        It is to log no hyperparameters by itself, which opens them as well.
+        """
+        self._loggers, trainer.loggers = trainer.loggers, []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the loggers back: Lightning has passed the point at which it opens them."""
-        patches.replace(trainer, "loggers", self._loggers)
+        trainer.loggers = self._loggers
         if stage != self.mode:  # a test after fit is the same run
             self._goes_on = True
             _open(trainer.loggers)
@@ -137,9 +139,8 @@ class RunRecord(Callback):
     def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             run_log.begin()
-        patches.replace(trainer, "enable_autolog_hparams", self._logs_hyperparameters)
-        if trainer.enable_autolog_hparams:
-            _log_hyperparams(trainer)
+        if self._logs_hyperparameters:
+            log_hyperparameters(trainer, self._cleaner)
 
 
 def _open(loggers: Iterable[Logger]) -> None:

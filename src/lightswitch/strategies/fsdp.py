@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
+from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
@@ -212,8 +214,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return self.cpu_offload and self.root_device.type != "cpu"
 
     def setup_precision_plugin(self) -> None:
+        self.precision_plugin = with_mixin(_ClipsOverMeshes, self.precision_plugin)
         super().setup_precision_plugin()
-        patches.replace(self.precision_plugin, "clip_grad_by_norm", clip_by_norm)
 
     # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
 
@@ -265,6 +267,12 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class _ClipsOverMeshes(Mixin, Precision):
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm of gradients that are sharded, over several meshes: Lightning's is torch's, of one."""
+        clip_by_norm(optimizer, clip_val)
 
 
 def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:

@@ -27,9 +27,9 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused
+from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
@@ -95,6 +95,11 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
             plugin = _plain(plugin.precision, on_cpu=isinstance(self.accelerator, CPUAccelerator))
         self._precision_plugin = plugin
 
+    def setup_precision_plugin(self) -> None:
+        self.precision_plugin = plugin = with_mixin(_ClipsShards, self.precision_plugin)
+        plugin.ask(self)
+        super().setup_precision_plugin()
+
     @property
     def mixed_precision_config(self) -> Dtypes | None:
         return self.mixed_precision
@@ -138,7 +143,6 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        patches.replace(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
 
     def _sharded(self) -> FullyShardedDataParallel:
         model = self.prepared()
@@ -231,7 +235,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
         return super().optimizer_step(optimizer, closure_without_zeros, *args, **kwargs)
 
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all ranks' shards; torch's own sees one rank's, FSDP's own sums in 32 bits."""
         assert self._root is not None
         assert self._root.process_group is not None
@@ -255,6 +259,14 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         self.free_gathered()
+
+
+class _ClipsShards(Mixin, Precision):
+    def ask(self, strategy: FSDP1) -> None:
+        self.strategy = strategy
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.strategy.clip_by_norm(optimizer, clip_val)
 
 
 def _mark_used(unused: Unused, flat: Any, *_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightswitch import patches
+from lightswitch.mixins import Mixin, with_mixin
 
 
 class FusedStep(Callback):
@@ -25,7 +24,13 @@ class FusedStep(Callback):
             fuse(optimizer)
         plugin = trainer.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is None:
-            patches.replace(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
+            trainer.strategy.precision_plugin = with_mixin(_ClipsFused, plugin)
+
+
+class _ClipsFused(Mixin, Precision):
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip where nothing scales gradients: Lightning refuses it beside a fused optimizer in bfloat16, too."""
+        Precision.clip_gradients(self, *args, **kwargs)
 
 
 def fuse(optimizer: Optimizer) -> None:

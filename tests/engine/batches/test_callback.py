@@ -11,13 +11,14 @@ import torch
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import hooked
 from lightswitch.strategies.single import Single
 from tests.engine.plain import PlainData, PlainModel
 
 
 def _trainer(batch: GlobalBatch, folder: Path) -> pl.Trainer:
     return pl.Trainer(
-        strategy=Single(),
+        strategy=hooked(Single()),
         accelerator="cpu",
         callbacks=[batch],
         default_root_dir=folder,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import hooked
 from lightswitch.strategies.single import Single
 from tests.engine.batches.streams import SizedStream, Stream
 
@@ -46,7 +47,7 @@ def _read(plan: BatchPlan, mode: str, folder: Path, **sets: Any) -> dict[tuple[i
 
 def _trainer(plan: BatchPlan, folder: Path) -> pl.Trainer:
     return pl.Trainer(
-        strategy=Single(),
+        strategy=hooked(Single()),
         accelerator="cpu",
         callbacks=[GlobalBatch(plan, seed=0)],
         default_root_dir=folder,

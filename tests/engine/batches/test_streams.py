@@ -24,6 +24,7 @@ from lightswitch.batches.position import Position
 from lightswitch.batches.stream_loader import evaluation_stream, training_stream
 from lightswitch.batches.stream_state import packed, unpacked
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import hooked
 from lightswitch.planning.samples import first_samples
 from lightswitch.strategies.single import Single
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
@@ -234,7 +235,7 @@ class ByNode(Stream):
 def test_a_stream_that_is_known_to_split_itself_is_left_as_it_is(tmp_path: Path) -> None:
     batch = GlobalBatch(BatchPlan(8, 8, 1, 1), seed=0)
     trainer = pl.Trainer(
-        strategy=Single(), accelerator="cpu", callbacks=[batch], logger=False, default_root_dir=tmp_path
+        strategy=hooked(Single()), accelerator="cpu", callbacks=[batch], logger=False, default_root_dir=tmp_path
     )
     trainer.strategy.connect(PlainModel())
     batch.setup(trainer, trainer.lightning_module, "fit")

@@ -51,20 +51,17 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 4)])
 def test_it_goes_on_as_if_nothing_had_happened(steps: int, overflows: tuple[int, ...]) -> None:
     state = loss_scale.state_of(of_deepspeed(overflows, steps))
-    again = of_deepspeed(steps=5)
-    loss_scale.load(again, state)
+    again = loss_scale.resumed(of_deepspeed(steps=5), state)
     expected = grown(of_deepspeed(overflows, steps))
     assert grown(again) == expected
     assert grown(of_torch(state)) == expected
-    back = of_deepspeed()
-    loss_scale.load(back, of_torch(state).state_dict())
+    back = loss_scale.resumed(of_deepspeed(), of_torch(state).state_dict())
     assert grown(back) == expected
 
 
 def test_overflows_that_are_taken_are_remembered() -> None:
     state = loss_scale.state_of(of_deepspeed((0,), 1, hysteresis=2))
-    again = of_deepspeed(hysteresis=2)
-    loss_scale.load(again, state)
+    again = loss_scale.resumed(of_deepspeed(hysteresis=2), state)
     again.update_scale(True)
     assert (state["scale"], again.cur_scale) == (2.0**10, 2.0**9)
 
@@ -72,6 +69,6 @@ def test_overflows_that_are_taken_are_remembered() -> None:
 def test_a_fixed_scale_stays_what_the_config_says() -> None:
     scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
     fixed = scalers.LossScaler(128.0)
-    loss_scale.load(fixed, loss_scale.state_of(of_deepspeed()))
+    assert loss_scale.resumed(fixed, loss_scale.state_of(of_deepspeed())) is fixed
     assert fixed.loss_scale == 128.0
     assert loss_scale.state_of(fixed) == {}

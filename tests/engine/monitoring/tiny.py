@@ -11,6 +11,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightswitch.hooked_strategy import hooked
+from lightswitch.strategies.single import Single
+
 BATCH = 8
 
 
@@ -86,6 +89,7 @@ def trainer(directory: Path, **options: Any) -> Trainer:
         "max_steps": 20,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
+        "strategy": hooked(Single()),
     }
     if not any(callback for callback in options.get("callbacks", []) if hasattr(callback, "print")):
         defaults["enable_progress_bar"] = False

@@ -22,6 +22,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import hooked
 from lightswitch.strategies.callbacks import KnownCallbacks
 from tests.engine.conftest import as_torchrun, context
 from tests.engine.strategies.shapes import modules
@@ -154,7 +155,7 @@ def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Train
     return pl.Trainer(
         accelerator="cpu",
         devices=ranks(strategy),
-        strategy=strategies()[strategy](),
+        strategy=hooked(strategies()[strategy]()),
         max_steps=steps,
         accumulate_grad_batches=plan.accumulation,
         gradient_clip_val=0.5,

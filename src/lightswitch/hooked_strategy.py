@@ -1,0 +1,83 @@
+"""A strategy of any class that lets the engine do what no hook of Lightning's comes for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightswitch.mixins import Mixin, with_mixin
+
+
+def hooked(strategy: Strategy) -> HookedStrategy:
+    """Return a strategy, before a Trainer has it, with the engine's hooks."""
+    return with_mixin(HookedStrategy, strategy)  # type: ignore[type-abstract]  # the strategy's class is concrete
+
+
+class HookedStrategy(Mixin, Strategy):
+    """A strategy of any class, some of whose methods let the engine do what no hook of Lightning's comes for.
+
+    Attributes:
+        ranks_launcher: starts the ranks in place of Lightning's launcher; None for that.
+        meeting: context in which the process group is formed, before the user's code runs in it; None for none.
+        share: returns the data loader that this rank reads in place of another; None for the loader as it is.
+        on_step: called after each step of an optimizer; None for nothing.
+    """
+
+    ranks_launcher: _Launcher | None = None
+    meeting: Callable[[], AbstractContextManager[None]] | None = None
+    share: Callable[[object], object] | None = None
+    on_step: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> HookedStrategy:
+        """Return the strategy of a Trainer that was made with these hooks."""
+        assert isinstance(trainer.strategy, cls), "give the Trainer hooked(strategy)"
+        return trainer.strategy
+
+    @property
+    def launcher(self) -> _Launcher | None:
+        return self.ranks_launcher or super().launcher
+
+    def setup_environment(self) -> None:
+        with self.meeting() if self.meeting else nullcontext():
+            super().setup_environment()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return super().process_dataloader(self.share(dataloader) if self.share else dataloader)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Draw weights on the CPU, as a constructor does, where the strategy's class has no way of its own.
+
+        Lightning would draw on the device, which draws others.
+        """
+        own = super().tensor_init_context
+        is_lightnings = getattr(own, "__func__", None) is Strategy.tensor_init_context
+        with nullcontext() if is_lightnings else own(empty_init):
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks, with means of whole numbers in double precision.
+
+        Lightning weights synchronised metrics by a mean of int64 batch sizes, which it would truncate where ranks
+        differ: 37 samples over 2 ranks gave .777 for .756. One process has nothing to reduce, and Apple's GPUs have no
+        64-bit floats.
+        """
+        reduce: Any = super().reduce  # type: ignore[safe-super]  # the strategy's class has one
+        if getattr(self, "world_size", 1) == 1 or not isinstance(tensor, Tensor) or tensor.is_floating_point():
+            return reduce(tensor, group, reduce_op)
+        reduced = reduce(tensor.double(), group, reduce_op)
+        return reduced.to(tensor.dtype) if str(reduce_op).lower().endswith("sum") else reduced
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self.on_step is not None:
+            self.on_step()
+        return output
