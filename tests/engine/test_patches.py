@@ -237,7 +237,7 @@ def test_a_name_that_is_gone_is_refused() -> None:
     (line,) = refused.value.problems
     assert re.fullmatch(
         r"lightning\.pytorch\.Trainer\.val_check_batch of lightning \d\S+ is .*, where lightswitch expects int "
-        r"\| float and replaces it; type pip install 'lightning>=\S+'",
+        r"\| float \| None and replaces it; type pip install 'lightning>=\S+'",
         line,
     )
 
