@@ -43,6 +43,7 @@ def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
     for told in (
         "| `single` | 1 | trains |",
         "| ddp × 2 | ",
+        "| single × 1 at bf16-mixed | ",
         "a plain loop beside fsdp × 1",
         "| single × 1 | 0.0002 |",
     ):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import benchmark, failures, largest, machine, matrix, parity, resume, suite
+from tests.engine.gpu import benchmark, failures, largest, machine, matrix, memory, parity, resume, suite
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.record import OtherMachine, Record
 from tests.engine.tables.documents import DOCS
@@ -30,6 +30,7 @@ PIECES: dict[str, Callable[[Scale], Piece]] = {
     "parity": parity.piece,
     "resume": resume.piece,
     "failures": failures.piece,
+    "memory": memory.piece,
     "benchmark": benchmark.eager,
     "compiled": benchmark.compiled,
     "largest": largest.piece,

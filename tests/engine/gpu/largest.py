@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from benchmarks.gpt import tokens_for
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.command import run, train_py
+from tests.engine.gpu.memory import peak_gib
 
 # By parameters in 10^9: layers, width and heads of GPT-2, and from 2.7 on of GPT-3 (Brown et al. 2020, table 2.1)
 SIZES = {
@@ -64,7 +64,7 @@ class Try:
             return Result({"outcome": NOT_TRIED})
         finished = run(self._command(folder), folder, seconds)
         if finished.returncode == 0:
-            return Result({"outcome": TRAINS, "peak_gib": _peak_gib(folder / "runs" / "gpt" / "tried")})
+            return Result({"outcome": TRAINS, "peak_gib": peak_gib(folder / "runs" / "gpt" / "tried")})
         told = finished.stderr + finished.stdout
         if finished.returncode == -signal.SIGKILL or any(text in told for text in OUT_OF_MEMORY):
             return Result({"outcome": TOO_LARGE})
@@ -82,8 +82,3 @@ class Try:
             *("trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "trainer.enable_checkpointing=false"),
             *("~callbacks.best_checkpoint", "~callbacks.last_checkpoint"),
         )
-
-
-def _peak_gib(run_dir: Path) -> float:
-    with (run_dir / "metrics.csv").open() as file:
-        return max(float(row["memory/peak_gib"]) for row in csv.DictReader(file) if row.get("memory/peak_gib"))

@@ -34,6 +34,7 @@ def document(content: Mapping[str, Any]) -> list[str]:
         "parity": ("The same losses as on one device", _parity),
         "resume": ("From each strategy to each other", _resume),
         "failures": ("Failures between ranks", _failures),
+        "memory": ("Memory, as planned and as measured", _memory),
         "benchmark": ("Speed", _speed),
         "compiled": ("Speed under torch.compile", _speed),
         "largest": ("The largest GPT that trains", _largest),
@@ -118,6 +119,16 @@ def _failures(cells: Cells) -> list[str]:
         )
     head = ["what happens", "started by", "seconds until all is gone", "exit code", "the first line"]
     return documents.markdown(head, rows)
+
+
+def _memory(cells: Cells) -> list[str]:
+    keys = ("planned_gib", "measured_gib")
+    rows = []
+    for name, cell in cells.items():
+        if found := cell["found"]:
+            difference = "" if found["difference"] is None else f"{found['difference']:+.1%}"
+            rows.append([name, *(f"{found[key]:.2f}" for key in keys), difference])
+    return documents.markdown(["strategy × devices", "planned, GiB", "measured, GiB", "difference"], rows)
 
 
 def _speed(cells: Cells) -> list[str]:
