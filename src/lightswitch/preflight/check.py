@@ -198,9 +198,19 @@ def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
         "resume": cfg["resume"] if cfg["resume"] not in ("auto", "never") else None,
     }
     for key, name in named.items():
-        if name and not (path := saved.checkpoint(name, run_dir)).exists():
+        if not name:
+            continue
+        if not (path := saved.checkpoint(name, run_dir)).exists():
             told = "there is no such file" if path == Path(name) else f"there is no {path}"
             yield f"{key}={name}: {told}{_checkpoints_beside(path)}"
+        elif within := next(_checkpoints_within(path), None):
+            yield f"{key}={name}: it is no checkpoint, and has some in it; type {key}={within}"
+
+
+def _checkpoints_within(path: Path) -> Iterator[Path]:
+    """Yield what is named as a checkpoint in a folder, as that of a run: the last one first."""
+    for folder in (path, path / "checkpoints"):
+        yield from sorted(folder.glob("*.ckpt"), key=lambda other: (other.name != "last.ckpt", other.name))
 
 
 def _checkpoints_beside(path: Path) -> str:

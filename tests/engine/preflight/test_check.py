@@ -131,6 +131,8 @@ UNREADABLE = "can't be read as a checkpoint"
 NO_CHECKPOINTS = {
     "mode=test ckpt_path=README.md": f"README.md {UNREADABLE}: README.md is damaged, or was not written by torch.save",
     "ckpt_path=notes": f"notes {UNREADABLE}: it has no SHA256SUMS, or a damaged one",
+    "ckpt_path=runs/mlp/done": "ckpt_path=runs/mlp/done: it is no checkpoint, and has some in it; type "
+    "ckpt_path=runs/mlp/done/checkpoints/last.ckpt",
     "resume=README.md": f"README.md {UNREADABLE}: README.md is damaged, or was not written by torch.save",
     "init_from=odd.safetensors": f"odd.safetensors {UNREADABLE}: Error while deserializing header: header too small",
 }
@@ -139,6 +141,7 @@ NO_CHECKPOINTS = {
 @pytest.mark.parametrize("request_", NO_CHECKPOINTS)
 def test_what_is_no_checkpoint_is_told_in_a_line(request_: str, train: Train, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
+    (tmp_path / "runs/mlp/done/checkpoints/last.ckpt").mkdir(parents=True)
     for name in ("README.md", "odd.safetensors"):
         (tmp_path / name).write_text("text")
     refused = train(*PLAIN, "trainer.accelerator=cpu", *request_.split(), folder=tmp_path, check=False)
