@@ -14,7 +14,7 @@ PAGES = {"quick-start": QUICK_START, "strategies": STRATEGIES}
 TUTORIAL, ENGLISH = ((DOCS / name).read_text() for name in ("tutorial.md", "strategies.md"))
 TYPED = (CHECKOUT / "README.md", *(path for path in DOCS.rglob("*.md") if path.parent.name != "zh"))
 FENCED = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
-MADE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+MADE = re.compile(r"<!-- ([\w ]+) -->\n.*?<!-- end of \1 -->", re.DOTALL)
 
 
 def _lines_of_code(text: str) -> list[str]:

@@ -172,7 +172,7 @@ def _written(folder: Path, rates: Sequence[float], losses: Sequence[float], foun
         return table
     title, description = "Loss by learning rate", f"The loss falls most steeply at {found:g}."
     drawn = figures.picture(partial(_draw, rates, losses, found), 6.5, 3.6, title, description)
-    return drawn.save(table.with_suffix(".svg"))[0]
+    return drawn.save(folder / "lr_finder.svg")[0]
 
 
 def _draw(rates: Sequence[float], losses: Sequence[float], found: float, figure: Figure, theme: figures.Theme) -> None:

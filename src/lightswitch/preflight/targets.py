@@ -90,7 +90,9 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> 
     """
     other = aliases.argument(path, key, accepted.parameters)
     near = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
-    hint = f" Did you mean {other}?" if other else near or _of_strategies(path, key)
+    hint = f" Did you mean {other}?" if other else near
+    if not (hint or accepted.open_ended):
+        hint = _of_strategies(path, key)
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
 

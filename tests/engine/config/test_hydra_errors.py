@@ -33,7 +33,7 @@ MISTAKES = {
     "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
     "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "
     "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, grad_norm, "
-    "lr_monitor, model_summary, progress, step_times, throughput, trainable_only",
+    "lr_finder, lr_monitor, model_summary, progress, step_times, throughput, trainable_only",
     "debug=one_bach": "debug=one_bach: there is no such debug. Did you mean one_batch? "
     "Choices: anomaly, limit, one_batch, overfit, profiler",
     "trainer.strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",

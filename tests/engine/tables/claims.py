@@ -108,6 +108,7 @@ MEASURED = (
     Claim("docs/speed.md", r"2 s of CPU and more", "python -c 'import lightning.pytorch'", "2026-11-22"),
     Claim("docs/speed.md", r"`self\.log` takes about 400 µs a call", "", "2026-11-21"),
     Claim("docs/speed.md", r"about 120 remain", "", "2026-11-22"),
+    Claim("docs/speed.md", r"for the samples and for the step, are 30 µs", "", "2026-11-22"),
     Claim(
         "docs/speed.md",
         r"the MLP's ratio to plain PyTorch was .*? to \d\.\d\.",
