@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,7 +43,7 @@ class Entry:
 
 def empty_bytes() -> int:
     """Return the bytes of an index of no tensors."""
-    return len(pickle.dumps(Metadata({}, {}, {}, StorageMeta(_FOLDER, _SAVE), CURRENT_DCP_VERSION)))
+    return len(pickle.dumps(Metadata({}, {}, {}, StorageMeta(_FOLDER, _SAVE))))
 
 
 def entry(shape: Shape, dtype: torch.dtype, parts: Mapping[Shape, Shape], part_bytes: int, world_size: int) -> Entry:
