@@ -1,4 +1,4 @@
-"""A strategy of any class that lets the engine do what no hook of Lightning's comes for."""
+"""A strategy of any class that calls the engine at moments for which Lightning has no hook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hooked(strategy: Strategy) -> HookedStrategy:
 
 
 class HookedStrategy(Mixin, Strategy):
-    """A strategy of any class, some of whose methods let the engine do what no hook of Lightning's comes for.
+    """A strategy of any class, some of whose methods call the engine, at moments for which Lightning has no hook.
 
     Attributes:
         ranks_launcher: starts the ranks in place of Lightning's launcher; None for that.
@@ -54,9 +54,9 @@ class HookedStrategy(Mixin, Strategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Draw weights on the CPU, as a constructor does, where the strategy's class has no way of its own.
+        """Draw weights on the CPU, as a constructor does, unless the strategy's class overrides this method.
 
-        Lightning would draw on the device, which draws others.
+        Lightning would draw on the device, whose generator gives other numbers.
         """
         own = super().tensor_init_context
         is_lightnings = getattr(own, "__func__", None) is Strategy.tensor_init_context

@@ -1,7 +1,7 @@
-"""Methods of the engine's before those of an object that someone else's code makes, by a subclass of its class.
+"""Mixins for objects that someone else's code has made: the engine's methods come before those of the object's class.
 
-A method is overridden as in any subclass; only that the class is known once the object is there, as a strategy that a
-config names, or a precision that Lightning chooses.
+A method is overridden as in any subclass, but the class to derive from is known only once the object is there: that of
+a strategy which a config names, or of a precision that Lightning chooses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 
 class Mixin:
-    """Base of what comes before an object's own class; a copy, as in a process that Python spawns, has it as well."""
+    """Base of mixins. Copies of an object with a mixin have it as well, also in processes that Python spawns."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _without_state, type(self).__bases__, self.__getstate__()
@@ -44,9 +44,13 @@ def with_mixin(mixin: type[Mixed], given: Any) -> Mixed:
     return made
 
 
-def _without_state(*bases: type) -> Any:
-    """Return an object of a class that is made of mixins and, as the last one, the class that it stands for."""
+def mixed_class(*bases: type) -> Any:
+    """Return a class that is made of mixins and, as the last one, the class whose name it has."""
     own = bases[-1]
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    kind: Any = type(own.__name__, bases, names)
+    return type(own.__name__, bases, names)
+
+
+def _without_state(*bases: type) -> Any:
+    kind = mixed_class(*bases)
     return kind.__new__(kind)

@@ -57,12 +57,12 @@ _LOG = (
     "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
 )
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
-_PLATEAU = "once an epoch, where a schedule goes by validation: the module's schedules are known only once it trains"
+_PLATEAU = "validation once an epoch, where a schedule needs its metric: schedules are known only once training begins"
 _LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
-_AGREED = "of a step that is planned: there is no rank 0 to agree with; what it was once it is planned"
-_FAKE = "of a step that is planned: its tensors have no values, and no other rank is there to wait for"
-_KEPT = "what it was before a step was planned: DeepSpeed keeps it for the process, and takes it for the next engine"
-_TESTED = "of a range test of learning rates, which has a loop and callbacks of its own: what it was once it is over"
+_AGREED = "a planned step has no rank 0 to agree with; put back after it"
+_FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
+_KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and would take it for the next engine"
+_TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
 
 PATCHES = (
     Patch(
@@ -76,7 +76,7 @@ PATCHES = (
         "hydra.core.config_loader.ConfigLoader",
         "load_configuration",
         "(self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)",
-        "of the run's loader: returns what get_mode has composed",
+        "returns the config that get_mode has composed, in the loader of the run",
     ),
     Patch(
         "hydra._internal.hydra.Hydra",
@@ -123,6 +123,40 @@ PATCHES = (
         "log",
         _LOG,
         "what is logged in evaluation is averaged over ranks, which each see their share",
+    ),
+    Patch(
+        "lightning.pytorch.callbacks.WeightAveraging",
+        "__class__",
+        "type",
+        "the engine's methods before its own: it averages what a rank keeps, and not a copy of the module",
+    ),
+    Patch(
+        "lightning.pytorch.callbacks.BaseFinetuning",
+        "setup",
+        "(self, trainer, pl_module, stage)",
+        "freezes layers under DeepSpeed as well: Lightning's refuses that",
+        for_process=True,
+    ),
+    Patch(
+        "lightning.pytorch.callbacks.BaseFinetuning",
+        "on_train_epoch_start",
+        "(self, trainer, pl_module)",
+        "adds to groups of parameters, where DeepSpeed has put flat ones in their place",
+        for_process=True,
+    ),
+    Patch(
+        "lightning.pytorch.callbacks.BaseFinetuning",
+        "filter_on_optimizer",
+        "(optimizer, params)",
+        "looks for the parameters themselves: Lightning's compares values, which leaves out a layer that begins as "
+        "another, and fails where some are sharded and others whole",
+        for_process=True,
+    ),
+    Patch(
+        "lightning.pytorch.callbacks.SpikeDetection",
+        "__class__",
+        "type",
+        "the engine's methods before its own, which can't read the state that it saves",
     ),
     Patch(
         "lightning.pytorch.trainer.call",
@@ -238,6 +272,13 @@ PATCHES = (
     ),
     Patch(
         "deepspeed.DeepSpeedEngine",
+        "optimizer",
+        "ZeROOptimizer",
+        "taken out of an engine that another one follows: what is left of it releases the optimizer once more when it "
+        "is collected, and with it the parameters that the other steps",
+    ),
+    Patch(
+        "deepspeed.DeepSpeedEngine",
         "global_steps",
         "int",
         "steps go on from a portable checkpoint: DeepSpeed sets them only from one of its own",
@@ -250,6 +291,12 @@ PATCHES = (
     ),
     Patch(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        "optimizer",
+        "Optimizer",
+        "of a range test of learning rates, which ends with an optimizer and a schedule made anew at the rate",
+    ),
+    Patch(
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "loss_scaler",
         "LossScalerBase",
         "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own",
@@ -259,12 +306,16 @@ PATCHES = (
 # Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
 OVERRIDES = (
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
+    "lightning.pytorch.callbacks.SpikeDetection._update_stats",
+    "lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current",
+    "lightning.pytorch.callbacks.WeightAveraging._swap_models",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies.DDPStrategy._setup_model",
     "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",
     "lightning.pytorch.strategies.DeepSpeedStrategy._init_optimizers",
     "lightning.pytorch.strategies.DeepSpeedStrategy._initialize_deepspeed_inference",
     "lightning.pytorch.strategies.DeepSpeedStrategy._load_config",
+    "lightning.pytorch.strategies.DeepSpeedStrategy._setup_model_and_optimizer",
     "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
     "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
@@ -307,7 +358,7 @@ def _patch_of(target: Any, name: str) -> Patch:
 
 
 def _found(patch: Patch, target: Any) -> Any:
-    """As its owner declares it: a user's subclass may have made it another. What a constructor sets, an object has."""
+    """Return the attribute as its owner declares it (a user's subclass may override it), else as the object has it."""
     declared = inspect.getattr_static(resolve_name(patch.owner), patch.name, _MISSING)
     if inspect.isfunction(declared):
         return declared
@@ -328,7 +379,7 @@ def _is_ours(found: Any) -> bool:
 
 
 def _parameters(function: Any) -> str:
-    """Its names, without types and defaults: "(self, name, *arguments)"."""
+    """Return a function's parameters without types and defaults: "(self, name, *arguments)"."""
     parameters = inspect.signature(function).parameters.values()
     return f"({', '.join(str(parameter.replace(annotation=_NONE, default=_NONE)) for parameter in parameters)})"
 

@@ -113,6 +113,21 @@ class PlainModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.hparams.halved}}
 
 
+class UntestedModel(PlainModel):
+    test_step = pl.LightningModule.test_step  # as where a module has none
+
+
+class AveragedModel(PlainModel):
+    """Keeps a mean of its weights by hand, as many a diffusion model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", self.net[0].weight.detach().clone())
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.mean.sub_(0.1 * (self.mean - self.net[0].weight.detach()))
+
+
 class SGDModel(PlainModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
@@ -157,7 +172,8 @@ class NanModel(PlainModel):
 class NormedModel(PlainModel):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+        first = nn.Linear(2, 16, bias=False)  # before a batch norm, a bias has no gradient but rounding errors
+        self.net = nn.Sequential(first, nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
 class CycleModel(PlainModel):
@@ -266,9 +282,13 @@ class AutomaticGanModel(GanModel):
 
 
 class PlateauModel(PlainModel):
-    """Halves its rate when a validation has improved nothing: a schedule by epochs."""
+    """Halves its rate when a validation has improved nothing: a schedule by epochs, or by steps."""
+
+    def __init__(self, interval: str = "epoch", frequency: int = 1) -> None:
+        super().__init__()
+        self.when = {"interval": interval, "frequency": frequency}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", **self.when}}

@@ -2,23 +2,100 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR
+
+from lightswitch import patches
 from lightswitch.batches.position import Position
+from lightswitch.errors import Refused
+
+# torch's that fail in their next step
+_BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
+_finetune = BaseFinetuning.on_train_epoch_start  # Lightning's
+
+
+class Finetuned(Strategy):
+    """Base of strategies whose optimizers may get parameters in mid-run."""
+
+    @contextmanager
+    def over_parameters(self) -> Iterator[None]:
+        """Context in which the optimizers' groups have the parameters themselves, and groups may be added.
+
+        What is trained may change in it. Collective.
+        """
+        yield
+
+
+def follow_strategy(callbacks: Iterable[Callback]) -> None:
+    """Let BaseFinetuning unfreeze layers under any strategy of the engine's."""
+    if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
+        patches.replace(BaseFinetuning, "setup", _freeze)
+        patches.replace(BaseFinetuning, "on_train_epoch_start", _finetune_over_parameters)
+        patches.replace(BaseFinetuning, "filter_on_optimizer", staticmethod(_absent))
+
+
+def _freeze(self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    self.freeze_before_training(pl_module)
+
+
+def _finetune_over_parameters(self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule) -> None:
+    strategy = trainer.strategy
+    assert isinstance(strategy, Finetuned)  # or the callback was refused
+    before = _groups(trainer)
+    with strategy.over_parameters():
+        _finetune(self, trainer, pl_module)
+        if _groups(trainer) != before:
+            refuse_rates_by_group(trainer, self)
+
+
+def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
+    """Check that the schedules can go on where a callback adds groups to an optimizer.
+
+    Raises:
+        Refused: a schedule has a list with as many entries as the optimizer had groups.
+    """
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    inner = [part for schedule in schedules for part in getattr(schedule, "_schedulers", ())]  # of a SequentialLR
+    for schedule in (*schedules, *inner):
+        if isinstance(schedule, _BY_GROUP):
+            raise Refused(
+                f"{type(schedule).__name__} has a rate for each group that the optimizer began with, and "
+                f"{type(callback).__name__} adds one; use a schedule without (scheduler=constant, CosineAnnealingLR, "
+                "StepLR), or give the layers a group in configure_optimizers, and unfreeze them in on_train_epoch_start"
+            )
+
+
+def _groups(trainer: Trainer) -> list[int]:
+    return [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+
+
+def _absent(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if parameter not in present]
 
 
 def unfreeze_again(trainer: Trainer, position: Position) -> None:
-    """Go once more through the epochs that a resumed run has begun, as far as they unfreeze layers.
+    """Unfreeze the layers again that were unfrozen in the epochs before a resume.
 
-    What that does to modules and optimizers no checkpoint holds, and Lightning restores a part of it only, before it
-    has read the callback's state where a strategy is set up first.
+    No checkpoint holds what the callback does to modules and optimizers. Lightning restores only a part of it and,
+    where a strategy is set up first, before it has read the callback's state.
     """
-    begun = position.epoch + (position.step > 0)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set past Lightning's declaration
-        if isinstance(callback, BaseFinetuning):
-            state = callback.state_dict()
+    begun, strategy = position.epoch + (position.step > 0), trainer.strategy
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+    for callback in callbacks:
+        if not isinstance(callback, BaseFinetuning):
+            continue
+        assert isinstance(strategy, Finetuned)  # or the callback was refused
+        state = callback.state_dict()
+        with strategy.over_parameters():
             for epoch in range(begun):
                 for optimizer in trainer.optimizers:
                     callback.finetune_function(trainer.lightning_module, epoch, optimizer)
-            callback.load_state_dict(state)
+        callback.load_state_dict(state)

@@ -65,7 +65,7 @@ class Reader:
         return directory.read_state(self.path)
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-        """Read other weights in place of a foreign file's own: what a function makes of those, by name."""
+        """Replace the weights of a foreign file by what a function makes of them, by name."""
         self._take(translate({name.removeprefix("model."): value for name, value in self._loaded.items()}))
 
     def _take(self, weights: Mapping[str, Tensor]) -> None:

@@ -76,7 +76,7 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def safe(value: Any) -> tuple[Any, dict[str, str]]:
-    """Return ``value`` in plain types, and what has none: the names of its types, by where they were left out."""
+    """Return ``value`` in plain types, and the type of each part that was left out for having none, by its place."""
     left_out: dict[str, str] = {}
     kept, plain = _plain(value, "", left_out)
     return plain if kept else None, left_out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +31,23 @@ class Copies:
         return cls(count, own)
 
 
-def share(tensors: Tensors, rank: int, world_size: int) -> dict[str, Stored]:
+def share(tensors: Tensors, rank: int, world_size: int, of_first: Set[str] = frozenset()) -> dict[str, Stored]:
     """Return what a rank has to write, so that ranks which hold the same tensors write each once, and equally much.
 
     A tensor is held by all ranks, a DTensor by those that its mesh replicates it over, a Piece by one. All ranks decide
     alike, without asking one another, as long as their `fingerprint` is the same.
+
+    Args:
+        of_first: names of tensors whose values may differ by rank, so that the first of the ranks writes them all.
     """
     copies = _copies(tensors, rank, world_size)
-    writers = owners({name: (one.count, _whole_bytes(tensors[name])) for name, one in copies.items()})
-    return {name: tensor for name, tensor in tensors.items() if name not in copies or writers[name] == copies[name].own}
+    shared = copies.keys() - of_first
+    writers = owners({name: (copies[name].count, _whole_bytes(tensors[name])) for name in shared})
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in copies or writers.get(name, 0) == copies[name].own
+    }
 
 
 def owners(held: Mapping[str, tuple[int, int]]) -> dict[str, int]:

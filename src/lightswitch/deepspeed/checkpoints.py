@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch import patches
+from lightswitch.batches.position import saved_position
 from lightswitch.checkpoints import names, optimizers, trainable
+from lightswitch.checkpoints.finetuning import unfreeze_again
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.deepspeed import loss_scale
 from lightswitch.deepspeed.quiet_import import deepspeed
-from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights
+from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights, update_working_copy
+
+States = Mapping[str, Mapping[str, Tensor]]  # of an optimizer, whole, by parameter
 
 
 class PortableDeepSpeed(PortableCheckpoints):
@@ -26,6 +31,7 @@ class PortableDeepSpeed(PortableCheckpoints):
 
     _group_names: list[list[str]]
     _states: dict[str, dict[str, Stored]]
+    _idle: States = MappingProxyType({})  # of parameters that were trained, and are not now
 
     def remember_groups(self, optimizer: Optimizer) -> None:
         """Keep the names of an optimizer's parameter groups, before DeepSpeed takes it over."""
@@ -41,10 +47,21 @@ class PortableDeepSpeed(PortableCheckpoints):
         self._states = {name: state for name, _, state in kept if state}
         return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
 
+    def kept_parameters(self) -> dict[str, Stored]:
+        module, engine = self.lightning_module, self.model
+        assert module is not None
+        if not isinstance(engine, deepspeed.DeepSpeedEngine):
+            return super().kept_parameters()
+        return {name: weight for name, weight, _ in pieces(engine, module)}
+
+    def parameters_changed(self) -> None:
+        assert self.lightning_module is not None
+        update_working_copy(self.model, self.lightning_module)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the states that were found with the weights, which Lightning asks for before."""
         states, self._states = self._states, {}
-        return {"class": _class(optimizer), "state": states, "param_groups": self._groups(optimizer)}
+        return {"class": _class(optimizer), "state": {**self._idle, **states}, "param_groups": self._groups(optimizer)}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if scale := loss_scale.state_of(self._loss_scaler):
@@ -71,17 +88,22 @@ class PortableDeepSpeed(PortableCheckpoints):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read optimizer states and the loss scale, and set the groups' options to the saved ones."""
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
+        if (position := saved_position(checkpoint)) is not None:
+            unfreeze_again(module.trainer, position)
         optimizers.check(self._reader.path, self.described_optimizers(), checkpoint["optimizer_states"])
         keys: dict[str, list[str]] = {}
         for full_name in sorted(self._reader.names("optimizer.0.")):
             name, _, key = full_name.rpartition(".")
             keys.setdefault(name, []).append(key)
-        scatter_states(
-            self.model,
-            self.lightning_module,
-            lambda name: {key: self._reader.read(f"optimizer.0.{name}.{key}") for key in keys.get(name, ())},
-        )
+
+        def state(name: str) -> dict[str, Tensor]:
+            return {key: self._reader.read(f"optimizer.0.{name}.{key}") for key in keys.get(name, ())}
+
+        scatter_states(self.model, module, state)
+        frozen = [name for name, parameter in names.parameters(module).items() if not parameter.requires_grad]
+        self._idle = {name: state(name) for name in frozen if name in keys}
         scaler = loss_scale.resumed(self._loss_scaler, checkpoint.get(loss_scale.KEY, {}))
         if scaler is not self._loss_scaler:
             patches.replace(self.model.optimizer, "loss_scaler", scaler)  # type: ignore[union-attr]  # an engine has one

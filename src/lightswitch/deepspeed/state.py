@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.errors import Refused
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[s
     Weights are in the optimizer's precision. The state (exp_avg, …, step) is empty before the first step, and of a
     frozen parameter. What is not a Piece, all ranks that have it hold whole.
     """
-    for name, parameter in names.parameters(module).items():
-        part = _part(engine, parameter)
+    for name, parameter, part in _parts(engine, module):
         if part is None:
             yield name, parameter.detach(), {}
             continue
@@ -57,14 +57,26 @@ def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[s
         yield name, part.piece(part.flat.detach(), parameter), state
 
 
+def update_working_copy(engine: Any, module: nn.Module) -> None:
+    """Set the working copy of every parameter to the optimizer's, as DeepSpeed does after a step. Collective."""
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer.update_lp_params()
+        return
+    engine.optimizer.checkpoint_event_prologue()  # frees what is gathered
+    for _, parameter, part in _parts(engine, module):
+        if part is not None:
+            parameter.ds_tensor.detach().narrow(0, 0, part.elements).copy_(part.of(part.flat.detach()))  # type: ignore[attr-defined]  # DeepSpeed's
+    engine.optimizer.checkpoint_event_epilogue()  # gathers what every device holds whole
+
+
 def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
     """Set the working copy and the optimizer's copy of every parameter.
 
     Args:
         read: returns a whole parameter by its name, or None to leave it as it is.
     """
-    for name, parameter in names.parameters(module).items():
-        whole, part = read(name), _part(engine, parameter)
+    for name, parameter, part in _parts(engine, module):
+        whole = read(name)
         if whole is None:
             continue
         if part is not None:
@@ -83,45 +95,67 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
 
     Args:
         read: returns the states of a parameter, whole, by the parameter's name.
+
+    Raises:
+        Refused: parameters of one group have been trained for more steps than others.
     """
-    states, steps = _states(engine), [0]
-    for name, parameter in names.parameters(module).items():
-        part = _part(engine, parameter) if parameter.requires_grad else None
-        for key, value in read(name).items() if part is not None else ():
-            assert part is not None
+    states, first = _states(engine), dict[Tensor, tuple[str, int]]()
+    for name, parameter, part in _parts(engine, module):
+        if part is None or not parameter.requires_grad:
+            continue
+        saved = read(name)
+        other, step = first.setdefault(part.flat, (name, int(saved.get("step", 0))))
+        _refuse_other_step(name, int(saved.get("step", 0)), other, step)
+        for key, value in saved.items():
             values = states.setdefault(part.flat, {})
             if value.dim() == 0 and key == "step":  # one for a whole group
-                steps.append(int(value))
                 values[key] = value.float().to(_device_of_step(engine, part.flat))
                 continue
             if not _is_spread(values.get(key), part):
                 values[key] = torch.zeros_like(part.flat, requires_grad=False)
             part.of(values[key]).copy_(part.of_whole(value))
-    patches.replace(engine, "global_steps", max(steps))
+    patches.replace(engine, "global_steps", max((step for _, step in first.values()), default=0))
     if engine.zero_optimization_stage() < 3:  # they were linked to the tensors before
         patches.replace(engine.optimizer, "_hp_optimizer_states_linked", False)
 
 
-def _part(engine: Any, parameter: nn.Parameter) -> _Part | None:
-    """Return this rank's part of a parameter; None for one that every rank keeps whole and no optimizer keeps."""
-    zero, rank = engine.optimizer, dist.get_rank()
+def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> None:
+    if step != step_of_other:
+        raise Refused(
+            f"{name} was trained in {step} steps and {other}, in the same group of the optimizer, in {step_of_other}, "
+            "and DeepSpeed counts the steps of a group; give each a group of its own, or use strategy=fsdp"
+        )
+
+
+def _parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Part | None]]:
+    """Yield each parameter with its name and this rank's part; None where every rank keeps it whole, and no optimizer
+    does."""
+    zero = engine.optimizer
+    groups = zip(getattr(zero, "single_partition_of_fp32_groups", ()), getattr(zero, "bit16_groups", ()), strict=True)
+    flats = {id(member): flat for flat, group in groups for member in group}
+    for name, parameter in names.parameters(module).items():
+        yield name, parameter, _part(zero, parameter, flats.get(id(parameter)))
+
+
+def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> _Part | None:
+    """Return this rank's part of a parameter, given the flat group that it is in at stages 1 and 2."""
+    rank = dist.get_rank()
     if hasattr(parameter, "ds_tensor"):
         positions, number = getattr(zero, "grad_position", {}), getattr(parameter, "ds_id", None)
-        if parameter.requires_grad and number in positions:
+        if number in positions:
             group, begin, elements = positions[number]
             flat = zero.fp32_partitioned_groups_flat[group]
         else:
             flat, begin, elements = parameter.ds_tensor.detach(), 0, parameter.ds_tensor.numel()
         first = min(elements * rank, parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
         return _Part(flat, begin, first, min(elements, parameter.ds_numel - first))  # type: ignore[attr-defined]  # DeepSpeed's
-    for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
-        if any(member is parameter for member in group):
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
-            if mapping is None:
-                return _Part(flat, 0, 0, 0)
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            return _Part(flat, here.start, there.start, here.numel)
-    return None
+    if flat is None:
+        return None
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
+    if mapping is None:
+        return _Part(flat, 0, 0, 0)
+    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return _Part(flat, here.start, there.start, here.numel)
 
 
 def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import copy
 import logging
-import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.checkpoints import names
+from lightswitch.deepspeed import beginning, placement
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed.checkpoints import PortableDeepSpeed
+from lightswitch.deepspeed.precision import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
+from lightswitch.deepspeed.regrouping import Regrouping
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.compilation import is_compiled
 from lightswitch.strategies.fused import fuse
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
+from lightswitch.strategies.reversible import Reversible
 from lightswitch.strategies.timeouts import set_timeouts
-from lightswitch.strategies.unused import Unused
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -44,7 +40,7 @@ warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated
 log = logging.getLogger(__name__)
 
 
-class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
+class DeepSpeed(Regrouping, Reversible):
     """ZeRO by DeepSpeed for unmodified models, with the arguments of Lightning's DeepSpeedStrategy.
 
     The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
@@ -83,7 +79,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         if self.global_rank == 0:
             for line in zero_config.differences(given, self.config, run.precision):
                 log.warning("%s", line)
-        if isinstance(self.precision_plugin, _Precision):
+        if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
 
     @property
@@ -97,8 +93,8 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, DeepSpeedPrecision) and not isinstance(plugin, _Precision):
-            plugin = _Precision(plugin.precision)  # type: ignore[arg-type]  # declared wider than what it takes
+        if isinstance(plugin, DeepSpeedPrecision) and not isinstance(plugin, ZeroPrecision):
+            plugin = ZeroPrecision(plugin.precision)  # type: ignore[arg-type]  # declared wider than what it takes
         self._precision_plugin = plugin
 
     # Processes
@@ -150,32 +146,46 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
             Refused: there is not one optimizer.
         """
         assert self.lightning_module is not None
-        optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        if len(optimizers) != 1 or len(schedulers) > 1:
-            raise Refused(
-                f"DeepSpeed steps one optimizer with at most one scheduler, and configure_optimizers of "
-                f"{type(self.lightning_module).__name__} returns {len(optimizers)} and {len(schedulers)}; "
-                "use strategy=ddp"
-            )
+        optimizer, schedulers = _configured(self.lightning_module)
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
-        _refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
-        fuse(optimizers[0])  # before DeepSpeed makes its states
-        self.remember_groups(optimizers[0])
-        _let_compiled_modules_hold_parameters()
+        placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
+        fuse(optimizer)  # before DeepSpeed makes its states
+        self.remember_groups(optimizer)
+        placement.let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
-        parameters = names.parameters(self.lightning_module)
-        key = self.broadcast(secrets.token_hex(8))
-        self._unused = Unused(parameters, (self._timeout or default_pg_timeout).total_seconds(), key)
-        for parameter in parameters.values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
-        patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda engine: None)
-        return optimizers[0], schedulers[0] if schedulers else None
+        patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
+        return optimizer, schedulers[0] if schedulers else None
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Leave the optimizer to DeepSpeed's engine; where that is there, make optimizer and schedule anew."""
+        super().setup_optimizers(trainer)
+        engine, module = self.model, self.lightning_module
+        if not isinstance(engine, deepspeed.DeepSpeedEngine):
+            return
+        assert module is not None
+        with beginning.in_full_shape(module):
+            optimizer, schedulers = _configured(module)
+        beginning.replace_optimizer(engine, optimizer)
+        self.optimizers, self.lr_scheduler_configs = [engine.optimizer], schedulers
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Return a context that leaves weights, loss scale and count of steps as they were.
+
+        Raises:
+            Refused: the optimizer, which is made anew afterwards, has a state before its first step.
+        """
+        assert self.model is not None
+        if self.optimizers[0].state:
+            raise Refused(
+                f"{type(self.model.optimizer.optimizer).__name__} makes its state before the first step, where "  # type: ignore[union-attr]  # an engine has one
+                "DeepSpeed can't take it anew; use strategy=fsdp"
+            )
+        return beginning.restored(self.model)
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:
-            _refuse_other_dtypes(model, None)
+            placement.refuse_other_dtypes(model, None)
         self._place(model)
         if self.zero_stage_3:
             model, _ = self._setup_model_and_optimizer(model, None)
@@ -186,23 +196,19 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         assert model is not None
         assert self.config is not None
         if self.zero_stage_3:
-            _refuse_empty(model)
-            _gather_whole(filter(is_compiled, model.modules()))
-            _Partitioned(module=model, config_dict_or_path=self.config)
-            model.to(self.root_device)  # buffers and metrics
+            placement.partition(model, self.config, self.root_device)
         else:
-            for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-                if self.config.get(name, {}).get("enabled"):
-                    _cast(model.parameters(), dtype)
-            model.to(self.root_device)
-            for parameter in model.parameters():
-                broadcast_in_place([parameter])
+            placement.replicate(model, self.config, self.root_device)
         self._share_buffers()
 
     def _share_buffers(self) -> None:
         """Broadcast rank 0's buffers, as under DDP: the statistics of batch norms differ by rank."""
         assert self.lightning_module is not None
         broadcast_in_place(self.lightning_module.buffers())
+
+    def parameters_changed(self) -> None:
+        super().parameters_changed()
+        self._share_buffers()  # a rank's average is that of its own statistics
 
     def on_validation_start(self) -> None:
         self._share_buffers()
@@ -223,7 +229,7 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         def closure_of_all() -> Any:
             output = closure()
             assert self.lightning_module is not None
-            if self._is_boundary and (unused := list(self._unused.of_step())):
+            if unused := list(self._unused.of_step()):
                 raise Refused(
                     f"{listed(unused, 'parameters')} took no part in the loss of step "
                     f"{self.lightning_module.global_step}, and DeepSpeed also updates what has no gradient; "
@@ -234,79 +240,45 @@ class DeepSpeed(PortableDeepSpeed, DeepSpeedStrategy):
         return super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
 
     @property
-    def _is_boundary(self) -> bool:
-        """Whether this is the last micro batch of a step."""
-        return isinstance(self.model, deepspeed.DeepSpeedEngine) and self.model.is_gradient_accumulation_boundary()
+    def handles_gradient_accumulation(self) -> bool:
+        """Leave it to Lightning, which knows the accumulation of an epoch and of its last step.
+
+        DeepSpeed's engine would step once in as many micro batches as it was made for.
+        """
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Add gradients up in DeepSpeed's engine: entered for all micro batches of a step but the last."""
+        assert isinstance(self.model, deepspeed.DeepSpeedEngine)
+        self.model.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.model.set_gradient_accumulation_boundary(True)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward without dividing the loss once more: Lightning has divided it by the accumulation."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def teardown(self) -> None:
-        engine = self.model if isinstance(self.model, deepspeed.DeepSpeedEngine) else None
-        if engine is not None and self.zero_stage_3:
-            for parameter in engine.module.parameters():
-                parameter.ds_active_sub_modules.clear()  # an error has ended a forward pass
-                if parameter.numel():  # small ones are kept whole on the device, and would be taken for it on the CPU
-                    parameter.partition()
-        super().teardown()
         self.release_engine()
-
-    def release_engine(self) -> None:
-        """Take DeepSpeed's engine out of the process: its hooks would run beside those of the next."""
-        if isinstance(self.model, deepspeed.DeepSpeedEngine):
-            self.model.module_forward_pre_hook.remove()
-            self.model.module_forward_post_hook.remove()
-            self.model.destroy()
+        super().teardown()
 
 
-def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
-    """Refuse parameters that can't be flattened with the others.
+def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerConfig]]:
+    """Return a module's optimizer, and its schedule, if it has one.
 
     Raises:
-        Refused: one is complex, or of another dtype.
+        Refused: there is not one optimizer.
     """
-    for name, parameter in names.parameters(model).items():
-        kept_in = kept_in or parameter.dtype
-        if parameter.dtype != kept_in or parameter.is_complex():
-            raise Refused(
-                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
-                "use strategy=fsdp or ddp"
-            )
-
-
-def _refuse_empty(model: nn.Module) -> None:
-    """Refuse parameters without elements, for which DeepSpeed fails as soon as it gathers them (0.19).
-
-    Raises:
-        Refused: there is one.
-    """
-    for name, parameter in names.parameters(model).items():
-        if parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
-            raise Refused(f"{name} has no elements, which stage 3 can't gather; use strategy=deepspeed_stage_2 or fsdp")
-
-
-def _gather_whole(units: Iterable[nn.Module]) -> None:
-    """Let each unit be gathered at once, and not module by module: its graph would break at each of their hooks."""
-    for unit in units:
-        deepspeed.utils.set_z3_leaf_module(unit, True)
-
-
-def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast weights alone; buffers stay as they are."""
-    for parameter in parameters:
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-
-
-def _let_compiled_modules_hold_parameters() -> None:
-    """Let a module that torch.compile has wrapped have its own mapping of parameters.
-
-    It hands attributes on to the module inside. At stage 3, where DeepSpeed gives each module a mapping of its own, the
-    inner one would get that of the outer one, which is empty.
-    """
-    attributes = OptimizedModule._opt_mod_attributes | {"_parameters"}
-    patches.replace(OptimizedModule, "_opt_mod_attributes", attributes)
+    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise Refused(
+            f"DeepSpeed steps one optimizer with at most one scheduler, and configure_optimizers of "
+            f"{type(module).__name__} returns {len(optimizers)} and {len(schedulers)}; use strategy=ddp"
+        )
+    return optimizers[0], schedulers
 
 
 class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # untyped
@@ -317,28 +289,3 @@ class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # untyped
 
     def create_op_builder(self, op_name: str) -> Any:
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
-
-
-class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
-    def _zero_init_param(self, param: nn.Parameter) -> None:
-        """Partition a parameter as DeepSpeed does, which fails for one that is a scalar (0.19)."""
-        _cast([param], self.dtype)
-        self._convert_to_deepspeed_param(param)
-        broadcast_in_place([param])
-        param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
-
-
-class _Precision(DeepSpeedPrecision):
-    """Precision that leaves inputs as they are where weights are in 32 bits and DeepSpeed casts each operation."""
-
-    autocasts = False
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module as it is, in 32 bits.
-
-        Lightning would cast its buffers as well, and make complex ones real.
-        """
-        return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
-
-    def convert_input(self, data: Any) -> Any:
-        return data if self.autocasts else super().convert_input(data)

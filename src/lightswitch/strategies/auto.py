@@ -1,4 +1,4 @@
-"""The strategy of those who make no choice, where launch/auto.py makes none for them."""
+"""The default strategy: what strategy=auto is where launch/auto.py has not decided on another."""
 
 from __future__ import annotations
 

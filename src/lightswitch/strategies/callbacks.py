@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
+from lightswitch.checkpoints.finetuning import follow_strategy, refuse_rates_by_group
+from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import RefusedRequest
-from lightswitch.strategies.ddp import DDP
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.averaging import average_what_is_kept, drop_averages
+from lightswitch.strategies.spikes import resume_spikes
 
 # By name, as an older Lightning lacks some
 NOWHERE = {
@@ -20,15 +24,15 @@ NOWHERE = {
     "StochasticWeightAveraging": "a resumed run could not follow it, as it replaces the schedule in mid-run; use "
     "lightning.pytorch.callbacks.EMAWeightAveraging",
 }
-OF_WHOLE_PARAMETERS = {
-    "BaseFinetuning": "unfreezes parameters in mid-run",
-    "WeightAveraging": "averages whole parameters",
+OF_PORTABLE_CHECKPOINTS = {
+    "BaseFinetuning": "the engine's own strategies alone resume with what it has unfrozen; use strategy=ddp or fsdp",
+    "WeightAveraging": "the engine's own strategies alone save its averages; use strategy=ddp or fsdp",
 }
-OF_LIGHTNINGS_STEPS = {  # DeepSpeed's engine decides when its optimizer steps
-    "GradientAccumulationScheduler": "DeepSpeed's accumulation is fixed once it starts; use strategy=fsdp",
-    "LearningRateFinder": "DeepSpeed's optimizer can't be made anew at the rate; find it with strategy=fsdp, "
-    "which finds the same, and type it",
+OF_MEMORY = {
+    "BaseFinetuning": "what DeepSpeed keeps on NVMe can't be laid out anew; use strategy=fsdp",
+    "LearningRateFinder": "what DeepSpeed keeps on NVMe is not put back; find the rate with strategy=fsdp, and type it",
 }
+OF_COUNTED_STEPS = ("GradientAccumulationScheduler", "LearningRateFinder")
 OF_AUTOMATIC_OPTIMIZATION = {
     "GradientAccumulationScheduler": "leave the callback out, and accumulate in training_step",
     "LearningRateFinder": "compare short runs, python train.py -m model.lr=1e-4,1e-3 trainer.max_steps=100",
@@ -40,11 +44,28 @@ OF_ONE_PROCESS = {
 
 
 class KnownCallbacks(Callback):
-    """Callback that refuses those which the module brings, once they are there."""
+    """Callback that refuses those which the module brings, once they are there, and has others follow the strategy."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if problems := list(refused(trainer)):
             raise RefusedRequest(problems)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+        average_what_is_kept(callbacks)
+        follow_strategy(callbacks)
+        resume_spikes(callbacks)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # likewise
+            if isinstance(callback, BackboneFinetuning):  # others may add no groups
+                refuse_rates_by_group(trainer, callback)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # likewise
+            if isinstance(callback, Timer):
+                callback.on_fit_start(trainer)  # where Lightning called it, the checkpoint was not yet read
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        drop_averages(trainer, pl_module, checkpoint)
 
 
 def refused(trainer: Trainer) -> Iterator[str]:
@@ -70,10 +91,20 @@ def problems(
 
 
 def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
-    if name in OF_WHOLE_PARAMETERS and not isinstance(strategy, DDP | Single):
-        return f"it {OF_WHOLE_PARAMETERS[name]}, which {type(strategy).__name__} does not allow; use strategy=ddp"
+    if name in OF_PORTABLE_CHECKPOINTS and not isinstance(strategy, PortableCheckpoints):
+        return OF_PORTABLE_CHECKPOINTS[name]
     if name in OF_ONE_PROCESS and devices > 1:
         return OF_ONE_PROCESS[name]
-    if name in OF_LIGHTNINGS_STEPS and isinstance(strategy, DeepSpeedStrategy):
-        return OF_LIGHTNINGS_STEPS[name]
+    if name in OF_COUNTED_STEPS and strategy.handles_gradient_accumulation:
+        return (
+            "Lightning's own DeepSpeedStrategy does not serve it; use strategy=deepspeed_stage_2, or another of these"
+        )
+    if name in OF_MEMORY and isinstance(strategy, DeepSpeedStrategy) and is_on_nvme(strategy):
+        return OF_MEMORY[name]
     return NOWHERE.get(name)
+
+
+def is_on_nvme(strategy: DeepSpeedStrategy) -> bool:
+    """Return whether DeepSpeed keeps a part of the run's state on NVMe drives."""
+    zero = strategy.config.get("zero_optimization", {}) if isinstance(strategy.config, dict) else {}
+    return any((zero.get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))

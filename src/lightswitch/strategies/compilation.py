@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -62,7 +63,26 @@ class Compilation(Callback):
             self._compile(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.mode in ("reduce-overhead", "max-autotune"):  # the memory of a CUDA graph's outputs is used again
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._begin_generation()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.epoch_loop._should_accumulate():
+            self._begin_generation()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_generation()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        """Let CUDA graphs use the memory again of what they have returned so far: activations, and gradients as well.
+
+        Between two micro batches of a step, these are still needed. Where nothing is said, torch takes each call of a
+        compiled unit for such a beginning, also where it reads what the unit before has returned.
+        """
+        if self.mode in ("reduce-overhead", "max-autotune"):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
 
     def _after_configure_model(self, trainer: Trainer, model: LightningModule) -> None:
@@ -101,7 +121,7 @@ class Compilation(Callback):
 class CompiledForward:
     """The compiled forward pass of a module, whose hooks run outside of it: some gather parameters.
 
-    A copy of the module, as of a callback that averages weights, has the class's own.
+    A copy of the module has the class's own.
     """
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:

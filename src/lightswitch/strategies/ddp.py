@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.replicated import average_gradient
+from lightswitch.strategies.trained import Trained
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
         self.start_powersgd_iter = start_powerSGD_iter
         self._copes_with_unused = find_unused_parameters or static_graph
         self._named: list[tuple[str, nn.Parameter]] = []
-        self._frozen: list[nn.Parameter] = []
 
     def configure_ddp(self) -> None:
         """Put the model into DistributedDataParallel.
@@ -82,9 +81,28 @@ class DDP(PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
-        # DDP averages what is trained when it is made; a callback may unfreeze the rest later
-        self._frozen = [parameter for parameter in self.lightning_module.parameters() if not parameter.requires_grad]
+        self._trained = Trained(self.lightning_module)
         super().configure_ddp()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        if changed := self._trained.changes():  # it averages the gradients of those that were trained when it was made
+            if batch_idx % self.lightning_module.trainer.accumulate_grad_batches:  # some have gradients of this step
+                _average_gradients(parameter for parameter in changed.values() if not parameter.requires_grad)
+            self._trained.refuse_none(self.lightning_module)
+            self.model = self.lightning_module
+            super().configure_ddp()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check that what is trained is what gradients are averaged of.
+
+        Raises:
+            Refused: it is not.
+        """
+        super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        self._trained.refuse_changes(self.lightning_module)
 
     def _register_ddp_hooks(self) -> None:
         """Register the hook on every device: Lightning does on CUDA, and elsewhere drops it without a word."""
@@ -133,19 +151,15 @@ class DDP(PortableCheckpoints, DDPStrategy):
             ) from error
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Check that every parameter has a gradient, and average those that DDP does not know.
+        """Check that every parameter has a gradient.
 
         Raises:
             Refused: a parameter took no part in the step, so that the gradients of the others were not averaged.
         """
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if not self._is_synchronised:
-            return
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                average_gradient(parameter)
-        if self._copes_with_unused or not self.lightning_module.automatic_optimization:
+        copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
+        if copes or not self._is_synchronised:
             return
         self._named = self._named or list(self.lightning_module.named_parameters())
         unused = [name for name, parameter in self._named if parameter.requires_grad and parameter.grad is None]
@@ -159,6 +173,18 @@ class DDP(PortableCheckpoints, DDPStrategy):
     def _is_synchronised(self) -> bool:
         """Whether gradients are averaged now: not in the micro batches before the last one of a step."""
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients that each rank keeps, of parameters that are frozen before others average them.
+
+    Collective.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:  # not so on another rank
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad /= dist.get_world_size()
+        dist.all_reduce(parameter.grad)
 
 
 def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightswitch import patches
+from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
@@ -35,6 +36,7 @@ from lightswitch.strategies.initial_weights import broadcast_metric_states, broa
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
 from lightswitch.strategies.timeouts import set_timeouts
+from lightswitch.strategies.trained import Trained, WatchedForward
 from lightswitch.strategies.units import find_units
 
 log = logging.getLogger(__name__)
@@ -163,6 +165,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
             self._tell(units.values())
+        self._trained = Trained(model)
+        self._forward_redirection = WatchedForward(self._trained)
         return model
 
     def prepared(self) -> nn.Module:
@@ -219,6 +223,22 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
+        # a frozen parameter's gradients would not be summed over replicas
+        if (is_first or self.accumulate_gradients != "within_replica") and self._trained.changes():
+            self._gather_once()
+
+    def _gather_once(self) -> None:
+        """Gather every unit: torch then sets what to sum gradients in, and leaves it open where nothing is trained."""
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
             return self._redirected("training_step", *args, **kwargs)
@@ -260,6 +280,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.free_gathered()  # a step without a backward pass has left the old values gathered
         return output
+
+    def kept_parameters(self) -> dict[str, Stored]:
+        self.free_gathered()
+        return super().kept_parameters()
 
     def free_gathered(self) -> None:
         """Free the parameters that are gathered, in every unit and the root."""

@@ -28,6 +28,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
+from lightswitch.checkpoints.piece import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_shards_by_norm
@@ -36,6 +37,7 @@ from lightswitch.strategies.initial_weights import broadcast_metric_states, broa
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
 from lightswitch.strategies.timeouts import set_timeouts
+from lightswitch.strategies.trained import Trained, WatchedForward
 from lightswitch.strategies.units import find_units
 from lightswitch.strategies.unused import Unused
 
@@ -158,6 +160,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self._check(root)
         self._unused = self._watched(root)
         average_replicated(self._replicated)
+        self._trained = Trained(model)
+        self._forward_redirection = WatchedForward(self._trained)
         return root
 
     def prepared(self) -> nn.Module:
@@ -210,6 +214,12 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     # Steps
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # FSDP lays out a step's gradients
+            self._trained.changes()
+
     def _watched(self, root: FullyShardedDataParallel) -> Unused:
         """Return a record of the parameters without gradient, which have hooks on the parts of flat parameters."""
         assert self._timeout is not None
@@ -251,6 +261,10 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 _reshard(module, handle, True)
 
     # Checkpoints
+
+    def kept_parameters(self) -> dict[str, Stored]:
+        self.free_gathered()
+        return super().kept_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.free_gathered()  # after a validation, modules have gathered tensors in place of their parameters

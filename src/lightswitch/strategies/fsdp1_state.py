@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 
 
@@ -28,6 +28,14 @@ class PortableFSDP1(PortableCheckpoints):
         pieces, module = _pieces(self._root), self._root.module
         state = names.first_names({names.own_name(name): value for name, value in _state(module)}, module)
         return {name: pieces.get(value, value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def kept_parameters(self) -> dict[str, Stored]:
+        assert self._root is not None
+        pieces = _pieces(self._root)
+        return {
+            name: pieces.get(kept, kept) if isinstance(kept, Tensor) else kept
+            for name, kept in super().kept_parameters().items()
+        }
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter names, with numbers as tensors.

@@ -16,7 +16,8 @@ from lightswitch.mixins import Mixin, with_mixin
 class FusedStep(Callback):
     """Callback that lets Adam and AdamW step by torch's fused kernel, where nothing else was asked for.
 
-    After the strategy has placed the parameters, and before a checkpoint's state is read to where the kernel wants it.
+    It acts once the strategy has placed the parameters, and before a checkpoint's state is read: the kernel wants that
+    on the device.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,9 +19,10 @@ from lightswitch.errors import Refused
 from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.replicated import average_gradient
+from lightswitch.strategies.reversible import Reversible
 
 
-class Sharded(ParallelStrategy):
+class Sharded(Reversible, ParallelStrategy):
     """Base of sharded strategies; it comes before Lightning's among the bases of a class, which frees what it
     gathers."""
 
@@ -31,6 +32,13 @@ class Sharded(ParallelStrategy):
 
         Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit; loading makes them stale.
         """
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.free_gathered()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -86,7 +94,10 @@ def checkpoint_activations(unit: nn.Module) -> None:
 
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
-    """Register hooks that average the gradients of parameters which every device holds whole."""
+    """Register hooks that average the gradients of parameters which every device holds whole, once they have any."""
     for parameter in parameters:
-        if parameter.requires_grad and parameter.numel():
+        if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch registers none else, and a callback may unfreeze it later
             parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
+            parameter.requires_grad_(is_trained)

@@ -22,7 +22,8 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
         Refused: a name that fits nothing, or a unit that shares parameters with the rest of the model.
     """
     if named is None:
-        return {path: unit for path, unit in _repeated(model) if _is_separable(model, unit)}
+        first = {unit: path for path, unit in reversed([*_repeated(model)])}  # a unit may have other paths beside it
+        return {path: unit for path, unit in _repeated(model) if first[unit] == path and _is_separable(model, unit)}
     found = {path: module for path, module in model.named_modules() if path and _fits(path, module, named)}
     for name in named:
         if not any(_fits(path, module, [name]) for path, module in found.items()):

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.checkpoints.finetuning import Finetuned
 
 
 class AsLightning(pl.Callback):
@@ -17,7 +17,7 @@ class AsLightning(pl.Callback):
         self.path = Path(folder) / "lightnings.ckpt"
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        stock: Any = super(PortableCheckpoints, trainer.strategy)
+        stock: Any = super(Finetuned, trainer.strategy)  # the last of these bases
         trainer.strategy._state_dict_type = "sharded"  # FSDPStrategy's, which takes it as an argument
         checkpoint = {"pytorch-lightning_version": pl.__version__, "global_step": trainer.global_step}
         checkpoint["state_dict"] = stock.lightning_module_state_dict()

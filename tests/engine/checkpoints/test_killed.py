@@ -22,12 +22,13 @@ RUN = (
     "callbacks.last_checkpoint.every_n_steps=2",
     *RECORD,
 )
+AVERAGED = ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging", "callbacks.ema.decay=0.9")
 RANDOM = ("model.dropout=0.3", "data.noise=0.1")
 WAYS = {
     "loader workers": (("strategy=single", "data.workers=1", "model.halved=epoch"), 1),
     "ddp and accumulation": (("strategy=ddp", "micro_batch_size=4", "model.halved=step"), 2),
-    "fsdp": (("strategy=fsdp", "model.halved=epoch"), 2),
-    "deepspeed": (("strategy=deepspeed_stage_2", "model.halved=step"), 2),
+    "fsdp": (("strategy=fsdp", "model.halved=epoch", *AVERAGED), 2),
+    "deepspeed": (("strategy=deepspeed_stage_2", "model.halved=step", *AVERAGED), 2),
 }
 
 

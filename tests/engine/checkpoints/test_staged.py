@@ -133,8 +133,9 @@ def test_a_run_on_cpus_leaves_the_gpus_alone(train: Train) -> None:
 
 @pytest.mark.gpu
 def test_a_gpus_state_is_staged_in_pinned_memory_of_its_size() -> None:
+    torch.cuda.init()  # before, torch counts nothing
     before_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    saver, state = Saver(), {str(number): torch.empty(shape, device="cuda") for number, shape in enumerate(GPT2)}
+    saver, state = Saver(), {str(number): torch.rand(shape, device="cuda") for number, shape in enumerate(GPT2)}
     staged = saver.stage(state)
     assert all(tensor.is_pinned() for tensor in staged.values())
     pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before_bytes

@@ -122,12 +122,21 @@ def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> N
     assert elements["optimizer"] == pytest.approx(2 * elements["trained"] / ranks, abs=2 * padding)
 
 
+@pytest.fixture(scope="module")
+def alone_at() -> dict[str, Finished]:
+    """The runs without DeepSpeed that were made already, by precision."""
+    return {}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gpu_trains_as_without_deepspeed(stage: str, precision: str, train: Train) -> None:
+def test_a_gpu_trains_as_without_deepspeed(
+    stage: str, precision: str, alone_at: dict[str, Finished], train: Train
+) -> None:
     run = (model("Convolutions"), *OVER_PICTURES, *CPU, "trainer.accelerator=gpu", f"precision={precision}")
-    alone = train(*run, "strategy=single")
+    alone = alone_at.get(precision) or train(*run, "strategy=single")
+    alone_at[precision] = alone
     sharded = train(*run, f"strategy=deepspeed_stage_{stage}", ranks=1)
     tolerance = 1e-3 if precision == "32-true" else 0.05  # convolutions round to TF32
     assert sharded.column("train/loss") == pytest.approx(alone.column("train/loss"), rel=tolerance)

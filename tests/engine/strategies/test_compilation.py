@@ -7,7 +7,9 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from lightswitch.strategies.compilation import Compilation, CompiledForward
 from lightswitch.strategies.recompilations import tell_recompilations
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.engine.ways import WAYS
 
@@ -86,13 +89,74 @@ def test_inductor_keeps_the_curve_on_a_gpu(strategy: str, train: Train) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_keep_the_curve(train: Train) -> None:
-    run = (*LANGUAGE, *ON_GPU, "strategy=single")
-    graphs = ("compile=true", "compile.mode=reduce-overhead")
+@pytest.mark.parametrize(("scope", "micro_batch"), [("units", 6), ("whole", 24)])  # accumulated, and a step's only one
+def test_cuda_graphs_keep_the_curve(scope: str, micro_batch: int, train: Train) -> None:
+    run = (*LANGUAGE, *ON_GPU, "strategy=single", f"micro_batch_size={micro_batch}")
+    graphs = ("compile=true", "compile.mode=reduce-overhead", f"compile.scope={scope}")
     assert largest_difference(train(*run, *graphs, timeout_seconds=280), train(*run)) <= 1e-4
 
 
+@pytest.mark.gpu
+def test_cuda_graphs_evaluate_in_a_start_of_their_own(train: Train) -> None:
+    graphs = (*LANGUAGE, "strategy=single", "trainer.accelerator=gpu", "compile=true", "compile.mode=reduce-overhead")
+    fitted = train(*graphs, "trainer.max_steps=4", "trainer.val_check_interval=4", timeout_seconds=280)
+    checkpoint = f"ckpt_path={fitted.run_dir}/checkpoints/last.ckpt"
+    evaluated, expected = train(*graphs, "mode=validate", checkpoint).column("val/loss"), fitted.column("val/loss")
+    assert [*evaluated.values()] == pytest.approx([*expected.values()], abs=1e-4)
+
+
 # The pieces
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Leave torch's log of recompilations, which a compiled run in this process is told of, as it was."""
+    yield
+    torch_logs.getArtifactLogger("torch._dynamo.guards", "recompiles").handlers.clear()
+    torch_logs.set_logs()
+
+
+class Generations(pl.Callback):
+    """Notes in which generation of CUDA graphs each batch is; one may overwrite what those before it have returned."""
+
+    def __init__(self) -> None:
+        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+        self._generation = CUDAGraphTreeManager.get_curr_generation
+        self.trained: list[int] = []
+        self.evaluated: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.trained.append(self._generation())
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.evaluated.append(self._generation())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's import
+@pytest.mark.parametrize(
+    ("every_n_batches", "validations"),
+    [(2, 2), (3, 0)],  # between steps; and within one, whose gradients are still needed
+)
+def test_cuda_graphs_keep_what_a_step_still_needs(every_n_batches: int, validations: int) -> None:
+    noted = Generations()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        callbacks=[Compilation(backend="eager", mode="reduce-overhead"), noted],
+        accumulate_grad_batches=2,
+        max_steps=2,
+        val_check_interval=every_n_batches,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with torch.compiler.set_stance("force_eager"):  # when a generation begins is all that matters
+        trainer.fit(PlainModel(), PlainData())
+    first, same, second, also_same = noted.trained
+    assert first == same != second == also_same
+    assert len({*noted.evaluated} - {*noted.trained}) == validations
 
 
 class Doubling(nn.Module):
@@ -113,21 +177,13 @@ def test_a_copy_of_a_compiled_module_has_its_own_forward_pass() -> None:
     assert (module(one).item(), copied(one).item()) == (2.0, 3.0)
 
 
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def test_recompilations_beyond_the_first_few_are_told_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lightswitch")
-    yield caplog
-    logger = torch_logs.getArtifactLogger("torch._dynamo.guards", "recompiles")
-    logger.handlers.clear()
-    torch_logs.set_logs()
-
-
-def test_recompilations_beyond_the_first_few_are_told_with_their_reason(told: pytest.LogCaptureFixture) -> None:
     tell_recompilations()
     compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
     for size in range(2, 8):
         compiled(torch.ones(size))
-    (line,) = told.messages
+    (line,) = caplog.messages
     assert line.startswith("compiled again, 5 times now: <lambda> of test_compilation.py:")
     assert "size mismatch at index 0. expected 6, actual 7" in line
 

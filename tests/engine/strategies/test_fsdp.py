@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightswitch.preflight.strategies import Request, problems
-from tests.engine.conftest import Finished, Train, runs_in
+from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.strategies.witness import COMMON, held, tensors
-from tests.engine.tiny import MODELS, PICTURES
+from tests.engine.tiny import MODELS, PICTURES, RECORD
 from tests.engine.ways import WAYS
 
 SWITCHES = {  # overrides, ranks, and the part of the model that each rank holds
@@ -132,3 +132,22 @@ def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Reques
 def test_what_it_can_do_is_not_refused() -> None:
     for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
         assert not list(problems(_request(sharding_strategy="HYBRID_SHARD", precision=precision)))
+
+
+def test_an_average_by_hand_is_told_which_strategies_take_it(train: Train) -> None:
+    averaged = ("model._target_=tests.engine.plain.AveragedModel", PLAIN_DATA, "trainer.max_steps=1", "strategy=fsdp")
+    failed = train(*averaged, ranks=2, check=False)
+    assert failed.returncode == 1
+    assert " made by hand does, needs strategy=ddp or deepspeed_stage_2\n" in failed.err.partition("Traceback")[0]
+
+
+def test_an_average_by_hand_is_that_of_one_process_where_it_is_taken(train: Train) -> None:
+    averaged = ("model._target_=tests.engine.plain.AveragedModel", PLAIN_DATA, "trainer.max_steps=3", *RECORD)
+    alone, *others = (
+        train(*averaged, *switches, ranks=ranks)
+        for switches, ranks in ((("strategy=single",), 0), (("strategy=ddp",), 2), (("strategy=deepspeed_stage_2",), 2))
+    )
+    mean = torch.load(alone.run_dir / "weights_0.pt")["mean"]
+    for run in others:
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(run.run_dir / f"weights_{rank}.pt")["mean"], mean, rtol=0, atol=1e-5)

@@ -43,6 +43,10 @@ _OF_DEEPSPEED = {
     "Complex": _ONE_DTYPE.format("turn", "torch.complex64"),
     "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
     "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
+    "FreezingInGroup": (
+        "net.blocks.1.norm.weight was trained in 0 steps and net.wte.weight, in the same group of the optimizer, in 1, "
+        "and DeepSpeed counts the steps of a group; give each a group of its own, or use strategy=fsdp"
+    ),
 }
 _UNSENT = "{} is of {}, which gloo of torch %s can't send as ddp does; give it another dtype, or use strategy=fsdp"
 _UNSENT %= torch.__version__
@@ -50,23 +54,7 @@ _OF_TORCH_2_8 = {
     "Buffers": _UNSENT.format("turn", "torch.complex64"),
     "Complex": _UNSENT.format("turn", "torch.complex64"),
 }
-_UNDER = "{}: it {}, which {} does not allow; use strategy=ddp"
-
-
-def _of_callbacks(strategy: str) -> dict[str, str]:
-    return {
-        "Averaging": _UNDER.format("EMAWeightAveraging", "averages whole parameters", strategy),
-        "Unfreezing": _UNDER.format("BackboneFinetuning", "unfreezes parameters in mid-run", strategy),
-    }
-
-
-_OF_DEEPSPEED |= _of_callbacks("DeepSpeed") | {
-    "Scheduled": "GradientAccumulationScheduler: DeepSpeed's accumulation is fixed once it starts; use strategy=fsdp"
-}
 REFUSED = {
-    "fsdp": _of_callbacks("FSDP"),
-    "fsdp_grad_op": _of_callbacks("FSDP"),
-    "fsdp1": _of_callbacks("FSDP1"),
     "ddp": {
         "Shorts": _UNSENT.format("table", "torch.int16"),
         **(_OF_TORCH_2_8 if torch.__version__.startswith("2.8.") else {}),
@@ -133,6 +121,17 @@ def test_a_shape_trains_resumes_tests_and_exports_as_in_one_process(strategy: st
     assert max(*differences, abs(cell["test"] - expected["test"])) <= TOLERANCE.get(shape, 1e-5)
     assert cell["extra"] == expected["extra"]
     assert_same_export(folder / shape, folder_alone / shape, shape)
+
+
+@pytest.mark.parametrize(("strategy", "tolerance"), [("fsdp_tp", 1e-5), ("fsdp in bfloat16", 0.03)])
+def test_layers_are_unfrozen_where_they_are_cut_or_rounded(
+    strategy: str, tolerance: float, walked: Walked, tmp_path: Path
+) -> None:
+    alone, folder = walked("single")
+    saved = folder / f"Unfreezing/checkpoints/step_{SAVED}.ckpt"
+    cell = walk(strategy, {"Unfreezing": saved}, tmp_path / "walk")["Unfreezing"]
+    assert "error" not in cell, cell["error"]
+    assert cell["losses"] == pytest.approx(alone["Unfreezing"]["losses"], abs=tolerance)
 
 
 def assert_same_export(folder: Path, alone: Path, shape: str) -> None:

@@ -46,6 +46,14 @@ def test_a_block_that_is_used_twice_is_one_unit() -> None:
     assert list(find_units(nn.Sequential(shared, shared, _block()))) == ["0", "2"]
 
 
+def test_blocks_that_have_another_path_are_found_once() -> None:
+    blocks = nn.ModuleList(_block() for _ in range(2))
+    assert list(find_units(nn.ModuleDict({"net": nn.ModuleDict({"blocks": blocks}), "backbone": blocks}))) == [
+        "net.blocks.0",
+        "net.blocks.1",
+    ]
+
+
 def test_named_ones_by_class_or_path() -> None:
     model = nn.ModuleDict({"encoder": nn.TransformerEncoder(_block(), 2, enable_nested_tensor=False)})
     assert list(find_units(model, ["MultiheadAttention"])) == [f"encoder.layers.{index}.self_attn" for index in (0, 1)]

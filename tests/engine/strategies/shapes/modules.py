@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -20,8 +21,12 @@ Batch = tuple[Tensor, Tensor]
 class Sentences(pl.LightningDataModule):
     """Five words, and the class that the first two of them make."""
 
+    def __init__(self, samples: int = 64) -> None:
+        super().__init__()
+        self.samples = samples
+
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(sentences(64, seed=1), batch_size=4, shuffle=True)
+        return DataLoader(sentences(self.samples, seed=1), batch_size=4, shuffle=True)
 
     def test_dataloader(self) -> DataLoader:
         return DataLoader(sentences(13, seed=2), batch_size=4)
@@ -363,28 +368,93 @@ class Late(Plain):
 
 
 class Averaging(Tied):
-    """Keeps an average of its weights, by which it is validated and tested."""
+    """Keeps an average of its weights and a buffer, by which it is validated and tested; a block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[0].requires_grad_(False)
+        self.register_buffer("step", torch.zeros(1))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.step.fill_(self.global_step)
+        return super().training_step(batch, batch_idx)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [EMAWeightAveraging(decay=0.8)]
 
 
+class Scaled(nn.Module):
+    """Blocks whose results are scaled by a number that can't be sharded."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.scale * block(x)
+        return x
+
+
 class Unfreezing(Plain):
-    """Trains its head alone until its first epoch has begun, and then the rest too, at a rate of its own."""
+    """Trains without its blocks for an epoch of one step, and then these too, at a rate of their own."""
+
+    samples = 8  # of an epoch
+    frozen_epochs = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = self.net.blocks
+        self.backbone = Scaled(self.net.blocks)
+        self.net.blocks = nn.ModuleList([self.backbone])
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [BackboneFinetuning(unfreeze_backbone_at_epoch=0)]
+        return [BackboneFinetuning(self.frozen_epochs)]
+
+
+def cut(model: Unfreezing, size: int) -> dict[str, ParallelStyle]:
+    """Its plan for tensor parallelism."""
+    return {"*.blocks.[01].up": ColwiseParallel(), "*.blocks.[01].down": RowwiseParallel()}
+
+
+class UnfreezingLater(Unfreezing):
+    """Does so after the step that is saved."""
+
+    frozen_epochs = 2
+
+
+class FreezingByTurns(Plain):
+    """Trains its blocks by turns, and keeps an average; the optimizer has both from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        for index, block in enumerate(self.net.blocks):
+            block.requires_grad_(self.global_step % 2 == index)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [EMAWeightAveraging(decay=0.8)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parts = [[self.net.wte, self.net.head], *([block] for block in self.net.blocks)]
+        groups = [{"params": [p for module in modules for p in module.parameters()]} for modules in parts]
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
+
+
+class FreezingInGroup(FreezingByTurns):
+    """Has one group of parameters, trained and frozen."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-5)
 
 
 class Scheduled(Plain):
-    """Steps once in two batches, and from its second epoch on in three; of eight batches, the last step has fewer."""
+    """Steps once in three batches, of eight, so that the last step has fewer, and from its second epoch on in two."""
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [GradientAccumulationScheduler({0: 2, 1: 3})]
+        return [GradientAccumulationScheduler({0: 3, 1: 2})]
 
 
 class Boring(BoringModel):

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import hooked
@@ -40,6 +41,7 @@ def strategies() -> dict[str, Callable[[], Any]]:
     from lightswitch.strategies.fsdp import FSDP
     from lightswitch.strategies.fsdp1 import FSDP1
     from lightswitch.strategies.single import Single
+    from lightswitch.strategies.tensor_parallel import TensorParallel
 
     return {
         "single": Single,
@@ -47,6 +49,8 @@ def strategies() -> dict[str, Callable[[], Any]]:
         "ddp find_unused": partial(DDP, find_unused_parameters=True),
         "fsdp": FSDP,
         "fsdp_grad_op": partial(FSDP, sharding_strategy="SHARD_GRAD_OP"),
+        "fsdp in bfloat16": partial(FSDP, param_dtype="bfloat16", reduce_dtype="float32"),
+        "fsdp_tp": partial(TensorParallel, 2, {"Unfreezing": f"{modules.__name__}.cut"}),
         "fsdp1": FSDP1,
         **{f"deepspeed_stage_{stage}": partial(DeepSpeed, stage=stage) for stage in (1, 2, 3)},
     }
@@ -133,8 +137,9 @@ def _rank(strategy: str, before: dict[str, Path | None], folder: Path, rank: int
 
 
 def _trained(strategy: str, shape: str, checkpoint: Path | None, folder: Path) -> Cell:
-    begun, resumed, data = _Curve(), _Curve(), modules.Sentences()
+    begun, resumed = _Curve(), _Curve()
     module = _module(shape, seed=1)
+    data = modules.Sentences(getattr(module, "samples", 64))
     _trainer(strategy, folder, SAVED if checkpoint else END, begun).fit(module, data)
     module = _module(shape, seed=2)
     trainer = _trainer(strategy, folder, END, resumed)
@@ -151,7 +156,8 @@ def _module(shape: str, seed: int) -> pl.LightningModule:
 
 
 def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Trainer:
-    plan = BatchPlan.derive(global_batch=8, micro_batch=2, replicas=ranks(strategy))
+    replicas = 1 if strategy == "fsdp_tp" else ranks(strategy)
+    plan = BatchPlan.derive(global_batch=8, micro_batch=2, replicas=replicas)
     return pl.Trainer(
         accelerator="cpu",
         devices=ranks(strategy),
@@ -160,7 +166,7 @@ def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Train
         accumulate_grad_batches=plan.accumulation,
         gradient_clip_val=0.5,
         callbacks=[
-            *(KnownCallbacks(), GlobalBatch(plan, seed=3)),
+            *(KnownCallbacks(), GlobalBatch(plan, seed=3), Freezing()),
             LastCheckpoints(str(folder / "checkpoints"), every_n_steps=SAVED),
         ],
         logger=curve,

@@ -1,0 +1,229 @@
+"""Checkpoints that the ranks of a run write together, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from torch.distributed.constants import default_pg_timeout
+
+from lightswitch.checkpoints import best, directory, names
+from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.ranks import Ranks, Steps
+from lightswitch.checkpoints.safe import safe
+from lightswitch.checkpoints.saver import Saver
+from lightswitch.checkpoints.shares import fingerprint, share
+from lightswitch.errors import LostRank
+
+log = logging.getLogger(__name__)
+
+# Parts of the process group's time-out, so that they are over before it, and before the watch over the ranks ends a run
+# that begins no batch: the wait for a rank in one step of a save, and that for all steps of a write
+_STEP, _WRITE = 1 / 3, 2 / 3
+_TRAINED = "current_model_state"  # Lightning's key, for weights beside which their averages are the model
+_PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
+
+
+class WrittenTogether(Strategy):
+    """Base of strategies whose ranks write a checkpoint together: each of them what it keeps, in a thread of its own.
+
+    What a rank keeps, `lightning_module_state_dict` and `optimizer_state` tell, which may not be collective: a rank
+    that fails in a save would leave the others waiting.
+    """
+
+    # by the watchdog: then a failing save need not tell them through torch's store, which is noisy where rank 0 is gone
+    ranks_hear_of_failures = False
+
+    _checkpoint_ranks: Ranks | None = None
+    _told: frozenset[str] = frozenset()  # places in a checkpoint of what it leaves out
+
+    @functools.cached_property
+    def _saver(self) -> Saver:  # made in the process that saves: a strategy is sent to those that Python spawns
+        return Saver()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Copy the state into memory and return; a thread writes it while training goes on.
+
+        Raises:
+            LostRank: a rank did not reach the save of in time, has failed, or is still writing the checkpoint before.
+        """
+        tensors, state, left_out = self.written(checkpoint)
+        self._tell_once(left_out)
+        path, own = self._await_ranks(Path(filepath), tensors)
+        if self.is_global_zero:
+            with contextlib.suppress(OSError):  # the write, which makes it otherwise, tells why it can't
+                path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to what is being written
+        staged, ranks = self.stage(own), self._ranks
+        self._saver.write(lambda: directory.write(path, staged, state, ranks))
+
+    def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
+        """Return what is written of Lightning's checkpoint: its tensors by name, all else, and what is left out (see
+        `safe.safe`)."""
+        assert self.lightning_module is not None
+        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
+        tensors, plain = split(checkpoint)
+        return tensors, *safe(plain)
+
+    def names_of_buffers(self) -> set[str]:
+        """Return the names that buffers have in a checkpoint, where they are rank 0's: of a batch norm, each rank has
+        the statistics of its own samples."""
+        assert self.lightning_module is not None
+        own = [names.own_name(name) for name, _ in self.lightning_module.named_buffers()]
+        return {f"{kind}.{name}" for kind in ("model", "trained") for name in own}
+
+    def _tell_once(self, left_out: dict[str, str]) -> None:
+        """Name what a checkpoint does not hold, the first time that it is left out."""
+        for place, kind in left_out.items():
+            if place not in self._told and self.is_global_zero:
+                log.warning("checkpoints leave out %s: a %s can't be read back safely", place, kind)
+        self._told = self._told | left_out.keys()
+
+    def _await_ranks(self, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
+        """Return rank 0's path and what this rank writes, once every rank is here and has written what it saved
+        before."""
+        ranks = self._ranks
+        try:
+            self.wait_for_write()
+        except LostRank as error:
+            if ranks is not None:
+                ranks.staging.fail(str(error))
+            raise
+        self._log_failure()
+        if ranks is None:
+            return path, tensors
+        path_of_rank_0, own = _agree(ranks.staging, path, tensors, self.names_of_buffers())
+        if self._saver.has_lost_a_rank:
+            self._checkpoint_ranks = None  # the old group can't be used any more
+        return path_of_rank_0, own
+
+    def wait_for_write(self) -> None:
+        """Wait until the checkpoint before is written; without a limit in a run of one process.
+
+        Raises:
+            LostRank: it took too long.
+        """
+        patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
+        if not self._saver.wait(patience_seconds):
+            raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
+
+    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return copies of what this rank writes, which training does not change."""
+        return self._saver.stage(tensors)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint of this run; a path from a checkpoint that was written elsewhere may lead anywhere."""
+        if not self.is_global_zero:
+            return
+        path = Path(filepath)
+        if any(best.is_within(path.parent / "_", folder) for folder in self._folders()):
+            self.once_saved(lambda: directory.remove(path))
+        else:
+            log.warning("%s is not removed: it is not a checkpoint of this run", path)
+
+    def _folders(self) -> list[Path]:
+        """Return the folders in which this run keeps checkpoints."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
+
+    def once_saved(self, action: Callable[[], None]) -> None:
+        """Run an action when what was saved last is written, and only if that succeeded."""
+        self._saver.then(action)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            self._connect()  # collective, so at a moment that all ranks reach
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._log_failure()
+
+    def _log_failure(self) -> None:
+        failure = self._saver.failure()
+        if failure is not None and self.is_global_zero:
+            log.error("%s; training goes on, and the checkpoints before it are kept", failure)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until the run's last checkpoint is written.
+
+        Raises:
+            UnwrittenCheckpoint, LostRank: it could not be written.
+        """
+        self.wait_for_write()
+        if (failure := self._saver.failure()) is not None:
+            raise failure
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        told = f"{type(exception).__name__}: {exception}".partition("\n")[0]
+        ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
+        others = None if self.ranks_hear_of_failures else ranks
+        if others is not None:
+            others.staging.fail(told)
+        if self._saver.wait(_PATIENCE_SECONDS) and others is not None:
+            others.writing.fail(told)
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The ranks that write checkpoints together; None for one process."""
+        self._connect()
+        return self._checkpoint_ranks
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        return ranks.group if (ranks := self._ranks) is not None else None
+
+    def _connect(self) -> None:
+        if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
+            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP)
+
+    @property
+    def _timeout_seconds(self) -> float:
+        timeout: timedelta | None = getattr(self, "_timeout", None)  # of strategies with a process group
+        return (timeout or default_pg_timeout).total_seconds()
+
+
+def _agree(ranks: Steps, path: Path, tensors: dict[str, Stored], buffers: set[str]) -> tuple[Path, dict[str, Stored]]:
+    """Return rank 0's path, and the tensors that this rank writes: its share, if all ranks hold copies of the same."""
+    told = fingerprint(tensors, ranks.rank, ranks.world_size)
+    ranks.take(f"reach the save of {path.name}", lambda: told)
+    all_told = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
+    ranks.take("share out the save", lambda: [str(path), len(set(all_told)) == 1] if ranks.rank == 0 else None)
+    ((path_of_rank_0, are_alike),) = ranks.results([0])
+    own = share(tensors, ranks.rank, ranks.world_size, of_first=buffers) if are_alike else tensors
+    return Path(path_of_rank_0), own
+
+
+def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Return the tensors of model and optimizers by name, and all else of a checkpoint in plain types."""
+    weights = checkpoint.pop("state_dict")
+    tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
+    checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
+    trained = checkpoint.pop(_TRAINED, {})  # a callback may have left some of its weights out
+    tensors |= {f"trained.{name}": value for name, value in trained.items() if f"model.{name}" in tensors}
+    states = checkpoint.pop("optimizer_states", [])
+    for index, optimizer in enumerate(states):
+        found = names.tensors_in(optimizer["state"])
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
+        optimizer["state"] = {
+            name: {key: value for key, value in values.items() if not names.is_stored(value)}
+            for name, values in optimizer["state"].items()
+        }
+    if states:
+        checkpoint["optimizer_states"] = states
+    return tensors, checkpoint
