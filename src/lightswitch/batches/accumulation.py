@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightswitch import patches
@@ -15,6 +14,7 @@ from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
+from lightswitch.mixins import Mixin, with_mixin
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ class Accumulation:
     """Number of global batches that an optimizer step takes in each epoch: one, or as many as a scheduler says.
 
     The batches are the same either way, and so is their order; optimizer steps are fewer and larger.
-
     """
 
     def __init__(self, plan: BatchPlan) -> None:
@@ -31,10 +30,13 @@ class Accumulation:
         self._scheduler: GradientAccumulationScheduler | None = None
         self.batches_a_step = 1  # in the epoch that was started last
 
-    def follow(self, callbacks: Iterable[Callback]) -> None:
-        """Follow the first GradientAccumulationScheduler of a Trainer's callbacks."""
-        found = (callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler))
-        self._scheduler = next(found, None)
+    def follow(self, callbacks: list[Callback]) -> None:
+        """Follow the first GradientAccumulationScheduler of a Trainer's callbacks, which lose Lightning's check."""
+        self._scheduler = None
+        for index, callback in enumerate(callbacks):
+            if isinstance(callback, GradientAccumulationScheduler):
+                callbacks[index] = served = with_mixin(_Served, callback)
+                self._scheduler = self._scheduler or served
 
     @property
     def is_scheduled(self) -> bool:
@@ -76,11 +78,6 @@ class Accumulation:
         """Take the accumulation of an epoch."""
         self.batches_a_step = self._batches_a_step_in(epoch)
 
-    def hold_back(self, trainer: Trainer) -> None:
-        """Let the Trainer accumulate nothing as training starts, which the scheduler refuses otherwise."""
-        if self.is_scheduled:
-            trainer.accumulate_grad_batches = 1
-
     def impose(self, trainer: Trainer, told: ToldSamples) -> None:
         """Let the Trainer take the epoch's accumulation, and tell what shows the speed of a step."""
         if not self.is_scheduled:
@@ -95,3 +92,8 @@ class Accumulation:
 
     def _batches_a_step_in(self, epoch: int) -> int:
         return self._scheduler.get_accumulate_grad_batches(epoch) if self._scheduler else 1
+
+
+class _Served(Mixin, GradientAccumulationScheduler):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do without Lightning's check, which refuses DeepSpeed, and micro batches."""

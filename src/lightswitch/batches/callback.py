@@ -100,7 +100,6 @@ class GlobalBatch(Callback):
             )
         self._accumulation.check(loaders)
         self._accumulation.start_epoch(at.epoch)
-        self._accumulation.hold_back(trainer)
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
             _end_restart(trainer)
@@ -121,6 +120,11 @@ class GlobalBatch(Callback):
         seed_generators(seed, trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise Refused(
+                f"the loss of step {trainer.global_step} depends on nothing that is trained: parameters are frozen, or "
+                "it is detached; return a loss with a gradient from training_step"
+            )
         weight = self._weight()
         if weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -136,9 +140,9 @@ class GlobalBatch(Callback):
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let ReduceLROnPlateau step in the epoch that a run resumes in, too, where it has what it goes by.
+        """Step ReduceLROnPlateau also in the epoch in which a run was resumed, if its metric has been logged since.
 
-        Lightning leaves it out there, as a checkpoint has no metrics.
+        Lightning skips it in that epoch, as a checkpoint has no metrics.
         """
         monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
         if all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -231,12 +235,12 @@ def _is_logged(trainer: Trainer) -> bool:
 
 
 def _logged_steps(trainer: Trainer, position: Position) -> int:
-    """Return the steps that loggers are told of: optimizer steps, but batches of a module that optimizes by hand."""
+    """Return the step number for loggers: optimizer steps, or batches if the module optimizes by hand."""
     return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
 
 
 def _end_restart(trainer: Trainer) -> None:
-    """Let Lightning's loops take it that they were not restarted, past FitLoop's own setter, which asks max_steps."""
+    """Mark Lightning's loops as not restarted. FitLoop's own setter is passed by: it depends on max_steps."""
     _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # a property, which mypy takes as called
 
 

@@ -18,8 +18,7 @@ def _default_mode() -> str:
 
 
 class Slices(Protocol):
-    """Interface of one loader's cut into batches (`lightswitch.batches.order.TrainingSlices`), as `Combined` asks
-    it."""
+    """Interface that `Combined` needs of a batch sampler; `lightswitch.batches.order.TrainingSlices` is one."""
 
     samples: int
     plan: BatchPlan
@@ -61,8 +60,7 @@ class Combined:
         self.others: list[Any] = []  # the loaders that run as they are
 
     def add(self, slices: Slices) -> int:
-        """Add a loader that the engine cuts, and return its index. It sets apart the order of loaders of equal
-        length."""
+        """Add a loader that the engine cuts, and return its index, which sets its order apart from other loaders'."""
         self.slices.append(slices)
         return len(self.slices) + len(self.others) - 1
 

@@ -42,7 +42,7 @@ class PositionCounter:
         self.micro_batches = at.step * self._plan.accumulation
 
     def start_epoch(self, trainer: Trainer) -> None:
-        """Count the micro batches of the Trainer's epoch, before that has another accumulation."""
+        """Begin to count the micro batches of the Trainer's epoch, before it changes the accumulation."""
         self.epoch_start = replace(self.position(trainer), epoch=trainer.current_epoch, step=0)
         self._optimizer_steps = trainer.global_step
         self.micro_batches = 0

@@ -41,7 +41,7 @@ class SharedLoaders:
         self.training = Combined()
 
     def start_at(self, position: Position, states: Sequence[Any]) -> None:
-        """Let training loaders, also those that are not made yet, begin at a position.
+        """Set the position at which training loaders begin, including those that are made later.
 
         Args:
             states: those of streams, which `states_at` has returned there, in the order of loaders.
@@ -50,8 +50,7 @@ class SharedLoaders:
         self._start_streams()
 
     def start_epoch(self, epoch: int) -> None:
-        """Tell the datasets of loaders that run as they are which epoch it is; a loader from here on is another
-        set's."""
+        """Give the epoch to the datasets of loaders that run as they are; the training loaders are complete."""
         self._is_complete = True
         for loader in self.training.others:
             _set_epoch(loader, epoch)

@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A micro batch on its way from a reader to training, which takes what is beside it."""
+    """A micro batch as a reader sends it to training, with what training has to know of its step."""
 
     place: Place
     batch: Any  # a list of samples; once collated, what the collation returns
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
 
 class Unkept(NamedTuple):
-    """Stands for a state that holds something which no checkpoint can."""
+    """Marker in place of a state that can't be kept in a checkpoint."""
 
     kind: str
 
@@ -70,10 +70,10 @@ def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterat
 
 
 def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
-    """Yield what the ranks evaluate together, in such a way that each rank has a sample of each round.
+    """Yield rounds: the samples that all ranks evaluate together, at least one for each rank.
 
-    So the last ones are of like size, as in `lightswitch.batches.order.EvaluationSlices`. A set of fewer samples than
-    ranks is yielded as it is.
+    For that the last rounds are cut to similar sizes, as in `lightswitch.batches.order.EvaluationSlices`. Fewer samples
+    than ranks are one round.
     """
     ahead = list(islice(samples, size + replicas))
     while len(ahead) == size + replicas:
@@ -90,7 +90,7 @@ def last_rounds(samples: int, size: int, replicas: int) -> int:
 
 
 class Reader(Dataset[Any]):
-    """Map-style dataset over a stream, whose keys are places: torch sends them to workers, also to persistent ones.
+    """Map-style dataset over a stream, indexed by `Place`: torch sends indices to workers, also to persistent ones.
 
     Args:
         dataset: the user's, whose attributes are found, and set, here as well.
@@ -123,7 +123,7 @@ class Cursor:
     Args:
         rank: among the ``plan.replicas`` that read different samples.
         groups: cuts the stream into what all ranks read in a step.
-        seeded_samples: after so many, generators are seeded anew.
+        seeded_samples: number of samples after which generators are seeded anew.
     """
 
     def __init__(self, plan: BatchPlan, rank: int, seed: int, groups: Groups, seeded_samples: int) -> None:

@@ -73,7 +73,7 @@ def _shared(
 
 
 class BatchesAlone:
-    """Loader none of whose batches still has beside it what a reader sends, as its own class may pass it on."""
+    """Loader that refuses to yield a `Cut` in place of its batch, which the user's own class may have passed on."""
 
     def __iter__(self) -> Any:
         return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the loader that this is mixed into

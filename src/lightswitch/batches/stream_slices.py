@@ -81,8 +81,8 @@ class StreamSlices(TrainingSlices):
     def state_at(self, step: int) -> dict[str, Any] | None:
         """Return what a run that goes on at a step of the epoch needs; None at the epoch's start.
 
-        It is the dataset's state at the nearest step up to this one at which it is known, step 0 and None without, and
-        what passes began with.
+        The state is the dataset's at the nearest known step up to this one; step 0 and None if there is none. Beside it
+        are digests of the samples that passes began with.
         """
         nearest = max((one for one in self._states if one <= step), default=0)
         return {"step": nearest, "state": self._states.get(nearest), "begins": self._begins} if step else None
@@ -110,7 +110,7 @@ class StreamSlices(TrainingSlices):
         return Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
 
     def note(self, cut: Cut) -> None:
-        """Take what came beside a micro batch: how many samples its step has, and the state after it."""
+        """Note what came beside a micro batch: how many samples its step has, and the state after it."""
         step = cut.place.step
         if cut.samples < self.plan.global_batch:
             self._short = cut.place, cut.samples
@@ -123,7 +123,7 @@ class StreamSlices(TrainingSlices):
         self._states = {one: state for one, state in self._states.items() if one >= latest}
 
     def _compare(self, of_pass: str, digest: int) -> None:
-        """Tell where a pass begins with other samples than before, in the run that this one goes on from."""
+        """Warn if a pass begins with other samples than it did in the run that is resumed."""
         if of_pass == self._continued:
             return
         if self._begins.get(of_pass, digest) != digest and self.rank == 0:
@@ -135,7 +135,7 @@ class StreamSlices(TrainingSlices):
         self._begins = {of_pass: digest}
 
     def end(self, cut: Cut) -> None:
-        """Take it that the stream has ended before a step.
+        """Note that the stream has ended before a step.
 
         Raises:
             Refused: it has none.

@@ -17,6 +17,7 @@ _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a
 # Errors of a rank that has lost another one: of gloo, NCCL, and the store that ranks connect to
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 # Errors of what could not be had: of torch's on a GPU, of its allocator on the CPU, of Python's
+_MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a part of a parameter beside a whole tensor
 _LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
 
 
@@ -39,6 +40,9 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
         cause = cause.__cause__
     told = loader_workers.cause(cause) or one_line(cause)
+    if _MIXES_TENSORS in told:
+        told += "; here a parameter is whole in the forward pass alone: what computes with it elsewhere, as an average "
+        told += "of weights made by hand does, needs strategy=ddp or deepspeed_stage_2"
     follows = _FOLLOWS.search(told) is not None
     lacks_memory = _LACKS_MEMORY.search(one_line(cause)) is not None
     return Failure(

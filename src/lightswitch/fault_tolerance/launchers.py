@@ -30,8 +30,11 @@ from lightswitch.fault_tolerance.failure import node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.process.signals import stopped_with
 from lightswitch.process.state import Process
 from lightswitch.runs import log as run_log
+
+_SIGNAL_SECONDS = 2  # for a signal that has ended another rank to reach this one, which may be in C code
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -68,14 +71,20 @@ class Scripts(_SubprocessScriptLauncher):
 
     def _observe(self) -> None:
         while not self.run.process.is_watched.wait(0.2):
+            if self.run.signals.received is not None:  # this process ends by it, and has asked the ranks to
+                return
             for local_rank, process in enumerate(self.procs, start=1):
                 if code := process.poll():
                     rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
                     self._end_with(rank, process.pid, code)
 
     def _end_with(self, rank: int, pid: int, code: int) -> None:
-        process = self.run.process
-        if code < 0:  # else it has printed its error itself
+        process, is_stopped = self.run.process, stopped_with(code) is not None
+        if is_stopped:
+            time.sleep(_SIGNAL_SECONDS)
+            if self.run.signals.received is not None:
+                return
+        if code < 0 or is_stopped:  # else it has printed its error itself
             line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
             process.note_failure(line)
             print(line, file=sys.stderr, flush=True)

@@ -53,7 +53,8 @@ class FiniteLoss(Callback):
             if not math.isfinite(value := loss.item()):
                 raise self._error(trainer, value, self._batch.describe_position(trainer, most_samples=8))
         else:
-            self._waiting.append((f"in step {trainer.global_step}", loss.detach()))
+            kept = loss.detach().clone()  # the next step of a CUDA graph writes its loss to the same place
+            self._waiting.append((f"in step {trainer.global_step}", kept))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self._skips:

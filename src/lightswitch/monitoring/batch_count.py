@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def batches(trainer: Trainer) -> int:
-    """Return how many batches have been trained on, this one included; of automatic optimization, optimizer steps."""
+    """Return the number of batches so far, this one included; of optimizer steps, under automatic optimization."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.total_batch_idx + 1  # by hand, a batch is never cut into micro batches

@@ -65,8 +65,7 @@ class Judged(Callback):
 class BestCheckpoint(Judged, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
-    A metric that is not finite never is the best. Where there is none to go by, no checkpoint is kept, and the run
-    says so.
+    A value that is not finite is never the best. Without a metric no checkpoint is kept, and the run says so.
     """
 
     _has_told = False
@@ -97,7 +96,7 @@ class BestCheckpoint(Judged, ModelCheckpoint):
             self.kth_value = _worst(mode)
 
     def _tell(self, trainer: Trainer, found: str | None) -> bool:
-        """Say once by what the best checkpoint is chosen, where that is not plain; return whether there is anything."""
+        """Log once which metric chooses the best checkpoint, unless it is as expected; return whether there is one."""
         if not self._has_told and trainer.is_global_zero:
             self._has_told = True
             if found is None:

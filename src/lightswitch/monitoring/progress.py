@@ -29,8 +29,9 @@ LOG_EVALUATION_SECONDS = 30
 class Progress(ProgressBar):
     """Progress bar of optimizer steps over the whole run, with loss, speed and time left, on rank 0.
 
-    Where stdout is not a terminal it logs a line each tenth of the run, or five minutes, and one a validation. Of a
-    module that optimizes by hand it shows batches, and steps where `max_steps` ends the run, and the other beside them.
+    Where stdout is not a terminal it logs a line each tenth of the run, or five minutes, and one a validation. If the
+    module optimizes by hand, it counts batches, or optimizer steps if `max_steps` ends the run, and shows the other
+    number beside.
 
     Args:
         samples_per_step: the global batch.

@@ -50,7 +50,9 @@ def test_the_count_is_the_flight_recorders() -> None:
 
 
 @pytest.mark.gpu
-def test_the_count_is_the_flight_recorders_of_nccl() -> None:
+def test_the_count_is_the_flight_recorders_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # by default, some torch records nothing
+        monkeypatch.setenv(name, "100")
     torch.cuda.set_device(0)
     with _group_of_one("nccl"):
         for _ in range(3):

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.monitoring.test_metrics import columns
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
+from tests.engine.processes import TRAIN_PY, Start, said
 
 CONF = CHECKOUT / "conf"
 
@@ -103,6 +104,13 @@ def test_wandb_runs_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     fit(directory, "wandb")
     wandb.finish()
     assert list((directory / "wandb").glob("offline-run-*-first/run-first.wandb"))
+
+
+def test_wandb_without_its_package_says_what_to_install(start: Start) -> None:
+    """Of a process of its own, whose Python has no extras."""
+    ended = start("python", TRAIN_PY, *PLAIN, "trainer.accelerator=cpu", "logger=[default,wandb]")
+    told = "error: logger: Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install -U 'wandb>=0.12.10'`\n"
+    assert (said(ended).endswith(told), ended.returncode) == (True, 2)
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is an extra")

@@ -105,9 +105,10 @@ def _lost(silent: Sequence[RankState], seconds: float) -> Failure:
 
 
 def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
-    """Blame, of the slowest ranks, those that have not entered a collective which others have, and do not wait.
+    """Return the failure of the ranks to blame: those behind all others, by batches, then by collectives, that do not
+    wait.
 
-    What none of them tells narrows nothing: all have entered the same, or all wait.
+    A criterion that fits none of the ranks left is passed over.
     """
     fewest = min(rank.progress for rank in present)
     blamed = [rank for rank in present if rank.progress == fewest]
@@ -121,7 +122,7 @@ def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
 def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
     """Return those of some ranks that have entered fewer collectives of a process group than another of its ranks.
 
-    One that does not say has entered none that it is known of.
+    A rank that has not reported counts as having entered none.
     """
     most: dict[str, int] = {}
     for rank in present:
