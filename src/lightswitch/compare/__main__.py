@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightswitch.command import Command
-from lightswitch.compare import files
 from lightswitch.errors import Refused
 
 
@@ -23,6 +22,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
     parser = _parser()
     arguments = parser.parse_args(words)
+
+    from lightswitch.compare import files  # it takes its time to import, in which Ctrl+C may come
+
     try:
         for told in files.write(arguments.runs, arguments.output):
             print(told, flush=True)

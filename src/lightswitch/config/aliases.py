@@ -32,6 +32,8 @@ _OTHER_NAMES = {
     "trainer.accelerator": ("accelerator", "device"),
     "trainer.gradient_clip_val": ("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip", "clip"),
     "trainer.val_check_interval": ("val_check_interval", "eval_interval", "eval_steps", "eval_every"),
+    "trainer.check_val_every_n_epoch": ("eval_strategy", "evaluation_strategy"),
+    "trainer.strategy.activation_checkpointing": ("gradient_checkpointing", "activation_checkpointing"),
     "trainer.log_every_n_steps": ("log_every_n_steps", "log_interval", "logging_steps"),
     "trainer.deterministic": ("deterministic",),
     "callbacks.last_checkpoint.every_n_steps": ("save_steps", "save_every", "save_interval", "checkpoint_every"),

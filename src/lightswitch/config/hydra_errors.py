@@ -13,7 +13,12 @@ from typing import Any, NoReturn
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+)
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]  # PyYAML has no types of its own
 from yaml.reader import ReaderError  # type: ignore[import-untyped]
 
@@ -89,6 +94,8 @@ def problems_of_composition(error: BaseException) -> list[str]:
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
         return [_unparsed(str(error.override).removeprefix("++"), error)]
+    if isinstance(error, InterpolationToMissingValueError) and (missing := re.search(r"value: ([\w.]+)", str(error))):
+        return [f"{missing[1]}: there is no default; type {missing[1]}=VALUE"]
     if isinstance(error, InterpolationKeyError):
         return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
     cause = error.__cause__

@@ -28,15 +28,21 @@ ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop"}  # a
 
 def follow(cfg: DictConfig, run: RunContext) -> None:
     """Put today's names and keys into a composed config, in place, and log a line of advice on each name."""
+    found = replace(cfg)
+    if found and run.placement.rank == 0:
+        told = [f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()]
+        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
+
+
+def replace(cfg: DictConfig) -> dict[str, str]:
+    """Put today's names and keys into a composed config, in place; return the older names by their nodes' paths."""
     with open_dict(cfg):
         cfg.update({key: value for key, value in ADDED.items() if key not in cfg})
     found = dict(_older(cfg))
     for path, name in found.items():
         with read_write(cfg):
             OmegaConf.update(cfg, f"{path}._target_", today(name))
-    if found and run.placement.rank == 0:
-        told = [f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()]
-        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
+    return found
 
 
 def in_folder(folder: Path) -> Iterator[str]:

@@ -121,3 +121,8 @@ def typed_overrides(hydra: HydraConf) -> list[str]:
     """Return the command line's overrides as typed; read one by one, their interpolations would be resolved."""
     typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     return list(typed)
+
+
+def typed_keys(hydra: HydraConf) -> set[str]:
+    """Return the keys that the command line sets; what nobody typed gives way to what a module needs."""
+    return {key_and_value(override)[0] for override in typed_overrides(hydra)}

@@ -1,6 +1,7 @@
-"""What strategy=auto and micro_batch_size=auto are, decided before a run is built.
+"""The decision of strategy=auto and micro_batch_size=auto, before a run is built.
 
-The first is the simplest strategy whose memory the devices have; launch/micro_batch.py has the second.
+strategy=auto is the simplest strategy for which the devices have the memory; micro_batch_size=auto is decided in
+launch/micro_batch.py.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Choice:
     """A strategy that strategy=auto takes.
 
     Attributes:
-        told: what that is, and why.
-        candidate: None for single on one device, and ddp on several.
-        words: that choose it on the command line.
+        told: the strategy and the reason, for the log.
+        candidate: None for the default of strategies/auto.py: single on one device, ddp on several.
+        words: overrides that choose it on the command line.
     """
 
     told: str
@@ -64,9 +65,9 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
 
 def _with_strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
     """Put the strategy that strategy=auto takes, and its micro batch, into a composed config; return the batch, or None
-    where it takes none.
+    where the config stays as it is.
 
-    Nothing changes under another strategy, nor on CPUs, unless plan.device or plan.memory_gib say what to reckon with.
+    It does so under another strategy, and on CPUs, unless plan.device or plan.memory_gib say what memory to count on.
     Each process that a launcher started decides by itself, from the config, the data and its machine's smallest GPU;
     the handshake refuses those that come to another end. Ranks that this process starts are told.
 
@@ -119,7 +120,7 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
 
 
 def by_states(among: Sequence[Candidate], states: float, usable: float, world: World, device: Device) -> Choice:
-    """Return the first strategy whose part of the states leaves room for a step; the last, where none's does."""
+    """Return the first strategy whose share of the states leaves room for a step, or else the last one."""
     shares = [one.kept_share(world.nodes, world.devices_per_node) for one in among]
     roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
     taken = next(roomy, among[-1])
@@ -135,7 +136,7 @@ def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], to
 
 
 def _request(cfg: DictConfig, run: RunContext) -> Request:
-    """Return the run that is asked for; of one whose data are not there yet, without its steps."""
+    """Return the run that is asked for, or only its states if its data are not there yet."""
     try:
         return estimates.requested(cfg, prepares_data=not run.placement.is_external)
     except Unplanned:
@@ -148,7 +149,7 @@ def _without_steps(cfg: DictConfig) -> Request:
 
 
 def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
-    """Return the strategies whose part of the states alone fits; all, where no strategy's does."""
+    """Return the strategies whose share of the states fits by itself, or else all of them."""
     return [one for one in among if states * one.kept_share(world.nodes, world.devices_per_node) < usable] or [*among]
 
 

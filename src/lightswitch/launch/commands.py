@@ -43,13 +43,13 @@ def repeat(cfg: DictConfig, placement: Placement) -> str:
     return shlex.join([*_program(placement), *_overrides(without=start), f"run_id={cfg.run_id}"])
 
 
-def evaluate(checkpoint: str, placement: Placement) -> str:
-    """Return the command that tests a checkpoint, with the same model, data and devices."""
+def evaluate(checkpoint: str, placement: Placement, mode: str) -> str:
+    """Return the command that evaluates a checkpoint in a mode, with the same model, data and devices."""
     typed = _overrides(without=_READ_ONLY_BY_FIT)
-    return shlex.join([*_program(placement), *typed, "mode=test", f"ckpt_path={quoted(checkpoint)}"])
+    return shlex.join([*_program(placement), *typed, f"mode={mode}", f"ckpt_path={quoted(checkpoint)}"])
 
 
-def planned(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
+def planned(placement: Placement, words: list[str]) -> str:
     """Return the command that starts the run of which a plan was made, with the words that choose what it found."""
     keys = [word.partition("=")[0] for word in words]
     other = ("trainer.precision",) if "precision" in keys else ()
@@ -91,7 +91,7 @@ def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict
 
 
 def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
-    """Return the command that starts a run again, in the same directory, with other words for some of its own."""
+    """Return the command that starts a run again, in the same directory, with some overrides replaced."""
     keys = [word.partition("=")[0] for word in words]
     other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments are of the strategy before
     typed = _overrides(without=(*_START, "ckpt_path", *keys, *other))

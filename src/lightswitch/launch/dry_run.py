@@ -16,8 +16,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
-from lightswitch.launch import build, commands, estimates, job_script
+from lightswitch.launch import commands, compatibility, estimates, job_script
 from lightswitch.launch.estimates import Request
+from lightswitch.launch.instantiation import raise_all
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.collectives import exchanges
@@ -62,7 +63,8 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     candidate = _candidate(request, run)
     batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
     estimates.check(request, candidate, batch)
-    build.raise_all(build.refused_parts(cfg, run, batch, estimates.strategy_of(request, candidate), request.world.size))
+    strategy = estimates.strategy_of(request, candidate)
+    raise_all(compatibility.problems_elsewhere(cfg, run, batch, strategy, request.world.size))
     _check_evaluation(request, batch)
     asked: Any = OmegaConf.to_container(cfg.dry_run)
     grown = None if OmegaConf.is_missing(run.hydra.job, "num") else _grown(request, candidate)  # of a sweep's jobs
@@ -133,8 +135,8 @@ def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed
 
 
 def _grown(request: Request, candidate: Candidate) -> BatchPlan | None:
-    """Return the batch of weak scaling, in which a device takes what it takes in the least world; None if there is no
-    such batch."""
+    """Return the batch of weak scaling, where each device takes as many samples as in the smallest world; None if it
+    does not divide."""
     cfg, world = request.cfg, request.world
     least = cfg.dry_run.weak_devices or world.devices_per_node
     if world.size % least:

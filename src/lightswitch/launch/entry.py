@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightswitch.errors import ExitCode
 from lightswitch.launch import first_line
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         @functools.wraps(main)
         def run() -> None:
             first_line.show(sys.argv[1:])
-            from lightswitch.launch.hydra_entry import Entry  # Hydra takes as long as a reader of that line
+            try:
+                from lightswitch.launch.hydra_entry import Entry  # Hydra takes as long as a reader of that line
+            except KeyboardInterrupt:  # signals are not caught yet
+                raise SystemExit(ExitCode.INTERRUPTED) from None
 
             Entry(main).run(config_path, config_name)
 

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
-from lightswitch.launch import build
+from lightswitch.launch import optimizers
+from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
@@ -31,7 +32,7 @@ from lightswitch.strategies.single import Single
 
 @dataclass(frozen=True)
 class Request:
-    """A run that is asked for, and what it is to run on."""
+    """A run that is asked for, and the devices that it is estimated for."""
 
     cfg: DictConfig
     device: Device
@@ -64,13 +65,13 @@ def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
     Raises:
         Refused: there is no training data, or a constructor refuses its arguments.
     """
-    refusals: list[Refused] = []
-    data: LightningDataModule | None = build.instantiated(cfg, "data", refusals)
-    model = build.instantiated(cfg, "model", refusals) if data is None else None
-    build.raise_all(refusals)
+    refusals = optimizers.refused(cfg)
+    data: LightningDataModule | None = instantiated(cfg, "data", refusals)
+    model = instantiated(cfg, "model", refusals) if data is None else None
+    raise_all(refusals)
     owner = model if model is not None else LightningModule()
     with _own_code("the training data"):
-        samples = first_samples(owner, data, not build.shards_itself(cfg), prepares_data)
+        samples = first_samples(owner, data, not shards_itself(cfg), prepares_data)
     return Request(cfg, device_of(cfg), world_of(cfg), samples)
 
 
@@ -92,10 +93,11 @@ def world_of(cfg: DictConfig) -> World:
 
 
 def parameter_bytes(cfg: DictConfig) -> float:
-    """Return the bytes of the model's parameters in the run's precision, of a model that is built without memory.
+    """Return the bytes of the model's parameters in the run's precision, from a model that is built on meta, without
+    memory.
 
     Raises:
-        Unplanned: it can't be.
+        Unplanned: it can't be built there.
     """
     with _own_code("the model"), torch.device("meta"):
         model = _model(cfg)
@@ -105,7 +107,7 @@ def parameter_bytes(cfg: DictConfig) -> float:
 
 
 def states(cfg: DictConfig) -> Mapping[Kind, float]:
-    """Return the bytes by kind that one device would keep from one step to the next, if it held all.
+    """Return the bytes of the model's states by kind: what one device without sharding keeps from one step to the next.
 
     Raises:
         Unplanned: the model can't be built, or its optimizer not be stepped, on tensors without values.
@@ -118,7 +120,7 @@ def states(cfg: DictConfig) -> Mapping[Kind, float]:
 def fitted(request: Request, candidate: Candidate) -> Estimate:
     """Return the estimate at the micro batch that was asked for, or else at the largest that fits.
 
-    The latter follows from the former's simulation; `confirmed` makes one of its own.
+    The largest is extrapolated from the simulated step of a device's whole share; `confirmed` simulates it.
 
     Raises:
         BatchError: the global batch does not divide.
@@ -141,7 +143,8 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
 
 
 def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> Estimate:
-    """Return an estimate whose own step was simulated, at a smaller micro batch if that has to be."""
+    """Simulate the step of an estimate that was extrapolated; return its estimate, at a smaller micro batch if it must
+    be."""
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
     candidate, largest = next(one for one in among if one.words == found.words), found.largest_micro_batch
@@ -158,7 +161,7 @@ def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> 
 
 
 def words_of(found: Estimate) -> list[str]:
-    """Return the words of the command line that choose what was found."""
+    """Return the overrides that choose an estimate's strategy and micro batch."""
     micro = [f"micro_batch_size={found.run.micro_batch}"] if found.run.accumulation > 1 else []
     return [*found.words, *micro]
 
@@ -180,7 +183,7 @@ def _smaller(batch: BatchPlan) -> list[int]:
 
 
 def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
-    """Check what a strategy refuses before a start.
+    """Check that the strategy and the precision take the run, as far as is known before a start.
 
     Raises:
         RefusedRequest: with each of its reasons.
@@ -212,7 +215,7 @@ def run_of(request: Request, batch: BatchPlan) -> Run:
 
 
 def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
-    """Simulate a step; of one that accumulates, two micro batches."""
+    """Simulate a step, of two micro batches if it accumulates."""
     key = (candidate.on_device(), batch)
     if key in request.simulated:
         return request.simulated[key]
@@ -232,10 +235,10 @@ def strategy_of(request: Request, candidate: Candidate) -> Strategy:
 
 @contextmanager
 def _own_code(what: str) -> Iterator[None]:
-    """Context in which the run's own code fails in a line.
+    """Context that turns an error of the user's code into a line.
 
     Raises:
-        Unplanned: it does.
+        Unplanned: the code has failed.
     """
     try:
         yield
@@ -246,7 +249,7 @@ def _own_code(what: str) -> Iterator[None]:
 
 
 def work_of(request: Request, batch: BatchPlan) -> Work:
-    """Return what is simulated: of a step that accumulates, two micro batches."""
+    """Return what is simulated: a step, of two micro batches if it accumulates."""
     clip = {key: value for key, value in request.trainer.items() if key.startswith("gradient_clip")}
     work = Work(
         lambda: _model(request.cfg),
@@ -260,20 +263,22 @@ def work_of(request: Request, batch: BatchPlan) -> Work:
 
 
 def _precision(cfg: DictConfig) -> dict[str, Any]:
-    """Return the Trainer's arguments for the precision; float16 takes what bfloat16 does, and its loss scale is a
-    value."""
+    """Return the Trainer's arguments for the precision, with bfloat16 in place of float16.
+
+    Both take the same memory, and float16's loss scale would ask tensors for values.
+    """
     asked = cfg.trainer.get("precision")
     same: Any = {"16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}.get(str(asked), asked)
     cfg = OmegaConf.create({"trainer": {"precision": same}})
     refusals: list[Refused] = []
-    arguments = {"precision": cfg.trainer.precision, **build.plugins(cfg, None, refusals)}
-    build.raise_all(refusals)
-    plugins = arguments["plugins"]
-    return {**arguments, "plugins": plugins if isinstance(plugins, list) else []}
+    arguments = {"precision": cfg.trainer.precision, **plugins(cfg, None, refusals)}
+    raise_all(refusals)
+    found = arguments["plugins"]
+    return {**arguments, "plugins": found if isinstance(found, list) else []}
 
 
 def _model(cfg: DictConfig) -> LightningModule:
     refusals: list[Refused] = []
-    model: LightningModule = build.instantiated(cfg, "model", refusals)
-    build.raise_all(refusals)
+    model: LightningModule = instantiated(cfg, "model", refusals)
+    raise_all(refusals)
     return model

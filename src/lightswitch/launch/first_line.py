@@ -15,9 +15,9 @@ _SWEEPS = {"--multirun", "-m"}
 
 
 def show(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
-    """Print the line, if stdout is a terminal: a log is read later, and a pipe by programs.
+    """Print the line if stdout is a terminal, where someone may be waiting.
 
-    Ranks other than 0 print nothing, nor does a question, which is answered as soon.
+    Ranks other than 0 print nothing. Neither do `--help` and its like, which answer as fast.
 
     Args:
         arguments: `sys.argv[1:]`.

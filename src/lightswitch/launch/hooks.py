@@ -1,4 +1,4 @@
-"""Calls of hooks as Lightning makes them, but for those that nobody has overridden.
+"""Lightning's calls of hooks, without the hooks that nobody has overridden.
 
 Lightning calls each hook of each callback, also where it is the empty one of the base class, and before it formats a
 name and opens a context for its profiler. In a training step that is more than a hundred calls for a few that do
@@ -117,7 +117,8 @@ def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: 
 
 
 def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a hook while the module knows its name, which `self.log` asks for; as in Lightning, an error leaves it."""
+    """Call a hook while the module knows its name, which `self.log` asks for. As in Lightning, it keeps the name on
+    errors."""
     if not callable(hook):
         return None
     known = vars(module)  # past nn.Module's __setattr__, which looks for parameters

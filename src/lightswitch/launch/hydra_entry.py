@@ -59,6 +59,7 @@ class Entry:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
         self.signals.catch(is_first=False)  # the rank is not known yet
+        logging.getLogger("torch").setLevel(logging.WARNING)  # as torch does once it is imported, if it comes so far
         gc.disable()  # until all is imported (launch/build turns it on): many objects, and little garbage
         try:
             self._run_hydra(config_path, config_name)
@@ -70,9 +71,8 @@ class Entry:
             if self.is_composed:
                 raise
             if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-                )  # for what Python still writes at its end
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())  # Python still flushes stdout as it exits
                 return
             ending.exit_with(problems_of_composition(error))
         finally:

@@ -48,6 +48,6 @@ def _options_in(script: Path) -> list[str]:
 
 
 def _merged(own: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return a script's own options, in place of which those of the command line count."""
+    """Return a script's own options, replaced by those of the command line where both have one."""
     found = {option.partition("=")[0]: option for option in (*own, *given)}
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Lightning's loop over batches, without what no one has asked for in a batch, or what is the same as in the last."""
+"""Lightning's loop over batches with less work in each: it skips what nobody asks for, and what has not changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shorten_loop(trainer: Trainer) -> None:
 class EpochLoop(_TrainingEpochLoop):
     """Loop over the batches of an epoch that does what Lightning's does, in Lightning's order.
 
-    A batch that is resumed at, and a step that takes the loader's iterator, are left to Lightning's own.
+    The batch at which a run is resumed, and a training step that takes the loader's iterator, are left to Lightning.
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""The decision of micro_batch_size=auto, made before a run is built: the largest that fits beside what stays."""
+"""The decision of micro_batch_size=auto, before a run is built: the largest micro batch that fits."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightswitch import figures
 from lightswitch.config import groups
-from lightswitch.config.overrides import key_and_value, typed_overrides
+from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
 from lightswitch.launch import commands
@@ -49,27 +49,25 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     among += [other for one in among if (other := one.recomputing()) is not None]
     best, *others = report.ordered([*estimates, *_recomputing(request, estimates, among)])
     estimates = report.ordered([confirmed(request, best, among), *others])
-    _tell(cfg, run, request, estimates, refused)
+    _tell(run, request, estimates, refused)
 
 
 def _recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
-    """Yield what activation checkpointing would change of the best that has it, if no estimate tells it already."""
+    """Yield the best estimate with activation checkpointing, if it is not among the estimates already."""
     others = {one.words: one.recomputing() for one in among}
     best = next((other for one in report.ordered(estimates) if (other := others.get(one.words)) is not None), None)
     if best is not None and best.words not in {one.words for one in estimates}:
         yield fitted(request, best)
 
 
-def _tell(
-    cfg: DictConfig, run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]
-) -> None:
+def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
     log.info("\n%s\n", report.table(estimates))
     for left_out in report.left_out(refused, [one.words for one in estimates]):
         log.info("left out   %s", left_out)
     log.info("take       %s", report.answer(estimates[0], request.device))
     for about, told in report.details(estimates[0]):
         log.info("%-10s %s", about, told)
-    log.info("start      %s", commands.planned(cfg, run.placement, words_of(estimates[0])))
+    log.info("start      %s", commands.planned(run.placement, words_of(estimates[0])))
     path = run.run_dir / "plan.json"
     data = report.as_data(estimates, request.device, {" ".join(words): why for words, why in refused.items()})
     path.write_text(json.dumps(data, indent=1))
@@ -106,8 +104,10 @@ def _candidates(request: Request, run: RunContext) -> list[Candidate]:
 
 def _precisions(request: Request, run: RunContext) -> list[Precision]:
     cfg = request.cfg
-    typed = {key_and_value(word)[0] for word in typed_overrides(run.hydra)}
-    is_chosen = bool(typed & {"precision", "trainer.precision"}) or cfg.trainer.get("precision") != precisions.UNASKED
+    is_chosen = (
+        bool(typed_keys(run.hydra) & {"precision", "trainer.precision"})
+        or cfg.trainer.get("precision") != precisions.UNASKED
+    )
     files = groups.files(run.hydra, "precision")
     return precisions.compared(cfg.plan.get("precisions"), files, request.device, is_chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.launch.loop import EpochLoop
-from lightswitch.strategies.sharded import Sharded
+from lightswitch.strategies.reversible import Reversible
 
 _SMOOTHING = 0.98  # Lightning's share of the losses before in the smoothed loss
 
@@ -147,15 +147,15 @@ def _restored(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Context that leaves a module and the precision's loss scale as they were; each rank copies what it holds."""
     precision, strategy = trainer.precision_plugin, trainer.strategy
     scale = precision.state_dict()
-    kept = {name: tensor.to("cpu", copy=True) for name, tensor in _held(module)}
+    kept = {name: tensor.to("cpu", copy=True) for name, tensor in _held(module) if tensor.numel()}
     try:
-        yield
+        with strategy.restored() if isinstance(strategy, Reversible) else nullcontext():
+            yield
     finally:
-        if isinstance(strategy, Sharded):
-            strategy.free_gathered()
         module.zero_grad()
         for name, tensor in _held(module):
-            tensor.copy_(kept[name])
+            if name in kept:  # else the strategy holds it elsewhere
+                tensor.copy_(kept[name])
         for part in module.modules():
             if isinstance(part, Metric):
                 part.reset()

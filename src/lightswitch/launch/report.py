@@ -16,13 +16,16 @@ from omegaconf import DictConfig
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
 from lightswitch.context import RunContext
-from lightswitch.launch import build, commands
+from lightswitch.launch import commands, stages
+from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 from lightswitch.runs import changes, finished, results
 from lightswitch.runs.resume import Start, shown
 
 log = logging.getLogger(__name__)
+
+_EVALUATIONS = ("test", "validate")  # what to type next is the first that can be
 
 
 @rank_zero_only
@@ -34,7 +37,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
         type(trainer.strategy).__name__, trainer.precision,
         trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
     )  # fmt: skip
-    if build.shards_itself(cfg):
+    if shards_itself(cfg):
         log.info("batch      as each device's data loader makes it × accumulation %d", plan.accumulation)
     else:
         log.info("batch      %s", plan)
@@ -56,15 +59,19 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     last = run.run_dir / "checkpoints" / "last.ckpt"
     position = position_of(last) if last.exists() else None
     go_on = commands.go_on(cfg, run.placement, position) if position else None
-    for what, text in _told(run, go_on).items():
+    for what, text in _told(run, go_on, _mode_of_evaluation(trainer)).items():
         log.info("%-10s %s", what, text)
     if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
         # the counters of spawned ranks ended with them, so the checkpoint's step counts
         finished.keep(cfg, run.run_dir, position.steps if position else trainer.global_step, go_on)
 
 
-def _told(run: RunContext, go_on: str | None) -> dict[str, str]:
-    """Return what to log at the end, by its label: paths, and commands to type next."""
+def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str]:
+    """Return what to log at the end, by its label: paths, and commands to type next.
+
+    Args:
+        mode: in which a checkpoint is evaluated, if it can be in any.
+    """
     run_dir = run.run_dir
     if run.mode == "predict":
         return {"written": shown(run_dir / "predictions")}
@@ -74,11 +81,18 @@ def _told(run: RunContext, go_on: str | None) -> dict[str, str]:
     if go_on:
         told["go on"] = go_on
     best, last = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
-    if (checkpoint := best if best.exists() else last).exists():
-        told["evaluate"] = commands.evaluate(shown(checkpoint), run.placement)
+    if mode and (checkpoint := best if best.exists() else last).exists():
+        told["evaluate"] = commands.evaluate(shown(checkpoint), run.placement, mode)
     if (run_dir / "tensorboard").exists():
         told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
     return told
+
+
+def _mode_of_evaluation(trainer: Trainer) -> str | None:
+    data = trainer.datamodule  # type: ignore[attr-defined]  # it is set past Lightning's declaration
+    of_ranks = data is None  # of a process that has forked its ranks: they alone have attached the data
+    lacking = [stages.lacking(mode, trainer.lightning_module, data, of_ranks) for mode in _EVALUATIONS]
+    return next((mode for mode, lacks in zip(_EVALUATIONS, lacking, strict=True) if not lacks), None)
 
 
 def _run_dir_of(checkpoint: Path) -> Path:

@@ -20,6 +20,7 @@ def register(placement: Placement) -> None:
         "launched_devices": lambda: placement.devices_per_node or 1,
         "launched_nodes": lambda: placement.nodes,
         "unless": _unless,
+        "steps_or_all": _steps_or_all,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -43,6 +44,12 @@ class _RunId:
 def _unless(value: object, otherwise: object, *siblings: str, _parent_: DictConfig) -> object:
     """Return a value, or another one where a key beside it is set: `${unless:500,-1,max_epochs}`."""
     return value if all(_parent_.get(name) is None for name in siblings) else otherwise
+
+
+def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
+    """Return steps, or those of the whole run beside them where it is shorter: `${steps_or_all:250}`."""
+    max_steps = _parent_.get("max_steps")
+    return min(steps, max_steps) if isinstance(max_steps, int) and max_steps > 0 else steps
 
 
 def _run_name(*, _root_: DictConfig) -> str:

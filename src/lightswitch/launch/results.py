@@ -1,4 +1,4 @@
-"""What a training loop has logged, held so that logging and reading take less time than in Lightning's collection."""
+"""Lightning's collection of what a training loop has logged, made faster to write and to read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 
 
 class Results(_ResultCollection):
-    """Results whose values of a step are read once: on a GPU, each reading of one for a progress bar waits."""
+    """Collection whose values of a step are read once: on a GPU, each reading waits for the device."""
 
     _of_step: _METRICS | None = None
 

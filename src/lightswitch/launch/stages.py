@@ -18,6 +18,12 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+_NEEDS = {  # of the module and of the data; a predict_step is Lightning's own where the module has none
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": (None, "predict_dataloader"),
+}
+
 
 def fit(
     run: RunContext,
@@ -41,7 +47,7 @@ def fit(
 
 def test_best(run: RunContext, model: LightningModule, data: LightningDataModule | None, trainer: Trainer) -> Metrics:
     """Test the best checkpoint by the monitored metric, or the last weights if nothing was monitored."""
-    if trainer.interrupted or not (_has(model, "test_step") and (_has(data, "test_dataloader"))):
+    if trainer.interrupted or lacking("test", model, data):
         return {}
     best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
     if trainer.is_global_zero:
@@ -61,8 +67,11 @@ def evaluate(
     """Validate, test or predict, as the run's mode says, with the weights of a checkpoint.
 
     Raises:
-        Refused: the strategy would unpickle the checkpoint.
+        Refused: the module or its data lack what the mode needs, or the strategy would unpickle the checkpoint.
     """
+    if told := lacking(run.mode, model, data):
+        others = [f"mode={stage}" for stage in _NEEDS if not lacking(stage, model, data)]
+        raise Refused(f"mode={run.mode}: {told}; " + (f"type {' or '.join(others)}" if others else "write one"))
     _refuse_to_unpickle(trainer, checkpoint)
     read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
     with run.signals.forwarded_by(trainer.strategy.launcher):
@@ -72,6 +81,22 @@ def evaluate(
             stage = trainer.validate if run.mode == "validate" else trainer.test
             stage(model, datamodule=data, verbose=False, **read)
     return _metrics(trainer)
+
+
+def lacking(
+    stage: str, model: LightningModule, data: LightningDataModule | None, has_other_data: bool = False
+) -> str | None:
+    """Return what a stage of evaluation needs and neither has, in words; None where it has all.
+
+    Args:
+        has_other_data: its loaders may come from elsewhere.
+    """
+    step, loader = _NEEDS[stage]
+    if step and not is_overridden(step, model):
+        return f"{type(model).__name__} has no {step}"
+    if not has_other_data and not any(owner is not None and is_overridden(loader, owner) for owner in (data, model)):
+        return f"{type(data or model).__name__} has no {loader}"
+    return None
 
 
 def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
@@ -96,7 +121,3 @@ def _metrics(trainer: Trainer) -> Metrics:
 
 def _best_path(callback: object) -> str | None:
     return getattr(callback, "best_model_path", None)
-
-
-def _has(owner: object, hook: str) -> bool:
-    return owner is not None and is_overridden(hook, owner)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config import groups, moved, names
@@ -45,16 +45,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     moved.follow(cfg, run)
     plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
-    typed_nodes = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
-    given = {key: plain.get(key) for key in ("name", "run_id")}
-    _raise(
-        names.problems(given),
-        root_keys.misspelt(plain, typed),
-        root_keys.wrong(plain),
-        targets.problems(plain, typed_nodes),
-    )
-    typed_keys = {key_and_value(override)[0] for override in typed}
-    _raise(devices.wrong_counts(plain["trainer"]), trainer.problems(plain["trainer"], typed_keys))
+    _raise(iter(typed_problems(plain, typed)))
+    typed_nodes = _nodes(typed)
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement, groups.files(run.hydra, "precision")))
         plain = planned.on_its_device(plain)
@@ -76,6 +68,27 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     return _plan(plain)
 
 
+def typed_problems(cfg: dict[str, Any], typed: list[str]) -> list[str]:
+    """Return the problems in what was typed, whatever the machine; those of values once there are none of names.
+
+    Args:
+        cfg: resolved.
+        typed: overrides, as typed.
+    """
+    given = {key: cfg.get(key) for key in ("name", "run_id")}
+    typed_keys = {key_and_value(override)[0] for override in typed}
+    return [
+        *names.problems(given),
+        *root_keys.misspelt(cfg, typed),
+        *root_keys.wrong(cfg),
+        *targets.problems(cfg, _nodes(typed)),
+    ] or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
+
+
+def _nodes(typed: list[str]) -> set[str]:
+    return {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
+
+
 def _machine(cfg: dict[str, Any], run: RunContext) -> Iterator[Iterator[str]]:
     """Yield the checks of what this machine has."""
     yield devices.absent(cfg["trainer"], run.placement)
@@ -89,14 +102,22 @@ def _raise(*checks: Iterator[str]) -> None:
 
 
 def _resolved(cfg: DictConfig, run: RunContext) -> Any:
+    _raise(_missing(OmegaConf.to_container(cfg)))  # unresolved, for what refers to them would be named in their place
     try:
-        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise RefusedRequest([f"{error.full_key}: there is no default; type {error.full_key}=VALUE"]) from error
+        return OmegaConf.to_container(cfg, resolve=True)
     except InterpolationKeyError as error:
         raise RefusedRequest([_unresolved(error, run)]) from error
     except OmegaConfBaseException as error:
         raise RefusedRequest([f"{error.full_key}: {str(error).splitlines()[0]}"]) from error
+
+
+def _missing(node: Any, key: str = "") -> Iterator[str]:
+    """Tell of each value that is `???`, OmegaConf's mark of one that has to be typed."""
+    if node == "???":
+        yield f"{key}: there is no default; type {key}=VALUE"
+    elif isinstance(node, dict | list):
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _missing(value, f"{key}.{name}".lstrip("."))
 
 
 def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
@@ -145,13 +166,15 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     per_node = devices.count(trainer)
     batch = (cfg["global_batch_size"], _micro_batch(cfg))
     kind = devices.accelerator(trainer)
-    if cfg["on_nan"] == "skip" and str(strategy.get("_target_")).endswith(".DeepSpeed"):
+    target = str(strategy.get("_target_"))
+    if cfg["on_nan"] == "skip" and target.endswith(".DeepSpeed"):
         yield "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"
     if trainer.get("sync_batchnorm"):
-        if kind == "cpu" and trainer["num_nodes"] * per_node > 1:
-            yield "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
-        elif str(strategy.get("_target_")).endswith(".DeepSpeed"):
+        has_group = trainer["num_nodes"] * per_node > 1 or not target.endswith(("Single", "auto"))
+        if target.endswith(".DeepSpeed"):
             yield "trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp"
+        elif kind == "cpu" and has_group:
+            yield "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
     yield from strategies.problems(
         strategies.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], per_node, kind, batch)
     )
@@ -201,10 +224,18 @@ def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
         if not name:
             continue
         if not (path := saved.checkpoint(name, run_dir)).exists():
-            told = "there is no such file" if path == Path(name) else f"there is no {path}"
-            yield f"{key}={name}: {told}{_checkpoints_beside(path)}"
+            yield f"{key}={name}{_what_is_missing(path, Path(name))}{_checkpoints_beside(path)}"
         elif within := next(_checkpoints_within(path), None):
             yield f"{key}={name}: it is no checkpoint, and has some in it; type {key}={within}"
+
+
+def _what_is_missing(path: Path, typed: Path) -> str:
+    if path == typed:
+        return ": there is no such file"
+    if path.parent.exists():
+        return f": there is no {path}"
+    run_id = path.parent.parent.name
+    return f" is that of run_id={run_id}, which has none; type run_id=RUN_ID of the run that has it, or its path"
 
 
 def _checkpoints_within(path: Path) -> Iterator[Path]:

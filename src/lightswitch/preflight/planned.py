@@ -1,4 +1,4 @@
-"""What differs where a run is only planned: its devices need not be here, and one process does it."""
+"""Checks of a run that is only planned: one process does it, and its devices need not be here."""
 
 from __future__ import annotations
 

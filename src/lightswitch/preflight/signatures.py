@@ -72,6 +72,8 @@ def signature(target: str) -> Signature | None:
         LookupError: the module exists and is read, but holds no such name.
     """
     module, _, name = target.rpartition(".")
+    if not module:
+        raise LookupError(f"it names no module; expected MODULE.CLASS, as in {name or 'my'}.Module")
     found = _find(module, name)
     if found is None:
         return None

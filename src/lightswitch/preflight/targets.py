@@ -89,10 +89,9 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> 
     What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused.
     """
     other = aliases.argument(path, key, accepted.parameters)
-    near = nearest(key, accepted.parameters, alike=0.85 if accepted.open_ended else 0.5)
-    hint = f" Did you mean {other}?" if other else near
+    hint = f" Did you mean {other}?" if other else nearest(key, accepted.parameters, alike=0.85)
     if not (hint or accepted.open_ended):
-        hint = _of_strategies(path, key)
+        hint = _of_strategies(path, key) or nearest(key, accepted.parameters)
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
 

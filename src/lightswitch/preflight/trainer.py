@@ -34,6 +34,8 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
     for argument, reason in _REFUSED.items():
         if trainer.get(argument):
             yield f"trainer.{argument}={_shown(trainer[argument])}: {reason}"
+    if isinstance(steps := trainer.get("max_steps"), int) and (steps == 0 or steps < -1):
+        yield f"trainer.max_steps={steps}: use a number from 1, or -1 with trainer.max_epochs=N"
     if "trainer.default_root_dir" in typed:
         yield "trainer.default_root_dir: a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 

@@ -52,7 +52,9 @@ def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
     """Yield the differences below one key, except interpolations, which follow the values that they refer to."""
     if isinstance(now, str) and "${" in now:
         return
-    if isinstance(before, dict) and isinstance(now, dict):
+    if path == "trainer.strategy" and (strategies := (_class(before), _class(now)))[0] != strategies[1]:
+        yield f"{path}={strategies[1]} (was {strategies[0]})"  # whose arguments are others
+    elif isinstance(before, dict) and isinstance(now, dict):
         for key in (*now, *(before.keys() - now.keys())):
             yield from _difference(f"{path}.{key}", before.get(key, _ABSENT), now.get(key, _ABSENT))
     elif now is _ABSENT:
@@ -61,6 +63,11 @@ def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
         yield f"{path}={_text(now)} (was not there)"
     elif str(before) != str(now) and "${" not in str(now):
         yield f"{path}={_text(now)} (was {_text(before)})"
+
+
+def _class(strategy: Any) -> str:
+    """Return the name of a strategy's class, or the name that is typed in place of a node."""
+    return str(strategy.get("_target_") if isinstance(strategy, dict) else strategy).rpartition(".")[2]
 
 
 def _text(value: Any) -> str:

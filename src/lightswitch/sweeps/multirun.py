@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from lightswitch.config.overrides import quoted
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import root_keys
 from lightswitch.process.state import Process
-from lightswitch.runs import claim
-from lightswitch.sweeps import record, table
+from lightswitch.runs import claim, results
+from lightswitch.sweeps import mistakes, record, table
 
 
 def patch_multirun(process: Process, of_jobs: Callable[[DictConfig, Path], Iterable[str]]) -> None:
@@ -40,38 +42,73 @@ def patch_multirun(process: Process, of_jobs: Callable[[DictConfig, Path], Itera
         with_log_configuration: bool = True,
     ) -> None:
         cfg = self.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
-        if problems := list(_problems(cfg)):
-            raise RefusedRequest(problems)
-        check_names(cfg)
-        folder = Path(str(cfg.hydra.sweep.dir)).absolute()
-        try:
-            claim.take_folder(folder, process)
-        except Refused as refused:
-            raise RefusedRequest(refused.problems) from refused
-        submitted_before = _submitted(folder)
+        _check(cfg, partial(self.config_loader.load_sweep_config, cfg))
+        folder = _claimed(cfg, process)
         pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
+        arguments = (config_name, task_function, [*overrides, pinned], with_log_configuration)
         try:
-            walk(self, config_name, task_function, [*overrides, pinned], with_log_configuration)
-        except (KeyboardInterrupt, SystemExit):
-            _cancel(_submitted(folder) - submitted_before)
-            raise
-        except (HydraException, RefusedRequest):  # a problem of what was typed
-            raise
-        except Exception as error:
-            if not any(job.has_failed for job in record.read_all(folder)):
-                raise
-            print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as when Optuna has no finished trial
+            _run_jobs(partial(walk, self, *arguments), folder)
         finally:
             process.release_locks()
             claim.remove_if_empty(folder)
             jobs = record.read_all(folder)
-            print(table.of(jobs, str(cfg.objective)), end="", flush=True)
+            logged = {name for file in folder.glob(f"*/{results.FILE}") for name in results.read(file.parent)}
+            print(table.of(jobs, str(cfg.objective), logged), end="", flush=True)
         for told in of_jobs(cfg, folder) if jobs else ():
             print(f"\n{told}" if told.endswith("\n") else told, flush=True)
         if any(job.has_failed for job in jobs):
             raise SystemExit(ExitCode.FAILED)
 
     patches.replace(Hydra, "multirun", multirun)
+
+
+def _check(cfg: DictConfig, compose: mistakes.Compose) -> None:
+    """Check what is wrong with a sweep as such, then with all its jobs.
+
+    Raises:
+        RefusedRequest: with all problems found.
+    """
+    if problems := list(_problems(cfg)):
+        raise RefusedRequest(problems)
+    check_names(cfg)
+    if problems := mistakes.of_all_jobs(cfg, compose):
+        raise RefusedRequest(problems)
+
+
+def _claimed(cfg: DictConfig, process: Process) -> Path:
+    """Return the sweep's folder, which no other start of it uses until this process ends.
+
+    Raises:
+        RefusedRequest: another process has it.
+    """
+    folder = Path(str(cfg.hydra.sweep.dir)).absolute()
+    try:
+        claim.take_folder(folder, process)
+    except Refused as refused:
+        raise RefusedRequest(refused.problems) from refused
+    return folder
+
+
+def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
+    """Run the jobs of a sweep; where a signal ends it, those that it has submitted to a cluster are cancelled.
+
+    Args:
+        walk: Hydra's own `multirun`.
+    """
+    submitted_before = _submitted(folder)
+    try:
+        walk()
+    except (KeyboardInterrupt, SystemExit):
+        _cancel(_submitted(folder) - submitted_before)
+        raise
+    except (HydraException, RefusedRequest):  # a problem of what was typed
+        raise
+    except Exception as error:
+        if isinstance(cause := error.__cause__, subprocess.CalledProcessError) and "sbatch" in cause.cmd:
+            raise RefusedRequest([f"sbatch takes no job: {' '.join(str(error).split())}"]) from error
+        if not any(job.has_failed for job in record.read_all(folder)):
+            raise
+        print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as when Optuna has no finished trial
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
@@ -84,6 +121,11 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
             "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
         )
     launcher = cfg.hydra.launcher
+    if str(launcher._target_).endswith("submitit_launcher.SlurmLauncher") and shutil.which("sbatch") is None:
+        yield (
+            "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on one of the cluster's, or "
+            "leave the launcher out"
+        )
     if str(launcher._target_).endswith("submitit_launcher.LocalLauncher") and launcher.tasks_per_node > 1:
         yield (
             f"hydra.launcher.tasks_per_node={launcher.tasks_per_node}: only Slurm's tasks find each other; "

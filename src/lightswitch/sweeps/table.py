@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from lightswitch.errors import listed
+from lightswitch.monitoring.objective import find, of_module
 from lightswitch.sweeps.record import FINISHED, Record
 
 
-def of(records: list[Record], objective: str) -> str:
-    """Return a row for each job, and below them the first line of each failure."""
+def of(records: list[Record], objective: str, logged: Iterable[str] = ()) -> str:
+    """Return a row for each job, and below them the first line of each failure.
+
+    Args:
+        logged: the metrics that jobs ended with, for the case that the objective is none of them.
+    """
     if not records:
         return ""
     header = ("job", "overrides", objective, "state", "directory")
@@ -18,10 +26,18 @@ def of(records: list[Record], objective: str) -> str:
     told = [f"job {record.number:<6} {record.error or 'it was killed'}" for record in failed]
     if failed:
         told = ["", f"{len(failed)} of {len(records)} jobs failed", *told]
-    elif all(record.state == FINISHED and record.objective is None for record in records):
-        other = "type objective=NAME for another metric, or trainer.val_check_interval=N where jobs end unvalidated"
-        told = ["", f"no job has logged {objective}; {other}"]
+    finished = [record for record in records if record.state == FINISHED]
+    if finished and all(record.objective is None for record in finished):
+        told += ["", _absent(objective, of_module(logged))]
     return "\n".join(["", *_aligned([header, *rows]), *told, ""])
+
+
+def _absent(objective: str, logged: list[str]) -> str:
+    there = f", only {listed(logged, 'metrics', shown=8)}" if logged else ""
+    return (
+        f"no job has logged {objective}{there}; type objective={find(logged, None) or 'NAME'} for another metric, or "
+        "trainer.val_check_interval=N where jobs end unvalidated"
+    )
 
 
 def _distinct(records: list[Record]) -> list[str]:

@@ -174,7 +174,8 @@ MISTAKES |= {
         "trainer.devices": ("devices",),
         "trainer.num_nodes": ("nodes", "num_nodes"),
         "trainer.accelerator": ("accelerator",),
-        "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch",),
+        "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch", "eval_strategy"),
+        "trainer.strategy.activation_checkpointing": ("gradient_checkpointing",),
         "seed": ("random_seed",),
         "name": ("output_dir", "save_dir", "log_dir", "task_name"),
         "logger": ("wandb",),
@@ -223,6 +224,8 @@ MISTAKES |= {
     "tensor_parallel_size. It is an option of strategy=fsdp_tp.",
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
+    "strategy=deepspeed_stage_2 trainer.strategy.activation_checkpointing=true": "trainer.strategy."
+    "activation_checkpointing: DeepSpeed takes no activation_checkpointing. It is an option of strategy=fsdp.",
     "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
     "device=cpu": "device=cpu: use trainer.accelerator=cpu",
     "device=cuda": "device=cuda: use trainer.accelerator=gpu",
@@ -241,6 +244,8 @@ MISTAKES |= {
     "scheduler.warmup=3": "scheduler.warmup: WarmupDecay takes no warmup. Did you mean warmup_fraction?",
     "name=a/b": "name='a/b' is no valid name: letters, digits and . _ - = , are allowed; type name=NAME",
     "run_id=../x": "run_id='../x' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
+    "name=???": "name: there is no default; type name=VALUE",
+    "run_id=???": "run_id: there is no default; type run_id=VALUE",
     "run_id=": "run_id is empty; type run_id=NAME",
     "mode=eval": "mode=eval: use one of fit, validate, test, predict, plan, dry_run",
     "mode=plan plan.memory_gib=big": "plan.memory_gib=big: use a number greater than 0",
@@ -253,7 +258,12 @@ MISTAKES |= {
     "seed=1.5": "seed=1.5: found float, expected int",
     "seed=99999999999": "seed=99999999999: use one from 0 to 4294967295, as NumPy needs it",
     "compare=yes": "compare=yes: found str, expected true or false",
-    "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE",
+    "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE\n"
+    "error: cluster.main_address: there is no default; type cluster.main_address=VALUE",
+    "trainer.max_steps=???": "trainer.max_steps: there is no default; type trainer.max_steps=VALUE",
+    "model._target_=mine": "model._target_=mine: it names no module; expected MODULE.CLASS, as in mine.Module",
+    "trainer.max_steps=0": "trainer.max_steps=0: use a number from 1, or -1 with trainer.max_epochs=N",
+    "trainer.max_steps=-5": "trainer.max_steps=-5: use a number from 1, or -1 with trainer.max_epochs=N",
     "model._target_=nowhere.Model": "model._target_=nowhere.Model: there is no module nowhere",
     "data.samples=many": "data.samples=many: found str, expected int",
     "++trainer.foo=1": "trainer.foo: Trainer takes no foo.",
@@ -274,6 +284,9 @@ FILES = {
 }
 WITH_SPACES = {"trainer.max_steps = 10": "trainer.max_steps = 10: a setting has no spaces; type trainer.max_steps=10"}
 MISTAKES |= WITH_SPACES
+
+
+pytestmark = pytest.mark.timeout(900)  # the first waits for all answers, 75 s of CPU
 
 
 @pytest.fixture(scope="module")

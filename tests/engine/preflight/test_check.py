@@ -28,6 +28,8 @@ REFUSED = {
     "strategy=ddp_fork trainer.num_nodes=2": "strategy ddp_fork starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
     "strategy=single trainer.devices=2": "strategy=single is one device, and 1 × 2 are asked for; use strategy=ddp",
+    "strategy=fsdp trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised "
+    "batch norm is; leave it out on CPUs",
     "trainer.accelerator=gqu": "trainer.accelerator=gqu is unknown. Did you mean gpu? "
     "Choices: auto, gpu, cuda, mps, cpu, tpu",
     "trainer.accelerator=cpu trainer.devices=-1": "trainer.devices=-1 names GPUs, and the run is on the CPU; "
@@ -42,6 +44,8 @@ REFUSED = {
     "~logger.tensorboard, and leave it out",
     "mode=test": "mode=test needs ckpt_path=PATH of a checkpoint",
     "mode=test ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
+    "run_id=mine mode=test ckpt_path=best": "ckpt_path=best is that of run_id=mine, which has none; type "
+    "run_id=RUN_ID of the run that has it, or its path",
     "resume=nowhere.ckpt": "resume=nowhere.ckpt: there is no such file",
     "~callbacks.best_checkpoint ~callbacks.last_checkpoint": NO_CHECKPOINT,
     "logger=null": "callbacks.lr_monitor writes to a logger, and every logger was removed; "

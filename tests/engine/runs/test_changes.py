@@ -10,10 +10,11 @@ from omegaconf import OmegaConf
 from lightswitch.runs import changes
 from tests.engine.conftest import PLAIN, Train
 
+BEFORE_TRAINER = {"max_steps": 500, "strategy": {"_target_": "lightswitch.strategies.ddp.DDP", "num_nodes": 1}}
 BEFORE = {
     "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95], "fused": False},
     "model": {"optimizer": {"lr": 3e-4, "betas": [0.9, 0.95], "fused": False}, "width": 64, "bias": None},
-    "trainer": {"max_steps": 500},
+    "trainer": BEFORE_TRAINER,
     "run_id": "mine",
     "callbacks": {"throughput": {"_target_": "here"}},
 }
@@ -27,7 +28,19 @@ SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
         ({**SAME, "run_id": "other", "callbacks": {}}, ""),
         ({**SAME, "optimizer": {**BEFORE["optimizer"], "lr": 1e-3}}, "optimizer.lr=0.001 (was 0.0003)"),
         (
-            {**SAME, "trainer": {"max_steps": 1000}, "optimizer": {"lr": 3e-4, "betas": [0.9, 0.99], "fused": True}},
+            {
+                **SAME,
+                "trainer": {**BEFORE_TRAINER, "strategy": {"_target_": "lightswitch.strategies.fsdp.FSDP", "x": 2}},
+            },
+            "trainer.strategy=FSDP (was DDP)",
+        ),
+        ({**SAME, "trainer": {**BEFORE_TRAINER, "strategy": "auto"}}, "trainer.strategy=auto (was DDP)"),
+        (
+            {
+                **SAME,
+                "trainer": {**BEFORE_TRAINER, "max_steps": 1000},
+                "optimizer": {"lr": 3e-4, "betas": [0.9, 0.99], "fused": True},
+            },
             "optimizer.betas=[0.9, 0.99] (was [0.9, 0.95]), optimizer.fused=true (was false), "
             "trainer.max_steps=1000 (was 500)",
         ),

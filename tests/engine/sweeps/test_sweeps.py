@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +111,12 @@ def test_what_has_finished_is_not_run_again(sweep: Sweep, tmp_path: Path) -> Non
     assert [(runs / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
 
 
+def test_an_objective_that_no_job_has_logged_is_told_with_what_they_have(sweep: Sweep) -> None:
+    done = sweep(*SWEPT, "seed=1", "objective=accuracy")
+    assert rows(done.stdout)[0][-3:-1] == ["-", "finished"]
+    assert "\nno job has logged accuracy, only val/loss; type objective=val/loss for another metric, or" in done.stdout
+
+
 def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Path) -> None:
     assert sweep(*SWEPT, "seed=1,2").returncode == 0
     other = sweep(*SWEPT, "seed=1,3")
@@ -184,6 +192,22 @@ def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_machine_without_slurm_submits_no_sweep(sweep: Sweep, tmp_path: Path) -> None:
+    refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", PATH=str(Path(sys.executable).parent))
+    told = "this machine has no sbatch; start the sweep on one of the cluster's, or leave the launcher out"
+    assert (refused.returncode, refused.stderr) == (2, f"error: hydra/launcher=submitit_slurm: {told}\n")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
+def test_what_sbatch_does_not_take_is_told_in_a_line(sweep: Sweep, tmp_path: Path) -> None:
+    (conf := tmp_path / "slurm.conf").write_text("ClusterName=none\n")  # of a cluster without a controller
+    refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", SLURM_CONF=str(conf))
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith("error: sbatch takes no job: sbatch: error: ")
+    assert "Traceback" not in refused.stderr
+
+
 def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep: Sweep, swept: Path) -> None:
     model = (
         "model._target_=tests.engine.config.secretive.SecretModel",
@@ -199,3 +223,11 @@ def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep
     written = [path for path in swept.parent.glob("runs/**/*") if path.is_file()]
     assert not [path for path in written if b"hunter2-correct-horse" in path.read_bytes()]
     assert "hunter2-correct-horse" not in done.stdout + done.stderr
+
+
+def test_a_mistake_that_all_jobs_have_is_told_once_and_no_job_begins(sweep: Sweep, tmp_path: Path) -> None:
+    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "seed=range(0,1000)")
+    refused = sweep(*SWEPT, *chosen, "trainer.max_stps=4")
+    told = "error: trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?\n"
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", told)
+    assert not (tmp_path / "runs").exists()
