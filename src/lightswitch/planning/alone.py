@@ -1,4 +1,4 @@
-"""A strategy in a step that is planned: its tensors have no values, and no other rank is there to wait for."""
+"""Strategies for a planned step, whose tensors have no values and whose other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _AloneInDDP(_Alone, DDPStrategy):
         )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Do nothing: of a module that optimizes by hand, the reducer would be told."""
+        """Do nothing: Lightning would prepare the reducer for a module that optimizes by hand."""
 
 
 class Converted(Mixin, Precision):

@@ -42,7 +42,7 @@ class Candidate:
     """A strategy, and how it is chosen.
 
     Attributes:
-        words: of the command line.
+        words: overrides that choose it on the command line.
         node: of the config: the class, and its arguments.
         precision: None for the run's own.
     """
@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def on_host(self) -> tuple[Kind, ...]:
-        """Return the kinds of what is kept in the host's memory."""
+        """Kinds of states that are kept in the host's memory."""
         if self.node.get(_OFFLOADS):
             return STATES
         offloaded: dict[Kind, str] = {"parameters": "offload_parameters", "optimizer": "offload_optimizer"}
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def offloads(self) -> bool:
-        """Return whether something is kept in the host's memory."""
+        """Return whether any state is kept in the host's memory."""
         return bool(self.on_host)
 
     @property
@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def shards_all(self) -> bool:
-        """Return whether each of all devices holds its part of parameters, gradients and optimizer state."""
+        """Return whether parameters, gradients and optimizer state are all sharded over all devices."""
         is_full = self.node.get("sharding_strategy", "FULL_SHARD") == "FULL_SHARD"
         return is_full and not self.is_replicated and not self.offloads and (not self.is_zero or self._stage == 3)
 
@@ -102,16 +102,17 @@ class Candidate:
         return int(self.node.get("stage", 2))
 
     def on_device(self) -> str:
-        """Return what decides a simulation of it: there, offloading changes nothing, as all is in the host's memory."""
+        """Return what decides the candidate's simulation, as text. Offloading does not: all simulated tensors are on
+        the CPU."""
         there = {key: value for key, value in self.node.items() if key != _OFFLOADS}
         return json.dumps([there, self.precision and self.precision.value], sort_keys=True)
 
     def at(self, precision: Precision) -> Candidate:
-        """Return it in a precision."""
+        """Return the candidate in a precision."""
         return replace(self, words=(*self.words, f"precision={precision.name}"), precision=precision)
 
     def recomputing(self) -> Candidate | None:
-        """Return it with activation checkpointing; None where it has that already, or can't."""
+        """Return the candidate with activation checkpointing; None where it has that already, or can't have it."""
         if self.node.get(_RECOMPUTES) or _RECOMPUTES not in _arguments(self.node):
             return None
         words = (*self.words, f"trainer.strategy.{_RECOMPUTES}=true")
@@ -126,8 +127,8 @@ def chosen(choice: str, node: Mapping[str, Any]) -> list[Candidate]:
 def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candidate]:
     """Return every strategy of the config folders that is a class by itself, the simplest first.
 
-    Left out are those that differ from another one only in how processes are started, or lack a value, and replicas
-    of one node where there is no other.
+    Left out are those that differ from another one only in how processes are started, those that lack a value (???),
+    and HYBRID_SHARD where there is one node.
 
     Args:
         with_zero: DeepSpeed's stages are among them, where it is installed.
@@ -144,8 +145,8 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
 
 
 def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candidate]:
-    """Return what strategy=auto tries, in this order: what keeps all on the devices, the same with activation
-    checkpointing, and what uses the host's memory, without and with it.
+    """Return what strategy=auto tries, in its order: strategies that keep all on the devices before those that use the
+    host's memory, and each of the two groups once more with activation checkpointing.
     """
     found = [one for one in every(hydra, nodes) if one.name in _TRIED]
     if nodes * devices_per_node == 1:
@@ -161,7 +162,8 @@ def _recomputing(those: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
-    """Return whether a node is a strategy of its own: a function, as that of auto, returns one of the others."""
+    """Return whether a node is a strategy of its own. One that names a function, as auto's, stands for one of the
+    others."""
     module, _, name = str(node.get("_target_")).rpartition(".")
     if name in _SUPERSEDED or find_spec(module) is None:
         return False

@@ -104,9 +104,12 @@ class Exchange:
 
 
 def exchanges(step: Iterable[tuple[Collective, int]]) -> tuple[Exchange, ...]:
-    """Return collectives by name and group, given each with how often it comes in a step; those that send most first.
+    """Return a step's collectives, summed by name and group, the largest first.
 
-    Those of a group of one send nothing, and are left out.
+    Groups of one rank send nothing, and are left out.
+
+    Args:
+        step: each collective, and how often it comes in the step.
     """
     count: Counter[tuple[str, tuple[int, ...]]] = Counter()
     sent: Counter[tuple[str, tuple[int, ...]]] = Counter()

@@ -41,21 +41,21 @@ class Device:
     kind: Literal["cuda", "cpu"] = "cuda"
 
     def with_memory(self, gib: float | None) -> Device:
-        """Return the device with another memory, unless it is None."""
+        """Return the device with another size of memory; unchanged for None."""
         return self if gib is None else replace(self, memory_gib=gib)
 
     def usable_bytes(self, devices_per_node: int) -> float:
-        """Return what a process can have."""
+        """Return the bytes of the device's memory that a process can have."""
         if self.kind == "cpu":
             return self.memory_gib * GIB / devices_per_node
         return self.memory_gib * GIB * (1 - HIDDEN_SHARE)
 
     def host_bytes(self, devices_per_node: int) -> float:
-        """Return what a process can have of the host's memory."""
+        """Return the bytes of the host's memory that a process can have."""
         return math.inf if self.host_gib is None else self.host_gib * GIB / devices_per_node
 
     def runtime_bytes(self, tensor_bytes: float, groups: int) -> float:
-        """Return what it holds beside the tensors of a step.
+        """Return the bytes that a process takes on the device beside the tensors of a step.
 
         Args:
             groups: process groups in which it communicates.

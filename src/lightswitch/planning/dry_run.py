@@ -21,6 +21,7 @@ from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.files import Files
 from lightswitch.planning.rank import Rank
 from lightswitch.planning.reads import Reads
+from lightswitch.planning.report import size
 from lightswitch.planning.timeline import Kind
 
 _SHOWN_SAMPLES = 8
@@ -166,17 +167,18 @@ def _collectives(dry_run: DryRun) -> list[str]:
 
 
 def _memory(dry_run: DryRun) -> list[str]:
-    rows: list[tuple[str, ...]] = [("rank", "GiB", "fits", *_KINDS, "other")]
+    unit = report.unit_of(max(one.estimate.memory.bytes for one in dry_run.ranks))
+    rows: list[tuple[str, ...]] = [("rank", unit, "fits", *_KINDS, "other")]
     for one in dry_run.ranks:
         memory = one.estimate.memory
         shown = [memory.peak.by_kind.get(kind, 0.0) for kind in _KINDS]
         rest = memory.bytes - sum(shown)
         fits = "yes" if memory.fits else "no"
-        sizes = (report.number(bytes) for bytes in (memory.bytes, *shown, rest))
+        sizes = (report.number(bytes, unit) for bytes in (memory.bytes, *shown, rest))
         total, *parts = sizes
         rows.append((str(one.rank.number), total, fits, *parts))
-    usable = report.number(dry_run.first.estimate.memory.usable_bytes)
-    return [*report.aligned(rows), f"of {usable} GiB on {dry_run.device.name}"]
+    usable = report.amount(dry_run.first.estimate.memory.usable_bytes)
+    return [*report.aligned(rows), f"of {usable} on {dry_run.device.name}"]
 
 
 def _checkpoint(dry_run: DryRun) -> list[str]:
@@ -208,13 +210,6 @@ def span(ranks: Sequence[int]) -> str:
 
 def _all(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def size(bytes: float) -> str:
-    """Return bytes with a magnitude of 1000: 85 B, 1.97 MB, 3.12 GB."""
-    number = compact(bytes)
-    digits = number.rstrip("kMGT")
-    return f"{digits} {number[len(digits) :]}B"
 
 
 def as_data(dry_run: DryRun) -> dict[str, Any]:

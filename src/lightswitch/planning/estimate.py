@@ -19,11 +19,11 @@ class Step:
 
     Attributes:
         growth: of its memory with the samples of a micro batch.
-        samples: of the micro batch in which the others were counted.
+        samples: size of the micro batch in which operations and collectives were counted.
         micro_flops: floating-point operations of a micro batch.
         micro_collectives: of a micro batch that is not a step's last.
         last_collectives: of a step's last micro batch, with clipping and the optimizer.
-        parameters: of the whole model, by number.
+        parameters: number of the whole model's parameters.
         parameter_bytes, optimizer_bytes: of the whole model, as a checkpoint holds them.
     """
 
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """Request of a run, apart from the strategy.
+    """A run's batch, world and precision: what is asked for, apart from the strategy.
 
     Attributes:
         micro_batch, accumulation: samples a device takes at once, and how often a step.
@@ -119,12 +119,12 @@ class StepTime:
 
     @property
     def bound(self) -> str | None:
-        """Return what takes longest; None where nothing is known."""
+        """Name of what takes longest; None where nothing is known."""
         return max(self.seconds, key=self.seconds.__getitem__, default=None)
 
     @property
     def least_seconds(self) -> float | None:
-        """Return the longest of them: no step is shorter."""
+        """Largest of the bounds: no step is shorter."""
         return max(self.seconds.values(), default=None)
 
 
@@ -133,7 +133,7 @@ class Estimate:
     """Memory, time and traffic of a run under one strategy.
 
     Attributes:
-        words: that choose the strategy on the command line.
+        words: overrides that choose the strategy on the command line.
         largest_micro_batch: that the device can hold; None where it is not known, 0 where not even one sample fits.
         flops: of a step, of one device.
         checkpoint_bytes: of one checkpoint, over all ranks.
@@ -184,7 +184,7 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_ho
         largest_micro_batch(step.growth, device, run.devices_per_node, groups, on_host),
         flops,
         sent,
-        step_time(flops, _moved_bytes(step, memory, run), sent, _host_traffic(memory, run), run, device),
+        step_time(flops, _moved_bytes(memory, run), sent, _host_traffic(memory, run), run, device),
         step.parameters,
         step.parameter_bytes + step.optimizer_bytes,
     )
@@ -260,7 +260,7 @@ def _per_second(gb: float | None) -> float | None:
 
 
 def _step_traffic(step: Step, run: Run) -> Traffic:
-    """Return a step's traffic: of what was not last, as often as it comes; activations' collectives grow with them."""
+    """Return the traffic of a step: that of its last micro batch, and that of the others as often as they come."""
     micro = traffic(step.micro_collectives, run.devices_per_node)
     last = traffic(step.last_collectives, run.devices_per_node)
     times = run.accumulation - 1
@@ -272,8 +272,8 @@ def _host_traffic(memory: Memory, run: Run) -> float:
     return 2 * run.accumulation * memory.host_parameter_bytes
 
 
-def _moved_bytes(step: Step, memory: Memory, run: Run) -> float:
-    """Return the bytes that a step reads and writes at least, were all else fused.
+def _moved_bytes(memory: Memory, run: Run) -> float:
+    """Return the bytes that a step reads and writes at least, if everything else were fused.
 
     Activations are written and read once; parameters are read in each forward and backward pass; the optimizer reads
     parameters, gradients and its state, and writes parameters and state.

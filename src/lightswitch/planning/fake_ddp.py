@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class FakeDDP(DistributedDataParallel):
-    """Stand-in for DistributedDataParallel that takes and sends what it does.
+    """Stand-in for DistributedDataParallel that takes the same memory and sends the same bytes.
 
     Each 25 MiB of gradients have a bucket, which is averaged once it is full.
 

@@ -45,7 +45,7 @@ def fake_group(world: World) -> Iterator[None]:
 
 
 class FakeCluster(ClusterEnvironment):
-    """Lightning's view of a world whose processes somebody else is said to have started."""
+    """Cluster environment of a simulated world, whose processes Lightning takes to be started by someone else."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

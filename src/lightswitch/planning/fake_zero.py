@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on tensors without values: what it asks of them is answered, and what it leaves is undone."""
+"""DeepSpeed's engine on tensors without values: it reads zeros, and what it changes in the process is undone."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _WITH_32_BIT_COPIES = {"enabled": True, "bf16_master_weights_and_grads": False, 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Mode in which DeepSpeed's own code reads 0 of any tensor: no overflow, and a norm that is not clipped.
 
-    What the model asks is not answered. The CPU with a number, which DeepSpeed's strategy has, is that of all others,
-    to which real tensors are copied as well.
+    What the model itself reads is not answered. DeepSpeed's device, `cpu:0`, is replaced by `cpu`, where all other
+    tensors are: copies of real tensors, too.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
 
 
 def _asker() -> str:
-    """Return the name of the module whose function asks torch."""
+    """Return the name of the module whose function has called torch."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _module(frame).partition(".")[0] == "torch":
         frame = frame.f_back
@@ -68,9 +68,9 @@ def _module(frame: Any) -> str:
 
 @contextmanager
 def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
-    """Context in which DeepSpeed's engine is that of one rank of a world, and leaves this process as it was.
+    """Context in which DeepSpeed's engine is one rank of a world; what it changes in this process is undone at the end.
 
-    For any other strategy, one that changes nothing.
+    It does nothing for other strategies.
     """
     if not isinstance(strategy, DeepSpeedStrategy):
         yield
@@ -100,7 +100,7 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
 
 
 def plan_in_bfloat16(strategy: DeepSpeedStrategy) -> None:
-    """Let bfloat16 stand for DeepSpeed's float16, which a CPU has not: weights in 16 bits, beside copies in 32."""
+    """Plan DeepSpeed's float16 as bfloat16, as it has none on CPUs: weights in 16 bits, beside copies in 32."""
     config = strategy.config or {}
     config.pop("fp16", None)
     config["bf16"] = dict(_WITH_32_BIT_COPIES)

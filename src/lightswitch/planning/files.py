@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -30,11 +30,13 @@ class Layout:
         shape: of the whole tensor.
         axes: of the mesh, those that it is spread or repeated over, each with its placement; none for a tensor that
             each rank holds whole.
+        is_of_first: the first of the ranks that hold copies writes it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[tuple[str, Placement], ...] = ()
+    is_of_first: bool = False
 
     @property
     def bytes(self) -> int:
@@ -73,15 +75,19 @@ class Files:
         return f"__{rank}_0.distcp"
 
 
-def layouts(tensors: Mapping[str, Stored], unnamed: str = "") -> dict[str, Layout] | None:
+def layouts(
+    tensors: Mapping[str, Stored], unnamed: str = "", of_first: Set[str] = frozenset()
+) -> dict[str, Layout] | None:
     """Return the layouts of one rank's tensors; None where flat buffers are cut, which each rank does for itself.
 
     Args:
+        of_first: names of tensors that the first of the ranks writes which hold copies.
         unnamed: the axis of a mesh that has one, without a name.
     """
     if any(isinstance(tensor, Piece) for tensor in tensors.values()):
         return None
-    return {name: _layout(tensor, unnamed) for name, tensor in tensors.items() if not isinstance(tensor, Piece)}
+    found = {name: _layout(tensor, unnamed) for name, tensor in tensors.items() if not isinstance(tensor, Piece)}
+    return {name: replace(layout, is_of_first=name in of_first) for name, layout in found.items()}
 
 
 def _layout(tensor: torch.Tensor, unnamed: str) -> Layout:
@@ -103,7 +109,8 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
     world = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
     chunks = {layout: _chunks(layout, axes, world) for layout in set(tensors.values())}
     counts = {name: chunks[layout][0].copies.count for name, layout in tensors.items()}
-    writers = owners({name: (count, tensors[name].bytes) for name, count in counts.items() if count > 1})
+    shared = {name: count for name, count in counts.items() if count > 1 and not tensors[name].is_of_first}
+    writers = owners({name: (count, tensors[name].bytes) for name, count in shared.items()})
     kinds = list(chunks)  # by their numbers from here on: a million times, a layout's hash takes long
     kind_of = {name: kinds.index(layout) for name, layout in tensors.items()}
     alike = [_alike(chunks[layout]) for layout in kinds]

@@ -1,4 +1,4 @@
-"""Every storage that a step makes, with its bytes, from its first tensor until it is freed: of real tensors or fake."""
+"""The ledger of a step's memory: each storage with its bytes, from when it is made until it is freed, real or fake."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Phase = Literal["setup", "forward", "backward", "optimizer"]
 
 
 class Block:
-    """A storage, which keeps its kind once it is known: a gradient is told from other tensors after the backward pass.
+    """A storage. What it is for may be known only later: gradients are named after the backward pass.
 
     Attributes:
-        kind: None for what nobody has named; then the phase it was made in decides.
+        kind: None until it is named; see `role`.
         where: the path of the module at work when it was made.
-        first_bytes: that it had when it was made; ``bytes`` changes where it is resized.
+        first_bytes: its size when it was made; ``bytes`` changes when it is resized.
     """
 
     __slots__ = ("bytes", "first_bytes", "kind", "phase", "where")
@@ -43,11 +43,11 @@ class Block:
 
     @property
     def role(self) -> Kind:
-        """Kind of the storage, or what its phase makes of it: what the forward pass keeps is for the backward pass."""
+        """Kind of the storage; while it has no name, an activation if the forward pass has made it, else temporary."""
         return self.kind or ("activations" if self.phase == "forward" else "temporary")
 
     def is_like(self, other: Block) -> bool:
-        """Return whether two are of the same kind and the same module, and take bytes, or take none."""
+        """Return whether both have the same kind, phase and module, and are both empty or both not."""
         own, others = (self.role, self.phase, self.where), (other.role, other.phase, other.where)
         return own == others and bool(self.first_bytes) == bool(other.first_bytes)
 
@@ -69,7 +69,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     Args:
         fake: the mode whose tensors stand for real ones, entered before; None where tensors are real. Fake ones of
             other modes take no memory.
-        where: tells the path of the module at work.
+        where: returns the path of the module at work.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None, where: Callable[[], str] = str) -> None:
@@ -136,11 +136,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return bool(given) and not any(tensor.is_meta for tensor in given)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Say what the step does from now on."""
+        """Set the phase of the step from now on."""
         self.phase = phase
 
     def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> Block | None:
-        """Say what a tensor's storage is for; it is noted if it was made before. Return it, where it takes memory."""
+        """Set the kind of a tensor's storage and return the storage; None where it takes no memory.
+
+        A storage that was made before the ledger was opened is entered now.
+        """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         block = self._note_tensor(local)
         if block is not None and (block.kind is None or not only_unnamed):
@@ -152,10 +155,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return Mark(len(self._changes), len(self.collectives), self.flops)
 
     def between(self, start: Mark, end: Mark, times: Mapping[Block, float] = MappingProxyType({})) -> Timeline:
-        """Return what was held at a moment, and how that changed until another.
+        """Return the bytes that were held at a moment, and how they changed until another.
 
         Args:
-            times: by which to multiply the bytes of storages.
+            times: factors for the bytes of storages; 1 for others.
         """
         held: dict[Kind, float] = defaultdict(float)
         for block, bytes in self._changes[: start.changes]:

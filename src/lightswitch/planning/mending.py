@@ -1,4 +1,4 @@
-"""What would have to change for a run that no strategy fits: arithmetic alone."""
+"""Advice for a run that fits under no strategy, or that has run out of memory. Arithmetic alone."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def next_words(
 
 
 def bytes_needed(bytes: float, device: Device) -> float:
-    """Return the memory that a device of this kind would have to have, for so many to be usable."""
+    """Return the bytes of memory that a device of this kind needs, so that this many of them are usable."""
     return GIB * bytes / device.with_memory(1).usable_bytes(1)

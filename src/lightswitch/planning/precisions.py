@@ -46,7 +46,7 @@ def compared(asked: object, files: Mapping[str, Path], device: Device, is_chosen
 
 
 def named(asked: object) -> list[str]:
-    """Return the names in plan.precisions, of which there may be one."""
+    """Return the names in plan.precisions, which is a list, one name, or None."""
     those: Iterable[object] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
     return [str(name) for name in those if name is not None]
 

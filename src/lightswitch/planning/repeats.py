@@ -1,4 +1,4 @@
-"""Operators that come again on fake tensors: what they gave is kept by shapes, and made without asking the mode."""
+"""A cache of what operators return on fake tensors: a call with the same shapes is answered without the fake mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device,
 
 
 class _Unknown(Exception):
-    """An argument is none of those by which a call can be told from another."""
+    """Error: an argument can't be a part of the cache's key."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class _Made:
     """A tensor that an operator returns.
 
     Attributes:
-        of: the number of the tensor argument that it is or, with ``shape``, whose storage it has; None for a storage of
-            its own.
+        of: index of the tensor argument that is returned as it is or, with ``shape``, whose storage is shared; None for
+            a new storage.
         shape: None for the argument itself.
     """
 
@@ -47,9 +47,9 @@ class _Recipe:
 
 
 class Repeats:
-    """Table of what operators return by the shapes of their tensors, which the fake mode would work out again.
+    """Cache of what operators return, by the shapes of their tensors.
 
-    The mode has a cache of its own, whose keys cost more than most operators, and which leaves out `t` and
+    The fake mode has a cache of its own, whose keys cost more than most operators, and which leaves out `t` and
     `_unsafe_view`.
     """
 
@@ -58,7 +58,7 @@ class Repeats:
         self._recipes: dict[Hashable, _Recipe | None] = {}  # None: what can't be repeated
 
     def call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what an operator returns."""
+        """Call an operator, or make what it returns from the cache."""
         given: list[FakeTensor] = []
         try:
             key = self._key(func, args, kwargs, given)
@@ -72,14 +72,15 @@ class Repeats:
         return out
 
     def _is_key(self, key: Hashable, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call has the same key still: the operator has changed no argument's shape."""
+        """Return whether a call still has this key; not so if the operator has changed an argument's shape."""
         try:
             return self._key(func, args, kwargs, []) == key
         except _Unknown:
             return False
 
     def _key(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], given: list[FakeTensor]) -> Hashable:
-        """Return what decides a call: shapes of tensors, which are added to ``given``, and the other arguments."""
+        """Return the key of a call: the shapes of its tensors, which are appended to ``given``, and its other
+        arguments."""
         key: list[Hashable] = [func, torch.get_default_dtype()]
         self._extend(key, args, given)
         if kwargs:

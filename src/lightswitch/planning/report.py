@@ -11,6 +11,8 @@ from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.timeline import Kind
 
+UNITS = {"GiB": GIB, "MiB": GIB // 1024}  # of memory, in bytes
+SENT_UNITS = {"GB": 1e9, "MB": 1e6}
 _HEADER = (
     *("strategy", "precision", "micro batch", "GiB", "fits"),
     *("parameters", "gradients", "optimizer", "activations", "other"),
@@ -40,14 +42,16 @@ def table(estimates: Iterable[Estimate]) -> str:
     """Return a row for each estimate, in the order given; memory of a device in GiB, or in MiB where it is little."""
     estimates = list(estimates)
     unit = unit_of(max((one.memory.bytes for one in estimates), default=0))
-    rows = [_row(one, unit) for one in estimates]
+    sent_unit = sent_unit_of(max(map(_sent_bytes, estimates), default=0))
+    rows = [_row(one, unit, sent_unit) for one in estimates]
     kept = [index for index, name in enumerate(_HEADER) if name not in _ONLY_IF_TOLD or any(row[index] for row in rows)]
-    header = tuple(unit if name == "GiB" else name for name in _HEADER)
+    units = {"GiB": unit, "GB sent": f"{sent_unit} sent"}
+    header = tuple(units.get(name, name) for name in _HEADER)
     texts = [place for place, index in enumerate(kept) if _HEADER[index] in _TEXTS]
     return "\n".join(aligned([[row[index] for index in kept] for row in (header, *rows)], texts))
 
 
-def _row(one: Estimate, unit: str) -> tuple[str, ...]:
+def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
     kinds = one.memory.peak.by_kind
     shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
     seconds, host = one.time.least_seconds, one.memory.host_bytes
@@ -59,11 +63,20 @@ def _row(one: Estimate, unit: str) -> tuple[str, ...]:
         "yes" if one.memory.fits else "no",
         *(number(bytes, unit) for bytes in (*shown, one.memory.bytes - sum(shown))),
         "?" if one.largest_micro_batch is None else str(one.largest_micro_batch),
-        "-" if seconds is None else f"{seconds:.3g}",
+        "-" if seconds is None else digits(seconds),
         one.time.bound or "-",
-        f"{(one.traffic.within + one.traffic.between) / 1e9:.3g}",
+        digits(_sent_bytes(one) / SENT_UNITS[sent_unit]),
         number(host, unit) if host else "",
     )
+
+
+def _sent_bytes(one: Estimate) -> float:
+    return one.traffic.within + one.traffic.between
+
+
+def sent_unit_of(most_bytes: float) -> str:
+    """Return the unit that bytes which are sent are told in."""
+    return "GB" if most_bytes >= 1e8 else "MB"
 
 
 def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
@@ -122,7 +135,7 @@ def left_out(refused: Mapping[tuple[str, ...], str], taken: Iterable[tuple[str, 
             kept_out.setdefault(why, []).append(words[:2])
     for why, those in kept_out.items():
         chosen = _chosen(those, every)
-        yield f"{chosen}: {why.removeprefix(f'{chosen}: ')}"
+        yield why if why.startswith(chosen) else f"{chosen}: {why}"
 
 
 def _chosen(those: Sequence[tuple[str, ...]], every: Collection[tuple[str, ...]]) -> str:
@@ -146,23 +159,24 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
     yield "peak", f"{peak.phase}, at {peak.where}" if peak.where else peak.phase
     if best.memory.host_bytes:
         yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
-    between = f" and {sent.between / 1e9:.3g} GB between nodes" if run.nodes > 1 else ""
+    between = f" and {size(sent.between)} between nodes" if run.nodes > 1 else ""
+    arithmetic = magnitude(best.flops, "FLOP")
+    yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, by a device"
     yield (
-        "step",
-        f"{best.flops / 1e12:.3g} TFLOP, {sent.within / 1e9:.3g} GB sent within the node{between}, by a device",
+        "save",
+        f"{amount(best.checkpoint_bytes)}, in {digits(best.save_seconds)} s at {run.disk_gb_per_second:g} GB/s",
     )
-    yield "save", f"{amount(best.checkpoint_bytes)}, in {best.save_seconds:.3g} s at {run.disk_gb_per_second:g} GB/s"
 
 
 def took(one: Estimate, device: Device) -> str:
-    """Return what a strategy takes of what there is."""
+    """Return in a line what a strategy takes of the device's memory."""
     memory = one.memory
     of = share(memory.bytes, memory.usable_bytes)
     return f"{name(one)}, micro batch {one.run.micro_batch}: {of} on {device.name}"
 
 
 def share(bytes: float, whole_bytes: float) -> str:
-    """Return so many bytes of others: 61.2 of 78.8 GiB, 3.5 MiB of 78.8 GiB."""
+    """Return bytes out of a total as text: 61.2 of 78.8 GiB, 3.5 MiB of 78.8 GiB."""
     one, whole = amount(bytes), amount(whole_bytes)
     unit = whole.rpartition(" ")[2]
     return f"{one.removesuffix(unit).strip()} of {whole}"
@@ -181,8 +195,26 @@ def unit_of(most_bytes: float) -> str:
 
 def number(bytes: float, unit: str = "GiB") -> str:
     """Return bytes in a unit: 0.003, 1.25, 61.2, 120."""
-    scaled = bytes / (GIB if unit == "GiB" else GIB / 1024)
-    return f"{scaled:.3g}" if scaled < 100 else f"{scaled:.0f}"
+    return digits(bytes / UNITS[unit])
+
+
+def digits(number: float) -> str:
+    """Return a number with three digits, and without an exponent: 0.003, 61.2, 1200; <0.001 of one that is less."""
+    if 0 < number < 0.001:
+        return "<0.001"
+    return f"{number:.3g}" if number < 100 else f"{number:.0f}"
+
+
+def size(bytes: float) -> str:
+    """Return bytes with a magnitude of 1000: 85 B, 1.97 MB, 3.12 GB."""
+    return magnitude(bytes, "B")
+
+
+def magnitude(number: float, unit: str) -> str:
+    """Return a number of a unit with a magnitude of 1000: 30 TFLOP."""
+    told = compact(number)
+    shown = told.rstrip("kMGT")
+    return f"{shown} {told[len(shown) :]}{unit}"
 
 
 def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ class Samples:
     """The start of the training data.
 
     Attributes:
-        batch: returns so many samples, collated; the loader's own batch where it can't be cut.
-        is_cut: whether it can be.
+        batch: returns a batch of so many samples; the loader's own batch where that can't be cut.
+        is_cut: whether batches can be cut to any number of samples.
         owner: of the loaders: the data module, set up, or the module.
         loaders: of training, as Lightning is given them.
     """
@@ -92,7 +92,7 @@ def _batch(loader: Any, count: int) -> Any:
 
 
 def _repeated(samples: Iterable[Any], count: int) -> list[Any]:
-    """Return so many samples, again from the first where there are fewer.
+    """Return so many samples, repeated from the first where there are fewer.
 
     Raises:
         Refused: there is none.

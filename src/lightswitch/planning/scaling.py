@@ -67,10 +67,12 @@ def _point(estimate: dict[str, Any]) -> Point:
 
 def table(lines: Sequence[Line]) -> str:
     """Return a row for each world of each line; efficiency is samples a second of a device, by those in its first."""
-    return "\n".join(report.aligned([_HEADER, *(row for line in lines for row in _rows(line))], _TEXTS))
+    unit = report.unit_of(max((point.bytes for line in lines for point in line.points), default=0))
+    header = tuple(unit if name == "GiB" else name for name in _HEADER)
+    return "\n".join(report.aligned([header, *(row for line in lines for row in _rows(line, unit))], _TEXTS))
 
 
-def _rows(line: Line) -> Iterator[tuple[str, ...]]:
+def _rows(line: Line, unit: str) -> Iterator[tuple[str, ...]]:
     for point, efficiency in zip(line.points, line.efficiencies(), strict=True):
         rate = point.samples_per_second
         yield (
@@ -78,11 +80,11 @@ def _rows(line: Line) -> Iterator[tuple[str, ...]]:
             str(point.ranks),
             str(point.global_batch),
             f"{point.micro_batch} × {point.accumulation}",
-            report.number(point.bytes),
+            report.number(point.bytes, unit),
             "yes" if point.bytes <= point.usable_bytes else "no",
-            "-" if point.seconds is None else f"{point.seconds:.3g}",
+            "-" if point.seconds is None else report.digits(point.seconds),
             point.bound or "-",
-            f"{point.received_bytes / 1e9:.3g}",
+            report.digits(point.received_bytes / 1e9),
             "-" if rate is None else compact(rate),
             "-" if efficiency is None else f"{efficiency:.0%}",
         )

@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightswitch import figures
-from lightswitch.planning.device import GIB
+from lightswitch.planning import report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MEMORY = "GiB on a device"
+_LEAST_SECONDS = 0.1  # of the longest step: shorter ones are told in milliseconds
 _NEAR = 4  # times what is drawn: then the device's memory is, too
 
 
@@ -73,26 +73,37 @@ def picture(lines: Sequence[Line]) -> figures.Picture:
 
 def _told(line: Line) -> str:
     return "; ".join(
-        f"{point.ranks} devices{'' if point.seconds is None else f', at least {point.seconds:.3g} s'}, "
-        f"{point.bytes / GIB:.3g} GiB, {point.received_bytes / 1e9:.3g} GB received"
+        f"{point.ranks} devices{'' if point.seconds is None else f', at least {_duration(point.seconds)}'}, "
+        f"{report.amount(point.bytes)}, {report.size(point.received_bytes)} received"
         for point in line.points
     )
 
 
+def _duration(seconds: float) -> str:
+    return f"{report.digits(1e3 * seconds)} ms" if seconds < _LEAST_SECONDS else f"{report.digits(seconds)} s"
+
+
 def _draw(lines: Sequence[Line], figure: Figure, theme: figures.Theme) -> None:
+    points = [point for line in lines for point in line.points]
+    in_ms = max(point.seconds or 0.0 for point in points) < _LEAST_SECONDS
+    memory = report.unit_of(max(point.bytes for point in points))
+    sent = report.sent_unit_of(max(point.received_bytes for point in points))
+    of_memory = f"{memory} on a device"
     panels: dict[str, Callable[[Point], float | None]] = {
-        "seconds a step, at least": lambda point: point.seconds,
-        _MEMORY: lambda point: point.bytes / GIB,
-        "GB that a device receives in a step": lambda point: point.received_bytes / 1e9,
+        f"{'milliseconds' if in_ms else 'seconds'} a step, at least": (
+            lambda point: point.seconds and point.seconds * (1e3 if in_ms else 1)
+        ),
+        of_memory: lambda point: point.bytes / report.UNITS[memory],
+        f"{sent} that a device receives in a step": lambda point: point.received_bytes / report.SENT_UNITS[sent],
     }
-    shown = {title: of for title, of in panels.items() if any(of(point) for line in lines for point in line.points)}
+    shown = {title: of for title, of in panels.items() if any(map(of, points))}
     for axes, (title, of) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
         axes.set_title(title)
         _draw_lines(axes, theme, lines, of)
-        if of is panels[_MEMORY]:
+        if title == of_memory:
             axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
-            _draw_limit(axes, theme, lines)
-        elif all(of(point) for line in lines for point in line.points):
+            _draw_limit(axes, theme, points, report.UNITS[memory])
+        elif all(map(of, points)):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
@@ -121,9 +132,8 @@ def _draw_lines(axes: Axes, theme: figures.Theme, lines: Sequence[Line], of: Cal
     axes.set_xlabel("devices")
 
 
-def _draw_limit(axes: Axes, theme: figures.Theme, lines: Sequence[Line]) -> None:
-    points = [point for line in lines for point in line.points]
+def _draw_limit(axes: Axes, theme: figures.Theme, points: Sequence[Point], unit_bytes: int) -> None:
     usable = max(point.usable_bytes for point in points)
     if usable < _NEAR * max(point.bytes for point in points):
-        axes.axhline(usable / GIB, color=theme.ink, linewidth=1.2)
-        axes.annotate("a device's memory", (0.02, usable / GIB), xycoords=("axes fraction", "data"), va="bottom")
+        axes.axhline(usable / unit_bytes, color=theme.ink, linewidth=1.2)
+        axes.annotate("a device's memory", (0.02, usable / unit_bytes), xycoords=("axes fraction", "data"), va="bottom")

@@ -42,7 +42,7 @@ _NEEDS_VALUES = (
     *(DataDependentOutputException, DynamicOutputShapeException),
     *(UnsupportedFakeTensorException, UnsupportedOperatorException),
 )
-_FIRST, _TOLD, _LARGER = range(3)  # numbers of the steps
+_FIRST, _MEASURED, _LARGER = range(3)  # numbers of the steps
 _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # whose lines are of a run
 
 
@@ -51,9 +51,9 @@ class Work:
     """Model and batches of a run, apart from its strategy.
 
     Attributes:
-        model: makes the module anew.
+        model: builds the module.
         batch: returns a micro batch of so many samples.
-        is_cut: whether it can; else it returns one that is given.
+        is_cut: whether ``batch`` returns any number of samples; else its batches have one size.
         samples: of a micro batch.
         accumulation: micro batches a step.
         options: further arguments of the Trainer.
@@ -70,11 +70,11 @@ class Work:
 def simulate(
     work: Work, strategy: Strategy, world: World, look: Callable[[Trainer], None] = lambda trainer: None
 ) -> Step:
-    """Return what a rank of a world does in a step under a strategy.
+    """Simulate steps of one rank of a world under a strategy, and return what the second of them does.
 
-    Two steps are made: the first makes the optimizer's state, and the second is told. The first has twice the samples,
-    for its forward and backward passes tell how memory grows with them; where they are not those of the second, a third
-    step does. A batch that can't be cut has one size.
+    The first step makes the optimizer's state. It has twice the samples, so that its forward and backward passes,
+    compared with the second step's, show how memory grows with samples. Where they can't be compared, a third step of
+    twice the samples shows it. A batch that can't be cut has one size in all steps.
 
     Args:
         look: called after the steps, while the rank and its process groups are there.
@@ -97,12 +97,12 @@ def simulate(
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
         try:
-            trainer.fit(model, _Batches(work, _sizes(work, strategy), fake, tracking))
+            trainer.fit(model, _Batches(work, _sizes(work), fake, tracking))
         except _NEEDS_VALUES as error:
             raise NeedsValues(str(error.args[0])) from error
         finally:
             tracking.close()
-        step = tracking.step(_TOLD)
+        step = tracking.step(_MEASURED)
         growth = _growth(work, tracking, step.timeline)
         look(trainer)
     return Step(
@@ -117,29 +117,29 @@ def simulate(
     )
 
 
-def _sizes(work: Work, strategy: Strategy) -> tuple[int, ...]:
-    """Return the micro batch of each step; the third is made where the first does not tell what it would."""
+def _sizes(work: Work) -> tuple[int, ...]:
+    """Return the micro batch of each step; the third step is made only where the first can't be compared."""
     larger = 2 * work.samples if work.is_cut else work.samples
     return (larger, work.samples, larger)
 
 
 def _growth(work: Work, tracking: Tracking, own: Timeline) -> Growth:
-    """Return how memory grows from the step that is told to one of twice the samples."""
+    """Return how memory grows from the measured step to one of twice the samples."""
     if not work.is_cut:
         return Growth((work.samples, work.samples), (own, own))
-    larger = tracking.resized(_FIRST, _TOLD) or tracking.step(_LARGER).timeline
+    larger = tracking.resized(_FIRST, _MEASURED) or tracking.step(_LARGER).timeline
     return Growth((work.samples, 2 * work.samples), (own, larger))
 
 
 def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
-    """Return the collectives of a micro batch that is not a step's last; of a step of one, what they would be."""
+    """Return the collectives of a micro batch before a step's last; where a step has only one, those it would have."""
     if len(collectives) == 1 and isinstance(strategy, DDPStrategy) and not shards_gradients(strategy):
         return ()
     return collectives[0]
 
 
 def without_step(work: Work) -> Work:
-    """Return the same work with a step that uses every parameter and computes nothing: of it, states are known."""
+    """Return the same work with a training step that only sums the parameters: enough to know their states."""
 
     def model() -> LightningModule:
         made = work.model()
@@ -194,9 +194,9 @@ def _options(work: Work, model: LightningModule) -> dict[str, Any]:
 
 
 class _Alone(Callback):
-    """Callback that lets a strategy expect nothing of other ranks but collectives, which are those of a fake group.
+    """Callback that ends the run once enough steps are made, and has a strategy wait for no other rank's parameters.
 
-    It ends the run once the steps tell enough, before the end of the epoch: a schedule there may go by a metric.
+    It ends the run before the end of the epoch, where a schedule may need a metric.
     """
 
     def __init__(self, work: Work, tracking: Tracking) -> None:
@@ -207,11 +207,11 @@ class _Alone(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         steps, more = divmod(batch_idx + 1, self._work.accumulation)
-        if not more and steps > _TOLD and (steps > _LARGER or self._is_told()):
+        if not more and steps > _MEASURED and (steps > _LARGER or self._is_enough()):
             trainer.should_stop = True
 
-    def _is_told(self) -> bool:
-        return not self._work.is_cut or self._tracking.resized(_FIRST, _TOLD) is not None
+    def _is_enough(self) -> bool:
+        return not self._work.is_cut or self._tracking.resized(_FIRST, _MEASURED) is not None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         unused = getattr(trainer.strategy, "_unused", None)
@@ -220,7 +220,7 @@ class _Alone(Callback):
 
 
 class _Batches:
-    """A loader of micro batches, each of new tensors, as one that reads samples yields."""
+    """Data loader of the simulated micro batches, each of new tensors."""
 
     def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode, tracking: Tracking) -> None:
         self._sizes = [size for size in sizes for _ in range(work.accumulation)]
@@ -257,7 +257,7 @@ def _processes(strategy: Strategy, world: World) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which libraries and strategies tell nothing: what they say is of a run."""
+    """Context that silences libraries and strategies: their messages are meant for real runs."""
     levels = {name: logging.getLogger(name).level for name in _QUIET}
     for name in levels:
         logging.getLogger(name).setLevel(logging.ERROR)

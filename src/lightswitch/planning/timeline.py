@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = (
 
 @dataclass(frozen=True)
 class Change:
-    """Bytes taken, or given back.
+    """A change of the memory in use: bytes that are taken or, if negative, given back.
 
     Attributes:
         phase: of the step: forward, backward or optimizer.
@@ -70,7 +70,7 @@ class Timeline:
         return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
 
     def accumulating(self) -> Timeline:
-        """Return the step as if another micro batch had come before: whole gradients are there, and more are added.
+        """Return the step as if another micro batch had come before it, to whose gradients it adds its own.
 
         A gradient is freed once it is added, which is when the next one is made.
         """
@@ -87,12 +87,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Growth:
-    """A step at two micro batches, from which any other follows: each storage's bytes are affine in the samples.
+    """A step at two sizes of its micro batch, from which it is extrapolated to any other.
 
-    A peak is not: at more samples it may stand elsewhere. So storages are extended, and the peak is found anew.
+    The bytes of each storage are affine in the samples. Those of the peak are not, as it may move to another moment; so
+    storages are extrapolated, and the peak is found anew.
 
     Attributes:
-        samples: the two micro batches.
+        samples: the two sizes.
         steps: the step at each.
     """
 
@@ -101,14 +102,15 @@ class Growth:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether there are two, that do the same: a model may take another path at another batch size."""
+        """Whether the two sizes differ and the step does the same at both: a model may take another path at another
+        size."""
         one, other = self.steps
         if self.samples[0] == self.samples[1]:
             return False
         return [change.kind for change in one.changes] == [change.kind for change in other.changes]
 
     def at(self, samples: int) -> Timeline:
-        """Return the step at a micro batch of so many samples; the first, where growth is not known."""
+        """Return the step at a micro batch of so many samples; the first of the two, where growth is not known."""
         one, other = self.steps
         if samples == self.samples[0] or not self.is_known:
             return one
@@ -121,12 +123,12 @@ class Growth:
         return Timeline(before, changes)
 
     def accumulating(self) -> Growth:
-        """Return the growth of a step of several micro batches, of one of which this is; see `Timeline`."""
+        """Return the growth of a step that accumulates several such micro batches; see `Timeline.accumulating`."""
         one, other = self.steps
         return Growth(self.samples, (one.accumulating(), other.accumulating()))
 
     def peak_bytes(self, samples: int) -> float:
-        """Return the bytes of the peak of `at`, in less time."""
+        """Return the bytes of `at(samples).peak()`, in less time."""
         weight = self._weight(samples)
         return max(a + weight * (b - a) for a, b in self._held)
 
@@ -135,5 +137,5 @@ class Growth:
 
     @cached_property
     def _held(self) -> list[tuple[float, float]]:
-        """Bytes that are held after each change, in both steps; of moments with the same, one."""
+        """Pairs of the bytes that both steps hold after each change, each pair once."""
         return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))

@@ -73,16 +73,17 @@ class Tracking(Callback):
         return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
 
     def resized(self, other: int, at: int) -> Timeline | None:
-        """Return a step's timeline as it would be at the micro batch of an earlier step, perhaps the first.
+        """Return the timeline that step ``at`` would have at the micro batch size of the earlier step ``other``.
 
-        What the two make in their forward and backward passes is the same, but for its bytes. The optimizer goes by
-        parameters alone, and in a first step it makes its state as well.
+        Storages of the forward and backward passes get the bytes that they have in ``other``. The optimizer's stay:
+        they depend on parameters alone, and ``other`` may be the first step, in which the optimizer also makes its
+        state.
 
         Args:
             other, at: numbers of the two steps, from 0.
 
         Returns:
-            None where it is not the same; then that step is to be made once more.
+            None where the two steps do not make the same storages; then a step of that size has to be made.
         """
         earlier, own = self._marks[other], self._marks[at]
         pairs = list(zip_longest(self._passes(earlier), self._passes(own)))
@@ -96,12 +97,12 @@ class Tracking(Callback):
         return self.ledger.between(own[0], own[-1], times)
 
     def _passes(self, marks: list[Mark]) -> list[Block]:
-        """Return what the forward and backward passes of a step make that may grow with the samples."""
+        """Return the storages of a step's forward and backward passes whose bytes may grow with the samples."""
         made = (block for block in self.ledger.made(marks[0], marks[-1]) if block not in self._read)
         return [b for b in made if b.phase in ("forward", "backward") and b.role not in _OF_PARAMETERS]
 
     def name_batch(self, batch: Any) -> list[Block]:
-        """Say that tensors are those of a micro batch, perhaps one that is read before its turn."""
+        """Name the tensors of a micro batch, which may be read before its turn, as activations."""
         named = (self.ledger.name(tensor, "activations") for tensor in _tensors(batch))
         found = [block for block in named if block is not None]
         self._read.update(found)
@@ -151,7 +152,7 @@ class Tracking(Callback):
                     self.ledger.name(tensor, "optimizer")
 
     def _name_of_zero(self, trainer: Trainer) -> None:
-        """Say what DeepSpeed's tensors are for, which it makes and frees in the middle of a step."""
+        """Name the tensors of DeepSpeed's own, which it makes and frees in the middle of a step."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             for kind, tensor in zero.kinds(trainer.optimizers[0], trainer.lightning_module.parameters()):
                 self.ledger.name(tensor, kind)
@@ -168,7 +169,7 @@ class Tracking(Callback):
 
 
 class Modules:
-    """The module at work: in a forward pass the innermost, in a backward pass that whose operator is undone."""
+    """The module at work: the innermost in a forward pass, the one that is differentiated in a backward pass."""
 
     def __init__(self) -> None:
         self._paths: dict[nn.Module, str] = {}

@@ -1,4 +1,4 @@
-"""What DeepSpeed's tensors are for, on whichever device they lie."""
+"""The kinds of the tensors that DeepSpeed's optimizers hold, on whichever device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _ON_DEVICE = ("temp_grad_buffer_for_gpu_offload",)
 
 
 def kinds(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield the tensors that a ZeRO optimizer holds now, with their kinds; the last counts of those that share memory.
+    """Yield the tensors that a ZeRO optimizer holds now, with their kinds; where some share memory, the last kind
+    counts.
 
     Where the optimizer is offloaded, its part of the gradients is in the host's memory beside its state, and is told
     with that.

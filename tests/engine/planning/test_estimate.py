@@ -156,12 +156,22 @@ def test_a_reason_is_told_once_with_all_that_it_keeps_out() -> None:
         "strategy=fsdp precision=b: not at b",
     ]
     assert list(report.left_out({("strategy=x",): "why"}, [("strategy=y",)])) == ["strategy=x: why"]
+    one_device = "strategy=single is one device; use strategy=ddp"
+    assert list(report.left_out({("strategy=single",): one_device}, [("strategy=y",)])) == [one_device]
+
+
+@pytest.mark.parametrize(
+    ("bytes", "told"),
+    [(0, "0 MiB"), (40, "<0.001 MiB"), (33e3, "0.0315 MiB"), (4 * 2**30, "4 GiB"), (2**41, "2048 GiB")],
+)
+def test_bytes_are_told_without_an_exponent(bytes: float, told: str) -> None:
+    assert report.amount(bytes) == told
 
 
 def test_what_is_known_of_the_best_is_told(found: Estimate) -> None:
     assert dict(report.details(found)) == {
         "peak": "forward, at block",
-        "step": "30 TFLOP, 4.2e-06 GB sent within the node and 2.4e-06 GB between nodes, by a device",
+        "step": "30 TFLOP, 4.2 kB sent within the node and 2.4 kB between nodes, by a device",
         "save": "11.2 GiB, in 6 s at 2 GB/s",
     }
     offloaded = dict(report.details(estimate(("strategy=fsdp",), STEP, RUN, DEVICE, on_host=STATES)))

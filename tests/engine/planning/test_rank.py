@@ -75,6 +75,13 @@ def test_files_hold_each_part_once() -> None:
     assert (found.tensors, found.chunks) == (3, 1 + 3 + 3)
 
 
+def test_the_first_rank_writes_buffers() -> None:
+    weight, buffer = Layout((5,), torch.float32), Layout((5,), torch.float32, is_of_first=True)
+    one = stored_bytes((5,), torch.float32)
+    assert files({"a": weight, "b": buffer}, {"replicate": 2}).bytes == (2 * one, 0)
+    assert files({"a": weight, "b": weight}, {"replicate": 2}).bytes == (one, one)
+
+
 def test_evaluation_that_not_every_rank_can_share_is_refused() -> None:
     with pytest.raises(Refused, match="34 samples can't be shared by 64 devices"):
         check_evaluation(Text().val_dataloader(), BatchPlan.derive(64, None, 64))
