@@ -15,12 +15,13 @@ def require(*packages: str) -> None:
             raise ModuleNotFoundError(f"{package} is not installed; type pip install -e '.[hf]'")
 
 
-def folder_of(name: str, key: str, download: bool = False) -> Path:
+def folder_of(name: str, key: str, download: bool = False, asking: str = "model.download=true") -> Path:
     """The folder `name`, or the hub's repository of that name in the local cache, which is filled only if asked.
 
     Args:
         key: of the config, for the message.
         download: fetch what the cache has not.
+        asking: what is typed to download, for the message.
 
     Raises:
         FileNotFoundError: there is neither, or the download failed.
@@ -36,7 +37,7 @@ def folder_of(name: str, key: str, download: bool = False) -> Path:
         tried = f"it could not be downloaded ({str(error).splitlines()[0]})" if download else "nothing is downloaded"
         raise FileNotFoundError(
             f"{key}={name}: there is no such folder, {constants.HF_HUB_CACHE} has no model of that name, and {tried}; "
-            f"name a folder{'' if download else ', or type model.download=true'}"
+            f"name a folder{'' if download else f', or type {asking}'}"
         ) from error
 
 

@@ -30,6 +30,8 @@ class WarmupDecay:
             raise ValueError(f"scheduler.total_steps is {total_steps}; expected at least 1, or -1 for the run's")
         if not 0 <= warmup_fraction < 1:
             raise ValueError(f"scheduler.warmup_fraction is {warmup_fraction}; expected at least 0, less than 1")
+        if not 0 <= final_fraction < math.inf:
+            raise ValueError(f"scheduler.final_fraction is {final_fraction}; expected a number, at least 0")
         if decay not in ("cosine", "linear"):
             raise ValueError(f"scheduler.decay is {decay!r}; use cosine or linear")
         self.total_steps = total_steps

@@ -43,6 +43,7 @@ class HFText(TextFiles):
 
     def load(self) -> dict[str, BatchedDataset]:
         tokens = np.concatenate([self.encoded(file) for file in self.files])
+        self.largest_id = int(tokens.max(initial=0))
         splits = parts(tokens)
         if min(map(len, splits.values())) <= self.context:
             raise ValueError(

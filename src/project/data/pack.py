@@ -91,7 +91,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", help="paths, addresses or globs of text, JSON lines and Parquet files")
     parser.add_argument("--val", nargs="+", default=[], help="files that validate; without: the first documents")
     parser.add_argument("--test", nargs="+", default=[], help="files that test; without: the documents after those")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a hub's name in the cache")
+    parser.add_argument("--download", action="store_true", help="let the hub fill the cache")
     parser.add_argument("--document-end", help="its token that ends a document, if it is not one of the usual")
     parser.add_argument("--key", default="text", help="where JSON lines and Parquet rows have their text")
     parser.add_argument("--separator", help="what separates the documents of a text file; without, a file is one")
@@ -108,7 +109,7 @@ def request(given: argparse.Namespace) -> Request:
     val, test = (
         found(patterns, name) if patterns else [] for patterns, name in ((given.val, "--val"), (given.test, "--test"))
     )
-    tokenizer = named(given.tokenizer, given.document_end)
+    tokenizer = named(given.tokenizer, given.document_end, "--tokenizer", given.download, "--download")
     reading = Reading.typed(given.key, given.separator)
     return Request(found(given.files, "files"), val, test, reading, tokenizer, given.held_out_bytes)
 

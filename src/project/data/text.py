@@ -41,6 +41,7 @@ class TextFiles(BatchedData):
         self.context = context
         self.files = found([files] if isinstance(files, str) else files, "data.files")
         self.check_length(sum(file.size_bytes for file in self.files))
+        self.largest_id: int | None = None  # of the text, once it is read
 
     def check_length(self, text_bytes: int) -> None:
         if held_out_bytes(text_bytes) <= self.context:
@@ -52,6 +53,7 @@ class TextFiles(BatchedData):
 
     def load(self) -> dict[str, BatchedDataset]:
         text = np.frombuffer(b"".join(map(text_of, self.files)), dtype=np.uint8)
+        self.largest_id = int(text.max())
         return {split: Windows(part, self.context) for split, part in parts(text).items()}
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -33,10 +33,12 @@ class TextShards(BatchedData):
     Args:
         sources: packed folders, or paths, addresses and globs of files.
         context: length of a window, in tokens.
-        vocab_size: the model's, which every id is below.
+        vocab_size: the model's, which every id is below; None for a model that compares it with `largest_id` itself.
         seed: of the order of files and windows.
         weights: windows of each source in a mixture, in proportion; None reads all sources as one.
-        tokenizer: a tokenizer's file, or bytes; None for the packed folders' own, else bytes.
+        tokenizer: a tokenizer's file, a folder with one, a name of the hub that is in the local cache, or bytes; None
+            for the packed folders' own, else bytes.
+        download: let the hub fill the cache.
         document_end: the token that ends a document; None for the tokenizer's own.
         key: of the text in a JSON line, and the name of its column in Parquet.
         separator: what stands between two documents of a text file; None for one document a file.
@@ -50,10 +52,11 @@ class TextShards(BatchedData):
         self,
         sources: str | Sequence[str],
         context: int,
-        vocab_size: int,
+        vocab_size: int | None = None,
         seed: int = 0,
         weights: Sequence[float] | None = None,
         tokenizer: str | None = None,
+        download: bool = False,
         document_end: str | None = None,
         key: str = "text",
         separator: str | None = None,
@@ -66,7 +69,7 @@ class TextShards(BatchedData):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(batch_size, num_workers, pin_memory)
-        self.context, self.vocab_size, self.seed, self.buffer_windows = context, vocab_size, seed, buffer_windows
+        self.context, self.seed, self.buffer_windows = context, seed, buffer_windows
         if buffer_windows < 1:
             raise ValueError(f"data.buffer_windows is {buffer_windows}; expected at least 1")
         names = listed(sources)
@@ -74,9 +77,9 @@ class TextShards(BatchedData):
         self.given: list[Packed] | list[Splits]
         if are_packed(names):
             self.given = [packed.read(Path(name).expanduser()) for name in names]
-            self.tokenizer = common_tokenizer(self.given, tokenizer, {"val": val, "test": test})
+            self.tokenizer = common_tokenizer(self.given, tokenizer, download, {"val": val, "test": test})
         else:
-            self.tokenizer = named(tokenizer or "bytes", document_end)
+            self.tokenizer = named(tokenizer or "bytes", document_end, download=download)
             self.reading = Reading.typed(key, separator)
             val_files, test_files = of_split(val, "data.val"), of_split(test, "data.test")
             groups = [names] if weights is None else [[name] for name in names]
@@ -84,7 +87,8 @@ class TextShards(BatchedData):
                 split(found(group, "data.sources"), val_files, test_files, self.reading, held_out_bytes // len(groups))
                 for group in groups
             ]
-        if self.tokenizer.vocab_size > vocab_size:
+        self.largest_id = self.tokenizer.vocab_size - 1
+        if vocab_size is not None and self.largest_id >= vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary ends at "
                 f"{vocab_size - 1}; set model.vocab_size={self.tokenizer.vocab_size}, or choose the model that fits"
@@ -166,7 +170,9 @@ def are_packed(names: Sequence[str]) -> bool:
     return bool(folders)
 
 
-def common_tokenizer(folders: Sequence[Packed], given: str | None, own: Mapping[str, object]) -> Tokenizer:
+def common_tokenizer(
+    folders: Sequence[Packed], given: str | None, download: bool, own: Mapping[str, object]
+) -> Tokenizer:
     """The tokenizer that made all of the folders.
 
     Raises ValueError where there are several, where `given` is another, and for files of a split's own, which packed
@@ -178,8 +184,11 @@ def common_tokenizer(folders: Sequence[Packed], given: str | None, own: Mapping[
             raise ValueError(
                 f"{first.folder} and {folder.folder} were packed with different tokenizers; pack one of them again"
             )
-    if given is not None and named(given).name != first.tokenizer:
-        raise ValueError(f"{first.folder} was packed with another tokenizer than {given}; leave data.tokenizer out")
+    if given is not None and named(given, download=download).name != first.tokenizer:
+        raise ValueError(
+            f"{first.folder} was packed with another tokenizer than {given}; leave data.tokenizer out, or pack it "
+            f"again with --tokenizer {given}"
+        )
     if files := [name for name, value in own.items() if value]:
         raise ValueError(f"data.{files[0]} is for files that are not packed; give it to the packer, as --{files[0]}")
     return first.open_tokenizer()

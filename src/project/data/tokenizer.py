@@ -1,4 +1,4 @@
-"""Text as token ids: bytes, or a tokenizer.json of the `tokenizers` library (GPT-2's BPE and most others)."""
+"""Text as token ids: bytes, or a tokenizer.json of the `tokenizers` library, here or in the hub's cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from project.hub import folder_of
 
 # what ends a document, as tokenizers name it
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -82,12 +84,31 @@ class TokenizerFile:
         return text
 
 
-def named(name: str, document_end: str | None = None) -> Tokenizer:
-    """`bytes`, or a path: of a tokenizer.json, or of a folder that has one."""
+def named(
+    name: str,
+    document_end: str | None = None,
+    key: str = "data.tokenizer",
+    download: bool = False,
+    asking: str = "data.download=true",
+) -> Tokenizer:
+    """`bytes`, a path of a tokenizer.json or of a folder that has one, or a name of the hub that is in the local cache.
+
+    Raises FileNotFoundError where there is none, beside what TokenizerFile raises.
+    """
     if name == Bytes.name:
         return Bytes()
     path = Path(name).expanduser()
-    return TokenizerFile(path / "tokenizer.json" if path.is_dir() else path, document_end)
+    if path.suffix == ".json" or path.is_file():
+        return TokenizerFile(path, document_end)
+    if not path.is_dir():
+        try:
+            path = folder_of(name, key, download, asking)
+        except ModuleNotFoundError as error:
+            raise FileNotFoundError(
+                f"{key}={name}: there is no such folder, and names of the hub need a package; type pip install -e "
+                "'.[hf]', or name a tokenizer.json"
+            ) from error
+    return TokenizerFile(path / "tokenizer.json", document_end)
 
 
 def smallest(vocab_size: int) -> type[np.unsignedinteger]:
@@ -97,5 +118,7 @@ def smallest(vocab_size: int) -> type[np.unsignedinteger]:
 
 def read(file: Path) -> bytes:
     if not file.is_file():
-        raise FileNotFoundError(f"tokenizer: found no file {file}; give bytes, or the path of a tokenizer.json")
+        raise FileNotFoundError(
+            f"tokenizer: found no file {file}; give bytes, the path of a tokenizer.json, or a hub's name"
+        )
     return file.read_bytes()

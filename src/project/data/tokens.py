@@ -20,14 +20,14 @@ class TokenFiles(BatchedData):
     Args:
         folder: where `train.bin` and `val.bin` lie.
         context: length of a window, in tokens.
-        vocab_size: the model's, which every id is below.
+        vocab_size: the model's, which every id is below; None for a model that compares it with `largest_id` itself.
     """
 
     def __init__(
         self,
         folder: str,
         context: int,
-        vocab_size: int,
+        vocab_size: int | None = None,
         batch_size: int = 64,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -35,8 +35,7 @@ class TokenFiles(BatchedData):
         super().__init__(batch_size, num_workers, pin_memory)
         self.context = context
         self.files = found(Path(folder).expanduser())
-        for file in self.files.values():
-            check(file, context, vocab_size)
+        self.largest_id = max(checked(file, context, vocab_size) for file in self.files.values())
 
     def load(self) -> dict[str, BatchedDataset]:
         return {split: Windows(mapped(file), self.context) for split, file in self.files.items()}
@@ -54,7 +53,8 @@ def found(folder: Path) -> dict[str, Path]:
     return files
 
 
-def check(file: Path, context: int, vocab_size: int) -> None:
+def checked(file: Path, context: int, vocab_size: int | None) -> int:
+    """The largest id among the first tokens of a file, which is long enough for a window."""
     size_bytes = file.stat().st_size
     if size_bytes % 2 or size_bytes < 2 * (context + 1):
         raise ValueError(
@@ -62,11 +62,12 @@ def check(file: Path, context: int, vocab_size: int) -> None:
             "tokens; write it as numpy.uint16, or take a smaller model.context"
         )
     largest = int(mapped(file)[:CHECKED_TOKENS].max())
-    if largest >= vocab_size:
+    if vocab_size is not None and largest >= vocab_size:
         raise ValueError(
             f"{file} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
             "set model.vocab_size to the tokenizer's size (GPT-2's is 50257), or choose the model that fits"
         )
+    return largest
 
 
 def mapped(file: Path) -> NDArray[np.uint16]:

@@ -33,6 +33,8 @@ class HFCausalLM(LanguageModel):
         ValueError, FileNotFoundError, ModuleNotFoundError: an argument that fits no model, before anything is read.
     """
 
+    vocab_key = "model.config.vocab_size"
+
     def __init__(
         self,
         context: int,
@@ -52,6 +54,7 @@ class HFCausalLM(LanguageModel):
         self.config = read_config(self.folder, dict(config or {}))
         if self.folder is not None:
             check_weights(self.folder)
+        self.vocab_size = self.config.get_text_config().vocab_size
         self.adapters = lora_config(lora) if lora else None
         longest = getattr(self.config, "max_position_embeddings", None) or context
         if context > longest:

@@ -19,7 +19,8 @@ Batch = tuple[Tensor, Tensor]  # token ids and the ids that follow them, each (b
 
 
 class LanguageModel(LightningModule):
-    """Next-token prediction over windows of `context` token ids; a subclass has the layers and `forward`.
+    """Next-token prediction over windows of `context` token ids; a subclass has the layers, `forward` and `vocab_size`,
+    how many token ids there are.
 
     Args:
         context: the longest window, in tokens.
@@ -28,6 +29,9 @@ class LanguageModel(LightningModule):
         sample_tokens: length of the text shown at the end of a test run; 0 shows none.
         samples_before: show a text before training, too.
     """
+
+    vocab_size: int
+    vocab_key = "model.vocab_size"  # what to type for another size
 
     def __init__(
         self,
@@ -47,6 +51,15 @@ class LanguageModel(LightningModule):
     @abstractmethod
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab)."""
+
+    def setup(self, stage: str) -> None:
+        """Raises ValueError for text with an id that the vocabulary has not, where the data say their `largest_id`."""
+        largest = getattr(getattr(self.trainer, "datamodule", None), "largest_id", None)
+        if largest is not None and largest >= self.vocab_size:
+            raise ValueError(
+                f"the data have token id {largest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
+                f"set {self.vocab_key} to the tokenizer's size (of bytes, 256), or choose the model that fits"
+            )
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy of a batch in nats a token."""

@@ -15,6 +15,7 @@ import torch
 import lightswitch
 from lightswitch.export.__main__ import main
 from lightswitch.export.weights import Weights
+from project.data.text import TextFiles
 from project.models.hf_causal_lm import HFCausalLM
 from tests.runs import CHECKOUT, Train
 
@@ -186,6 +187,24 @@ def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions(gpt, tmp_path):
     assert torch.equal(logits(reread(tmp_path), ids), logits(hub, ids))
     other.load_state_dict(other.from_hf(hub.state_dict()), strict=False)
     assert torch.equal(logits(other, ids), logits(one, ids))
+
+
+def test_text_beyond_the_vocabulary_is_told_before_the_first_step(trainer, tmp_path):
+    (tmp_path / "rhyme.txt").write_text("the cat sat on the mat. " * 40)
+    told = r"token id 116, but the model's vocabulary ends at 63; set model\.config\.vocab_size"
+    with pytest.raises(ValueError, match=told):
+        trainer(max_steps=1).fit(built(config=LLAMA), TextFiles(f"{tmp_path}/rhyme.txt", context=8))
+
+
+def test_many_files_come_in_the_tokens_of_the_model_and_within_its_vocabulary(pretrained, train: Train, tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("the cat sat on the mat. " * 40)
+    words = ("data=text_shards", f"data.sources=[{tmp_path}/*.txt]", "model=hf_causal_lm", *SHORT)
+    of_bytes = train(*words, "model.config={model_type: gpt2, vocab_size: 64}", check=False)
+    assert (of_bytes.returncode, of_bytes.err.count("error: ")) == (2, 1)
+    assert "the data have token id 255, but the model's vocabulary ends at 63" in of_bytes.err
+    of_the_model = (f"model.pretrained={pretrained}", "data.document_end='<end>'", "data.held_out_bytes=200")
+    assert "the cat sat" in train(*words, *of_the_model, "trainer.max_steps=1").out  # a sample, in its tokens
 
 
 def test_a_gpt_of_another_shape_is_none(gpt):

@@ -53,6 +53,12 @@ def test_without_a_way_to_text_there_is_no_sample(gpt, trainer, text, capsys):
     assert model.sample is None
 
 
+def test_text_beyond_the_vocabulary_is_told_before_the_first_step(gpt, trainer, text):
+    told = r"token id 116, but the model's vocabulary ends at 99; set model\.vocab_size to the tokenizer's size"
+    with pytest.raises(ValueError, match=told):
+        trainer(max_steps=1).fit(gpt(vocab_size=100), text)
+
+
 def test_predictions_are_one_number_for_each_sequence(gpt, trainer, text):
     predictions = torch.cat(trainer().predict(gpt(vocab_size=256), text))
     assert predictions.shape == (len(text.splits["test"]),)

@@ -106,6 +106,7 @@ def write_tokens(folder: Path, **files: np.ndarray) -> Path:
 def test_token_files_are_mapped_and_the_validation_set_is_the_test_without_one(tmp_path):
     folder = write_tokens(tmp_path, train=np.arange(1000) + 50_000 - 1000, val=np.arange(100))
     data = TokenFiles(str(folder), context=8, vocab_size=50_000)
+    assert TokenFiles(str(folder), context=8).largest_id == 49_999
     data.setup("fit")
     assert data.splits["train"][0][0].tolist() == list(range(49_000, 49_008))
     assert torch.equal(data.splits["test"][2][1], data.splits["val"][2][1])

@@ -337,7 +337,8 @@ def test_damage_is_found_and_only_what_is_missing_is_packed_again(corpus: Path, 
     assert shard.read_bytes() == good
 
 
-def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: Path) -> None:
+def save_tokenizer(file: Path) -> int:
+    """A BPE that has learned the words; returns how many ids it has."""
     library = pytest.importorskip("tokenizers")
     trained = library.Tokenizer(library.models.BPE())
     trained.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -347,8 +348,31 @@ def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: P
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     trained.train_from_iterator(WORDS, trainer)
-    trained.save(str(tmp_path / "tokenizer.json"))
-    size = trained.get_vocab_size()
+    trained.save(str(file))
+    size: int = trained.get_vocab_size()
+    return size
+
+
+def test_a_tokenizer_of_the_hub_is_read_from_the_cache_by_its_name(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--mine--words"
+    for folder in ("refs", "snapshots/1"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs/main").write_text("1")
+    size = save_tokenizer(repository / "snapshots/1/tokenizer.json")
+    monkeypatch.setattr(sys, "argv", ["pack", f"{tmp_path}/packed", f"{corpus}/*.jsonl", "--tokenizer", "mine/words"])
+    main()
+    packed_by_it = data(corpus, sources=f"{tmp_path}/packed", tokenizer="mine/words", vocab_size=size)
+    assert packed_by_it.tokenizer.name == data(corpus, tokenizer="mine/words", vocab_size=size).tokenizer.name
+    with pytest.raises(FileNotFoundError, match=r"^data\.tokenizer=mine/other: .* or type data\.download=true$"):
+        data(corpus, tokenizer="mine/other")
+
+
+def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: Path) -> None:
+    size = save_tokenizer(tmp_path / "tokenizer.json")
     pack_into(tmp_path / "packed", f"{corpus}/*.jsonl", tokenizer=f"{tmp_path}/tokenizer.json")
     (tmp_path / "tokenizer.json").unlink()
     made = data(corpus, sources=f"{tmp_path}/packed", vocab_size=size)
@@ -359,7 +383,7 @@ def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: P
     pack_into(tmp_path / "bytes", f"{corpus}/*.jsonl")
     with pytest.raises(ValueError, match=r"were packed with different tokenizers; pack one of them again"):
         data(corpus, sources=[f"{tmp_path}/packed", f"{tmp_path}/bytes"], vocab_size=size)
-    with pytest.raises(ValueError, match=r"packed with another tokenizer than bytes; leave data\.tokenizer out"):
+    with pytest.raises(ValueError, match=r"than bytes; leave data\.tokenizer out, or pack it again with --tok"):
         data(corpus, sources=f"{tmp_path}/packed", tokenizer="bytes", vocab_size=size)
 
 
@@ -375,7 +399,10 @@ def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: P
         ({"key": "id"}, r"\.jsonl, line 1: found a value of type int at id; expected text"),
         ({"vocab_size": 100}, r"the tokenizer has 256 ids, .* ends at 99; set model\.vocab_size=256"),
         ({"context": 10_000}, r"less than a window of 10000 tokens, .* for val; give more text"),
-        ({"tokenizer": "gone.json"}, r"found no file gone\.json; give bytes, or the path of a tokenizer\.json"),
+        (
+            {"tokenizer": "gone.json"},
+            r"found no file gone\.json; give bytes, the path of a tokenizer\.json, or a hub's name",
+        ),
         ({"buffer_windows": 0}, r"data\.buffer_windows is 0; expected at least 1"),
         ({"separator": ""}, r"the separator of documents is empty"),
         ({"val": "none.txt"}, r"data\.val: no file matches none\.txt"),
@@ -415,6 +442,7 @@ def test_one_document_cannot_be_three_splits(tmp_path: Path) -> None:
         ("packed none*", "error: files: no file matches none*"),
         ("packed *.jsonl --key body", "0.jsonl, line 1: found an object with text, id"),
         ("packed *.jsonl --tokenizer gone.json", "error: tokenizer: found no file gone.json"),
+        ("packed *.jsonl --tokenizer none/there", "error: --tokenizer=none/there: there is no such folder"),
         ("packed --verify", "error: packed has no manifest.json"),
         ("packed", "give files to pack, or --verify alone"),
     ],
