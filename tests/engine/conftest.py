@@ -29,14 +29,14 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     ),
     *(
         f"checkpoints/test_{name}.py"
-        for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable", "safetensors")
+        for name in ("foreign", "fuzzed", "killed", "last", "modes", "portable", "ranks", "safetensors")
     ),
     *(f"fault_tolerance/test_{name}.py" for name in ("classify", "failures", "not_finite", "preemption", "rounds")),
     *(
         f"strategies/test_{name}.py"
         for name in (
-            *("communication", "compilation", "foreign_modules", "fsdp", "fsdp1", "module_shapes", "refused"),
-            "timeouts",
+            *("communication", "compilation", "foreign_modules", "fsdp", "fsdp1", "fsdp_tp", "fused", "module_shapes"),
+            *("refused", "timeouts"),
         )
     ),
     *(
@@ -46,16 +46,20 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
         "deepspeed/test_strategy.py",
         "export/test_export.py",
         "fork/test_made.py",
+        "fork/test_update.py",
     ),
     *(
+        "launch/test_bring_your_own.py::test_a_row_has_its_effect",
         "launch/test_choices.py",
         "launch/test_averaging.py",
         "launch/test_callbacks.py",
         "launch/test_habits.py",
         "launch/test_rate_finder.py",
-        "launch/test_hook_order.py",
+        "launch/test_sharded_callbacks.py",
+        "launch/test_hook_order",
         "launch/test_trainer_arguments.py",
         "launch/test_torchrun.py",
+        "runs/test_claim.py",
         "runs/test_record.py",
         "sweeps/test_sweeps.py",
     ),

@@ -6,7 +6,9 @@ It starts a run in two thirds of the time: torchmetrics imports SciPy, transform
 from __future__ import annotations
 
 import os
+import sys
 import venv
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,15 @@ PACKAGES = ("lightswitch[deepspeed,dev,optuna,submitit]", "pip", "wheel")
 
 @pytest.fixture(scope="session", autouse=True)
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python` means in the commands of tests; `sys.executable` has all extras."""
+    """What `python` means in the commands of tests; `sys.executable` has all extras.
+
+    Where lightswitch is not installed but on the path, as on a machine that is lent with a GPU, nothing says which
+    packages are extras, and it is `sys.executable` as well.
+    """
+    try:
+        distribution("lightswitch")
+    except PackageNotFoundError:
+        return Path(sys.executable)
     made = make(tmp_path_factory.mktemp("python"))
     os.environ["PATH"] = f"{made.parent}{os.pathsep}{os.environ['PATH']}"
     return made

@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
-from lightswitch.launch import build, resolvers
+from lightswitch.launch import resolvers
+from lightswitch.launch.instantiation import plugins
 from lightswitch.preflight import targets
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.launch.witness import WITNESS, witnesses
@@ -79,7 +80,7 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
 def test_every_strategy_makes_a_trainer_at_every_precision(strategy: str, precision: str, composed: Composed) -> None:
     own = ["trainer.strategy.config={zero_optimization:{stage:2}}"] if strategy == "deepspeed" else []
     cfg = composed(f"strategy={strategy}", *own, f"precision={precision}", "trainer.accelerator=cpu")
-    trainer = instantiate(cfg.trainer, **build.plugins(cfg, None, []), _convert_="all")
+    trainer = instantiate(cfg.trainer, **plugins(cfg, None, []), _convert_="all")
     assert trainer.precision == precision
     assert type(trainer.strategy).__name__ == STRATEGIES.get(strategy, ("DeepSpeed",))[0]
 

@@ -19,7 +19,7 @@ from benchmarks.gpt import flops_per_token, shape_of
 from lightswitch.preflight import strategies
 from lightswitch.preflight.strategies import Request
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import machine
+from tests.engine.gpu import machine, suite
 from tests.engine.gpu.__main__ import FAILED, MISTAKEN, PASSED, PIECES, UNFINISHED, main, run
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.matrix import TRAINS, expected
@@ -109,6 +109,54 @@ def test_a_piece_goes_on_where_its_time_was_up(tmp_path: Path) -> None:
     assert _run(piece, _record(tmp_path)) == PASSED
     assert ran == ["a", "b", "b", "c"]
     assert _record(tmp_path).results("one") == {name: Result({"had": n}) for n, name in enumerate("abc")}
+
+
+def test_what_was_not_as_expected_is_run_again_once_all_has_run(tmp_path: Path) -> None:
+    outcomes = {"a": iter(["", "never asked for"]), "b": iter(["wrong", ""])}
+
+    def cell(name: str) -> Cell:
+        return Cell(name, lambda *_: Result({}, next(outcomes[name])))
+
+    piece = Piece("one", [cell("a"), cell("b")])
+    assert _run(piece, _record(tmp_path)) == FAILED
+    assert _run(piece, _record(tmp_path)) == PASSED
+    assert _run(piece, _record(tmp_path)) == PASSED
+
+
+INTERRUPTED_IN_A_CELL = """
+import os, signal, sys
+from pathlib import Path
+from tests.engine.gpu import __main__ as gpu
+from tests.engine.gpu.cells import Cell, Piece, Result
+from tests.engine.gpu.command import run
+
+def waits(folder, seconds, so_far):
+    os.kill(os.getpid(), signal.SIGINT)
+    run(["sleep", "100"], folder, 100)
+    return Result({})
+
+good = Cell("good", lambda *_: Result({}))
+gpu.PIECES = {"one": lambda scale: Piece("one", [good, Cell("waits", waits), Cell("next", waits)])}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+sys.exit(gpu.main(["--tiny", "--out", sys.argv[1]]))
+"""
+
+
+def test_ctrl_c_ends_what_runs_and_keeps_what_has_run(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-c", INTERRUPTED_IN_A_CELL, str(out)]
+    finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stderr) == (130, "")
+    assert finished.stdout.splitlines()[-1] == f"results: {out}"
+    assert list(json.loads(out.read_text())["pieces"]["one"]) == ["good"]
+
+
+def test_what_a_test_on_a_gpu_says_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "test_wrong.py"
+    file.write_text("import pytest\n@pytest.mark.gpu(0)\ndef test_wrong():\n    assert 1 + 1 == 3, 'so it is'\n")
+    result = suite.tested(str(file), tmp_path, 60, {})
+    assert result.found == {"passed": 0, "skipped": 0, "failed": ["test_wrong"]}
+    assert result.problem.startswith("test_wrong failed: AssertionError: so it is")
 
 
 def test_what_is_not_as_expected_fails_and_is_named_on_the_page(tmp_path: Path) -> None:

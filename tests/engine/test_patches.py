@@ -37,7 +37,7 @@ ALLOWED = {
     "limit.daemon": "threading.Timer takes it in no other way",
     "timer.daemon": "threading.Timer takes it in no other way",
     "stopped.code": "SystemExit documents it, and it is Stopped, the engine's",
-    "self.precision_plugin.autocasts": "of _Precision, the engine's",
+    "self.precision_plugin.autocasts": "of ZeroPrecision, the engine's",
     "self.report.folder": "of CrashReport, the engine's",
     "strategy.ranks_hear_of_failures": "of PortableCheckpoints, the engine's",
     "run.process.crash_folder": "of Process, the engine's",
@@ -64,6 +64,7 @@ CALLS_ALLOWED = {
     "vars(part).update(tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), kept))": (
         "a module's tensors, wherever it keeps them, by others of the same shapes"
     ),
+    "delattr(module, name)": "a parameter that was registered here, and keeps a group's place while an engine is made",
     "made.__dict__.update(parameter.__dict__)": "marks of the user's, onto a parameter made here",
     "self.__dict__.update(state)": "its own, when it is unpickled",
     "vars(self).update(dataset=dataset, cursor=cursor)": "of Reader, the engine's, past its own __setattr__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,46 @@ def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train
     resumed = train("~model", *plateau, "trainer.log_every_n_steps=1", "trainer.max_steps=15", folder=first.folder)
     rates = resumed.column("lr-SGD")
     assert [rates[step] for step in range(15)] == [0.05 / 2 ** (step // 5) for step in range(15)]  # of 5 an epoch
+
+
+@pytest.mark.parametrize("name", ["step_10.ckpt", "best.ckpt"])  # before the epoch's validation, and after it
+def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoint_ends(name: str, train: Train) -> None:
+    run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
+    run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.keep=9")
+    first = train(*run, "run_id=first", "trainer.max_steps=11", "callbacks.last_checkpoint.every_n_steps=5")
+    checkpoint = replace(first, run_id="first").run_dir / "checkpoints" / name
+    resumed = train(*run, "run_id=other", f"resume={checkpoint}", "trainer.max_steps=16", folder=first.folder)
+    resumed = replace(resumed, run_id="other")
+    rates = {step: 0.05 / 2 ** (step // 5) for step in range(16)}
+    begins = min(resumed.column("lr-SGD"))
+    assert begins in (5, 10)
+    assert resumed.column("lr-SGD") == {step: rates[step] for step in range(begins, 16)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ends", "halved"),  # five steps are an epoch; a schedule's steps are counted in each
+    [("epoch every 2", (5, 10, 12), {10}), ("step every 2", (2, 8), {2, 4, 7})],
+)
+def test_a_schedule_by_validation_keeps_its_frequency_over_a_resume(
+    schedule: str, ends: tuple[int, ...], halved: set[int], train: Train
+) -> None:
+    interval, _, frequency = schedule.split()
+    run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
+    run += (f"+model.interval={interval}", f"+model.frequency={frequency}", "run_id=mine")
+    run += ("trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1")
+    run += (f"callbacks.last_checkpoint.every_n_steps={ends[0]}",)
+    folder, rates = None, {}
+    for end in ends:
+        resumed = train(*run, f"trainer.max_steps={end}", folder=folder)
+        folder, rates = resumed.folder, rates | resumed.column("lr-SGD")
+    assert rates == {step: 0.05 / 2 ** sum(step >= first for first in halved) for step in range(ends[-1])}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1"])
+def test_a_batch_norm_goes_on_with_the_statistics_of_rank_0(strategy: str, train: Train) -> None:
+    run = ("model._target_=tests.engine.plain.NormedModel", PLAIN_DATA, "global_batch_size=40", "run_id=mine")
+    run += (f"strategy={strategy}", "trainer.val_check_interval=4")
+    whole = train(*run, "trainer.max_steps=4", ranks=2)
+    begun = train(*run, "trainer.max_steps=3", ranks=2)
+    resumed = train(*run, "trainer.max_steps=4", ranks=2, folder=begun.folder)
+    assert resumed.column("val/loss") == whole.column("val/loss")

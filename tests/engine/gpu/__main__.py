@@ -3,6 +3,8 @@
 python -m tests.engine.gpu                      # all pieces, or nothing where there is no GPU
 python -m tests.engine.gpu matrix               # one of them, for nine minutes: what is left is run the next time
 python -m tests.engine.gpu --tiny --out X.json  # the same path on two processes of a CPU, in a few minutes
+
+Asked for again, what has no result yet is run; once all has one, what was not as expected.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
+import psutil
 import torch
 
 from tests.engine.conftest import CHECKOUT
 from tests.engine.gpu import benchmark, failures, largest, machine, matrix, memory, parity, resume, suite
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
+from tests.engine.gpu.command import end_children
 from tests.engine.gpu.record import OtherMachine, Record
-from tests.engine.tables.documents import DOCS
+from tests.engine.tables.gpu import RESULTS
 
 PIECES: dict[str, Callable[[Scale], Piece]] = {
     "tests": suite.piece,
@@ -35,14 +40,14 @@ PIECES: dict[str, Callable[[Scale], Piece]] = {
     "compiled": benchmark.compiled,
     "largest": largest.piece,
 }
-PASSED, FAILED, MISTAKEN, UNFINISHED = 0, 1, 2, 3  # exit codes
+PASSED, FAILED, MISTAKEN, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.gpu", description="Tests and measurements on GPUs.")
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all of them if none")
     parser.add_argument("--minutes", type=float, help="for all that is asked for; 9 for a piece, else no limit")
-    parser.add_argument("--out", type=Path, default=DOCS / "gpu.json", help="the results, which are added to")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the results, which are added to")
     parser.add_argument("--tiny", action="store_true", help="try the path on a CPU, with models of no size")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.pieces if name not in PIECES]:
@@ -60,8 +65,13 @@ def main(arguments: list[str]) -> int:
         return MISTAKEN
     minutes = given.minutes or (9.0 if given.pieces else float("inf"))
     end = time.monotonic() + 60 * minutes
-    codes = {run(PIECES[name](scale), record, end) for name in names}
-    return next(code for code in (FAILED, UNFINISHED, PASSED) if code in codes)
+    try:
+        codes = {run(PIECES[name](scale), record, end) for name in names}
+    except KeyboardInterrupt:
+        codes = {INTERRUPTED}
+    page = "; python -m tests.engine.tables.gpu makes docs/gpu.md of them" if given.out == RESULTS else ""
+    print(f"results: {given.out}{page}")
+    return next(code for code in (INTERRUPTED, FAILED, UNFINISHED, PASSED) if code in codes)
 
 
 def make_paths_absolute() -> None:
@@ -72,19 +82,14 @@ def make_paths_absolute() -> None:
 
 
 def run(piece: Piece, record: Record, end: float) -> int:
-    """Run the cells of a piece that have no result yet, until a moment of the monotonic clock; return an exit code."""
-    done = record.results(piece.name)
+    """Run the cells of a piece that have no good result yet, until a moment of the monotonic clock; return an exit
+    code."""
     for cell in piece.cells:
         if cell.lacks:
             record.put_not_run(piece.name, cell.name, cell.lacks)
             print(f"{piece.name}: {cell.name}: not run: {cell.lacks}", flush=True)
-    left = [cell for cell in piece.cells if cell.name not in done and not cell.lacks]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(piece.at_once) as pool:
-        for future in [
-            pool.submit(_run_cell, piece.name, cell, record, Path(folder, str(number)), end)
-            for number, cell in enumerate(left)
-        ]:
-            future.result()
+    left = _left(piece, record)
+    _run_cells(piece, left, record, end)
     results = record.results(piece.name)
     missing = [cell.name for cell in left if cell.name not in results]
     problems = [name for name, result in results.items() if result.problem]
@@ -94,8 +99,35 @@ def run(piece: Piece, record: Record, end: float) -> int:
     return FAILED if problems else UNFINISHED if missing else PASSED
 
 
-def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float) -> None:
-    """Run a cell, unless there is no time left; one that the end cut off is not kept."""
+def _left(piece: Piece, record: Record) -> list[Cell]:
+    """Return the cells without a result; if all have one, those whose result is not as expected."""
+    done = record.results(piece.name)
+    there = [cell for cell in piece.cells if not cell.lacks]
+    return [cell for cell in there if cell.name not in done] or [cell for cell in there if done[cell.name].problem]
+
+
+def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float) -> None:
+    """Run cells, so many at once; on Ctrl+C, end what runs, keep nothing of it, and begin no other."""
+    interrupted = Event()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(piece.at_once) as pool:
+        running = [
+            pool.submit(_run_cell, piece.name, cell, record, Path(folder, str(number)), end, interrupted)
+            for number, cell in enumerate(cells)
+        ]
+        try:
+            for future in running:
+                future.result()
+        except KeyboardInterrupt:
+            interrupted.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in running):  # a cell may be about to start a process
+                end_children(psutil.Process())  # in sessions of their own, they heard nothing of it
+                time.sleep(0.1)
+            raise
+
+
+def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float, interrupted: Event) -> None:
+    """Run a cell, unless there is no time left; one that the end or Ctrl+C cut off is not kept."""
     began = time.monotonic()
     limit_seconds = min(cell.limit_seconds, end - began)
     if limit_seconds <= 0:
@@ -106,7 +138,7 @@ def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float) 
     except Exception as error:  # a bug of the cell's own is a result as well, and the others go on
         result = Result({}, f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - began
-    if seconds >= limit_seconds < cell.limit_seconds:
+    if interrupted.is_set() or seconds >= limit_seconds < cell.limit_seconds:
         return
     if seconds >= cell.limit_seconds:
         result = Result(result.found, f"took more than {cell.limit_seconds:.0f} s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 
 from tests.engine.conftest import CHECKOUT
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
+from tests.engine.gpu.command import run
 
 TINY = ("tests/engine/strategies/test_single.py",)
 NOTHING_TO_RUN = 5  # pytest's exit code where all tests of a file are deselected
@@ -21,19 +21,25 @@ def piece(scale: Scale) -> Piece:
     found = sorted(path for path in (CHECKOUT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
     files = [str(path.relative_to(CHECKOUT)) for path in found]
     chosen = [file for file in files if not scale.is_tiny or file in TINY]
-    return Piece("tests", [Cell(file, partial(_tested, file), limit_seconds=480) for file in chosen], at_once=2)
+    return Piece("tests", [Cell(file, partial(tested, file), limit_seconds=480) for file in chosen], at_once=2)
 
 
-def _tested(file: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
+def tested(file: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
+    """Run the tests of a file that are marked gpu; return how many passed, and what those that failed say."""
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    run = subprocess.run([*command, file], cwd=CHECKOUT, capture_output=True, text=True, timeout=seconds)
+    finished = run([*command, file], folder, seconds, cwd=CHECKOUT)
     if not report.exists():
-        return Result({}, f"pytest ended with {run.returncode}: {(run.stderr or run.stdout)[-500:]}")
+        return Result({}, f"pytest ended with {finished.returncode}: {(finished.stderr or finished.stdout)[-500:]}")
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    bad = [
-        str(case.get("name")) for case in cases if case.find("failure") is not None or case.find("error") is not None
-    ]
+    bad = {str(case.get("name")): told for case in cases if (told := _failure(case)) is not None}
     skipped = sum(case.find("skipped") is not None for case in cases)
-    found = {"passed": len(cases) - len(bad) - skipped, "skipped": skipped, "failed": bad}
-    return Result(found, f"failed: {', '.join(bad)}" if bad else "")
+    found = {"passed": len(cases) - len(bad) - skipped, "skipped": skipped, "failed": [*bad]}
+    return Result(found, "; ".join(f"{name} failed: {told}" for name, told in bad.items()))
+
+
+def _failure(case: ElementTree.Element) -> str | None:
+    """Return the first lines of what pytest says of a test that failed; None where it did not."""
+    kinds = (case.find(kind) for kind in ("failure", "error"))
+    told = next((one for one in kinds if one is not None), None)
+    return None if told is None else " ".join(str(told.get("message")).split())[:1000]

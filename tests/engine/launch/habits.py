@@ -49,6 +49,7 @@ class Habit(NamedTuple):
 
 
 _PLAIN = "tests.engine.plain"
+_BORING = "lightning.pytorch.demos.boring_classes"
 _ON_TWO = "trainer.strategy=ddp_fork trainer.devices=2"
 _MONITOR = "callbacks.best_checkpoint.monitor"
 _BY_STEPS = "trainer.val_check_interval=4"
@@ -108,6 +109,8 @@ RUNS: dict[str, Typed] = {
         after="last",
     ),
     "best": Typed(PLAIN, "run_id=mine mode=test ckpt_path=best", after="path"),
+    "untested": Typed(f"{_PLAIN}.UntestedModel", "run_id=mine trainer.max_steps=2 trainer.val_check_interval=2"),
+    "untested, tested": Typed(f"{_PLAIN}.UntestedModel", "mode=test ckpt_path=last run_id=mine", 2, "untested"),
     "normed on two": Typed(NORMED, f"{_ON_TWO} trainer.max_steps=2"),
     "synced": Typed(NORMED, f"trainer.sync_batchnorm=true {_ON_TWO}", code=2),
     "synced under DeepSpeed": Typed(NORMED, "trainer.sync_batchnorm=true strategy=deepspeed_stage_1", code=2),
@@ -116,6 +119,10 @@ RUNS: dict[str, Typed] = {
         PLAIN, f"{_GROWS} run_id=other ckpt_path=runs/plainmodel/mine/checkpoints/step_6.ckpt", after="scheduled"
     ),
     "scheduled from the start": Typed(PLAIN, f"{_SCHEDULER} callbacks.mine.scheduling={{0:2}}"),
+    "Lightning's own": Typed(
+        f"{_BORING}.ManualOptimBoringModel",
+        f"data._target_={_BORING}.BoringDataModuleNoLen trainer.max_steps=4 {_ON_TWO}",
+    ),
     "as large": Typed(PLAIN, "global_batch_size=80 trainer.max_epochs=2"),
 }
 
@@ -173,6 +180,7 @@ HABITS = (
     Habit("trainer.max_steps alone", "steps", look=_steps, found=10),
     Habit("val_check_interval in steps", "steps", look=_validated("val_loss"), found=[3, 7]),
     Habit("trainer.max_time: no default ends it", "time", look=lambda run: _steps(run) > 0, found=True),
+    Habit("fewer steps than the default between validations", "normed on two", look=_validated(), found=[1]),
     # Names of Lightning's
     Habit("data.batch_size=20", "epochs", "advice     data.batch_size is not what a step takes where batches are cut"),
     Habit("trainer.strategy=ddp_fork", "epochs and steps", "strategy   DDP, precision 32-true, 1 node × 2 CPU"),
@@ -180,6 +188,14 @@ HABITS = (
     Habit("a line to go on, pasted later", "last", look=_times_told(" ckpt_path=last"), found=0),
     Habit("ckpt_path=PATH", "path", "resumes    runs/plainmodel/mine/checkpoints/step_4.ckpt, at step 4"),
     Habit("ckpt_path=best", "best", "reads      runs/plainmodel/mine/checkpoints/best.ckpt"),
+    Habit(
+        *("a module without test_step", "untested"),
+        " mode=validate ckpt_path=runs/untestedmodel/mine/checkpoints/best.ckpt\n",
+    ),
+    Habit(
+        *("mode=test without test_step", "untested, tested"),
+        "error: mode=test: UntestedModel has no test_step; type mode=validate or mode=predict\n",
+    ),
     # What the best checkpoint and early stopping go by
     Habit("a loss named val_loss", "epochs", "best       is the lowest val_loss\n", _is_best("val_loss", min), True),
     Habit(
@@ -289,6 +305,11 @@ HABITS = (
         *("trainer.sync_batchnorm under DeepSpeed", "synced under DeepSpeed"),
         "error: trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp\n",
     ),
+    # Modules of Lightning's own tests; BoringModel under each strategy: strategies/shapes/modules.py
+    Habit(
+        *("ManualOptimBoringModel, and data without a length", "Lightning's own"),
+        *("stream     2 readers", _checkpoints, ["last.ckpt", "step_4.ckpt"]),
+    ),
     # What can't be trained
     Habit(
         *("model._target_ of no LightningModule", "no module"),
@@ -315,8 +336,12 @@ ELSEWHERE = {
     "IterableDataset": ("batches/test_stream_runs.py", "def test_a_stream_has_the_curve_of_one_process"),
     "split_dataset_by_node": ("batches/test_stream_runs.py", "def test_a_stream_that_splits_itself_by_ranks"),
     "loaders of unequal lengths": ("batches/test_combined.py", "def test_a_shorter_loader_is_read_again"),
+    "a data module of batch_size=8, and nothing typed": ("launch/test_habits.py", "def test_a_batch_size_that_data"),
+    "an average of weights by hand, under fsdp": ("strategies/test_fsdp.py", "def test_an_average_by_hand"),
     "EMAWeightAveraging": ("strategies/shapes/modules.py", "class Averaging"),
+    "averages, sharded": ("launch/test_averaging.py", "def test_a_run_is_validated_and_resumed_by_its_averages"),
     "LearningRateFinder": ("launch/test_rate_finder.py", "def test_the_rate_is_that_of_one_process"),
+    "LearningRateFinder under DeepSpeed": ("launch/test_rate_finder.py", "def test_so_does_a_run_under_zero"),
     "micro_batch_size=auto for BatchSizeFinder": (
         "launch/test_auto.py",
         "def test_micro_batch_size_auto_is_the_largest",
@@ -324,6 +349,10 @@ ELSEWHERE = {
     "averaging in place of StochasticWeightAveraging": ("launch/test_averaging.py", "def test_a_run_tests_the_mean"),
     "BackboneFinetuning": ("strategies/shapes/modules.py", "class Unfreezing"),
     "accumulation by schedule, sharded": ("strategies/shapes/modules.py", "class Scheduled"),
+    "EarlyStopping, ModelCheckpoint, Timer, SpikeDetection, sharded": (
+        "launch/test_sharded_callbacks.py",
+        "def test_they_go_on_under_one_sharded_strategy",
+    ),
     "callbacks beside one another": ("launch/test_callbacks.py", "def test_callbacks_that_a_run_serves"),
     "hooks in Lightning's order": ("launch/test_hook_order.py", "def test_a_fit_and_its_test_call"),
     "print in a module": ("monitoring/test_progress.py", "def test_what_a_module_prints"),

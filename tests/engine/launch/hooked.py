@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from tests.engine.plain import PlainData, PlainModel
@@ -143,10 +144,10 @@ def with_every_hook(base: type, declared_by: type, owner: str, seen: list[Call])
 
 
 class Lines(list[Call]):
-    """Calls that are also written to hooks.jsonl in the working directory, a line each, for a run of train.py."""
+    """Calls that are written to the rank's file in the working directory, a line each, for runs in other processes."""
 
     def append(self, call: Call) -> None:
-        with Path("hooks.jsonl").open("a") as file:
+        with Path(f"hooks_{rank_zero_only.rank}.jsonl").open("a") as file:
             file.write(json.dumps(call) + "\n")
 
 

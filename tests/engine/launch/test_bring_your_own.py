@@ -2,69 +2,125 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import callbacks
 
-from lightswitch.config.overrides import key_and_value
-from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS, OF_WHOLE_PARAMETERS
+from lightswitch.config.overrides import GROUPS, key_and_value
+from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS
 from tests.engine.config.mistaken import answers
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import Finished, runs_in
+from tests.engine.launch import habits
+from tests.engine.launch.bring_your_own import CODE, SECTIONS, command, rows, shown_of_rows, spans, typed, words
+from tests.engine.launch.habits import HABITS
+from tests.engine.launch.migration_runs import RUNS, Elsewhere, Habit, Inside, Left, Shown
+from tests.engine.launch.migrations import ROWS
+from tests.engine.launch.typed import typed_by
 
-PAGE = (CHECKOUT / "docs/bring-your-own.md").read_text()
-CODE = re.compile(r"`([^`]+)`")
-
-
-def _rows(heading: str) -> Iterator[tuple[str, str]]:
-    """The two cells of each row of a section's table."""
-    (section,) = re.findall(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)[1:]:
-        there, here = line.split(" | ")
-        if not there.startswith("---"):
-            yield there, here
-
-
-SECTIONS = [name for name in re.findall(r"^##+ (I .*)$", PAGE, re.MULTILINE)]
+IN_RUNS = [(row, shown) for row, _, shown in shown_of_rows() if isinstance(shown, Inside | Left)]
+ELSEWHERE = [(row, shown) for row, _, shown in shown_of_rows() if isinstance(shown, Elsewhere | Habit)]
 
 
 def _commands(sections: list[str]) -> list[list[str]]:
     """What the tables say to type, in as few commands as have no key twice; an experiment by itself."""
     commands: list[dict[str, str]] = []
-    for section in sections:
-        for _, here in _rows(section):
-            words = [word for code in CODE.findall(here) for word in code.split() if "=" in word or word[0] == "~"]
-            typed = {key_and_value(word)[0]: word for word in words}
-            found = next((one for one in commands if not one.keys() & {*typed, "experiment"}), None)
-            found = None if "experiment" in typed else found
-            if found is None:
-                commands.append(found := {})
-            found |= typed
+    for span in (span for section in sections for _, here in rows(section) for span in spans(here)):
+        given = {key_and_value(word)[0]: word for word in span}
+        found = next((one for one in commands if not one.keys() & {*given, "experiment"}), None)
+        if found is None or "experiment" in given:
+            commands.append(found := {})
+        found |= given
     return [list(command.values()) for command in commands]
 
 
 def test_what_the_tables_say_to_type_is_taken(tmp_path: Path) -> None:
     """A command is refused for the one mistake that is put into it, and for nothing else."""
-    named = {str(number): [*words, "meet_timeout_seconds=x"] for number, words in enumerate(_commands(SECTIONS))}
+    named = {" ".join(one): [*one, "meet_timeout_seconds=x"] for one in _commands(SECTIONS)}
     found = answers(named, tmp_path)
-    for number, words in named.items():
-        told = "error: meet_timeout_seconds=x: found str, expected float or int\n"
-        assert (found[number].returncode, found[number].err) == (2, told), words
+    told = "error: meet_timeout_seconds=x: found str, expected float or int\n"
+    assert {line: answer.err for line, answer in found.items() if answer.err != told} == {}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_each_section_has_a_table(section: str) -> None:
-    assert len(list(_rows(section))) >= 8
+    assert len(list(rows(section))) >= 8
 
 
 def test_the_table_of_callbacks_is_what_the_code_does() -> None:
-    told = {CODE.findall(name)[0]: here for name, here in _rows("Lightning's callbacks")}
+    told = {CODE.findall(name)[0]: here for name, here in rows("Lightning's callbacks")}
     assert sorted(told) == sorted(callbacks.__all__)
     assert {name for name, here in told.items() if here.startswith("refused")} == set(NOWHERE)
-    assert {name for name, here in told.items() if "sharded strategies refuse it" in here} == {
-        *(OF_WHOLE_PARAMETERS.keys() - {"BaseFinetuning"}),
-        "BackboneFinetuning",
-    }
     assert {name for name, here in told.items() if "refused on several devices" in here} == set(OF_ONE_PROCESS)
+
+
+# Each row's effect
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
+    """The run of a name, which is started once."""
+    folder = tmp_path_factory.mktemp("migrations")
+    train = runs_in(folder)
+
+    @cache
+    def ran(name: str) -> Finished:
+        before = RUNS[name].after
+        own = ran(before).folder if before else folder / name
+        own.mkdir(exist_ok=True)
+        RUNS[name].write(own)
+        return train(*command(name), folder=own)
+
+    return ran
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_each_row_is_shown_and_nothing_else_is(section: str) -> None:
+    assert [*ROWS] == SECTIONS
+    assert list(ROWS[section]) == [there for there, _ in rows(section)]
+    assert all(ROWS[section].values())
+
+
+@pytest.mark.parametrize(("row", "shown"), IN_RUNS, ids=[row for row, _ in IN_RUNS])
+def test_a_row_has_its_effect(row: str, shown: Inside | Left, ran: Callable[[str], Finished]) -> None:
+    run = ran(shown.run)
+    if isinstance(shown, Left):
+        assert shown.look(run) == shown.found
+    else:
+        assert json.loads((run.folder / f"effects_{shown.run}.json").read_text())[row] == shown.found
+
+
+@pytest.mark.parametrize(("row", "shown"), ELSEWHERE, ids=[row for row, _ in ELSEWHERE])
+def test_a_row_is_shown_by_a_test_that_is_there(row: str, shown: Elsewhere | Habit) -> None:
+    assert _typed_of(shown)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_row_says_to_type_is_typed_where_its_effect_is_shown(section: str) -> None:
+    untyped = {
+        f"{there}: {word}"
+        for there, here in rows(section)
+        for word in words(here)
+        if not any(_types(shown, word, here) for shown in ROWS[section][there])
+    }
+    assert untyped == set()
+
+
+def _types(shown: Shown, word: str, here: str) -> bool:
+    """A choice has to be the row's own; of other keys, values in the tables are examples."""
+    if isinstance(shown, Inside | Left):
+        return word in typed(here, shown)
+    text, key = _typed_of(shown), word.partition("=")[0]
+    part = shown.of_a_word if isinstance(shown, Elsewhere) else None
+    is_put_together = part is not None and part in word and part in text
+    return is_put_together or (word if key in GROUPS else f"{key}=") in text
+
+
+def _typed_of(shown: Elsewhere | Habit) -> str:
+    if isinstance(shown, Elsewhere):
+        return typed_by(shown.file, shown.test)
+    (habit,) = (habit for habit in HABITS if habit.has == shown.has)
+    return " ".join(habits.RUNS[habit.run].words)

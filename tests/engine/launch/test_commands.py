@@ -74,7 +74,7 @@ def test_commands_begin_with_the_launcher(
     monkeypatch.setattr(psutil.Process, "parent", lambda _: None)  # what started pytest is no agent of torchrun's
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py", "strategy=ddp", "mode=fit", "seed=7"])
     assert (
-        commands.evaluate("best.ckpt", placement.detect())
+        commands.evaluate("best.ckpt", placement.detect(), "test")
         == f"{starts} train.py strategy=ddp seed=7 mode=test ckpt_path=best.ckpt"
     )
 
@@ -137,7 +137,7 @@ def test_a_pasted_line_composes_what_the_run_had(launcher: dict[str, str], monke
 def test_a_pasted_evaluation_reads_that_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *PLAIN])
     for path in PATHS:
-        assert _composed(_pasted(commands.evaluate(path, placement.detect()))).ckpt_path == path
+        assert _composed(_pasted(commands.evaluate(path, placement.detect(), "test"))).ckpt_path == path
 
 
 @pytest.mark.parametrize(("run_id", "name"), [("1234_5", "gpt"), ("a=b,c", "1e3")])

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT, Finished, runs_in
+from tests.engine.conftest import CHECKOUT, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.launch.habits import ELSEWHERE, HABITS, PLAIN, RUNS, Habit, Typed
 from tests.engine.processes import TRAIN_PY, Start, said
@@ -68,3 +68,11 @@ def test_a_table_of_lightnings_profiler_is_shown(start: Start) -> None:
     run = Typed(PLAIN, "trainer.profiler=simple trainer.max_steps=2")
     told = said(start("python", TRAIN_PY, *run.words))
     assert "FIT Profiler Report" in told, told
+
+
+@pytest.mark.parametrize(("typed", "told"), [("seed=1", True), ("global_batch_size=64", False)])
+def test_a_batch_size_that_data_bring_along_is_named(typed: str, told: bool, train: Train) -> None:
+    """But not to one who has typed that of the run."""
+    run = train(f"model._target_={PLAIN}", PLAIN_DATA, "logger=csv", "trainer.max_steps=1", typed)
+    line = "advice     data.batch_size is not what a step takes where batches are cut here; type global_batch_size=8\n"
+    assert (line in run.out) is told

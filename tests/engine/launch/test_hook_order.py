@@ -49,7 +49,7 @@ class Fitted(NamedTuple):
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
     folder = tmp_path_factory.mktemp("plain")
     run = runs_in(tmp_path_factory.mktemp("ours"))(*RUN)
-    return Fitted(run, _calls(run), folder, _plain(folder, _fit_and_test))
+    return Fitted(run, _calls(run), folder, _plain(folder, fit_and_test))
 
 
 def test_a_fit_and_its_test_call_what_a_plain_trainer_calls(fitted: Fitted) -> None:
@@ -61,19 +61,19 @@ def test_a_fit_and_its_test_call_what_a_plain_trainer_calls(fitted: Fitted) -> N
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
 def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(fitted: Fitted, train: Train) -> None:
-    resumed = train(*RUN, f"ckpt_path='{_saved(fitted.run.folder)}'")
-    expected = _plain(fitted.plain, _fit_and_test, _saved(fitted.plain))
+    resumed = train(*RUN, f"ckpt_path='{saved(fitted.run.folder)}'")
+    expected = _plain(fitted.plain, fit_and_test, saved(fitted.plain))
     assert "on_load_checkpoint" in {call[1] for call in expected}
     assert _calls(resumed) == expected
 
 
 @pytest.mark.parametrize("mode", ["validate", "predict"])
 def test_a_stage_by_itself_calls_what_a_plain_trainer_calls(mode: str, fitted: Fitted, train: Train) -> None:
-    evaluated = train(*RUN, f"mode={mode}", f"ckpt_path='{_saved(fitted.run.folder)}'")
-    assert _calls(evaluated) == _plain(fitted.plain, _evaluate, mode, _saved(fitted.plain))
+    evaluated = train(*RUN, f"mode={mode}", f"ckpt_path='{saved(fitted.run.folder)}'")
+    assert _calls(evaluated) == _plain(fitted.plain, _evaluate, mode, saved(fitted.plain))
 
 
-def _fit_and_test(trainer: Trainer, told: tuple[Any, Any], path: Path | None = None) -> None:
+def fit_and_test(trainer: Trainer, told: tuple[Any, Any], path: Path | None = None) -> None:
     trainer.fit(*told, ckpt_path=path, weights_only=True)
     (saving,) = trainer.checkpoint_callbacks
     trainer.test(*told, ckpt_path=saving.best_model_path, verbose=False, weights_only=True)
@@ -101,10 +101,10 @@ def _plain(folder: Path, run: Callable[..., None], *given: Any) -> Calls:
     return [list(call) for call in seen]
 
 
-def _saved(folder: Path) -> Path:
+def saved(folder: Path) -> Path:
     (path,) = (folder / "saved").glob("*step=3.ckpt")
     return path
 
 
 def _calls(run: Finished) -> Calls:
-    return [json.loads(line) for line in (run.folder / "hooks.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run.folder / "hooks_0.jsonl").read_text().splitlines()]

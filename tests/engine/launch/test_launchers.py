@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from tests.engine.conftest import PLAIN, Train
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightswitch.errors import ExitCode
+from lightswitch.fault_tolerance.launchers import Scripts
+from lightswitch.process.signals import Signals
+from lightswitch.process.state import Process
+from tests.engine.conftest import PLAIN, Train, context
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.processes import TRAIN_PY, Start
 
@@ -170,3 +182,30 @@ def the_run(folder: Path) -> Path:
     assert (run_dir / "metrics.csv").exists()
     assert (run_dir / "checkpoints" / "last.ckpt").exists()
     return run_dir
+
+
+@pytest.mark.parametrize(
+    ("received", "told", "code"), [(signal.SIGINT, "", 0), (None, " ended with exit code 143 before it trained\n", 1)]
+)
+def test_a_rank_that_a_signal_has_ended_fails_the_run_only_where_rank_0_gets_none(
+    received: signal.Signals | None, told: str, code: int, tmp_path: Path
+) -> None:
+    observing = context.Process(target=_observe_a_stopped_rank, args=(received, tmp_path / "err"))
+    observing.start()
+    observing.join(timeout=60)
+    assert observing.exitcode == code
+    assert (tmp_path / "err").read_text().endswith(told)
+
+
+def _observe_a_stopped_rank(received: signal.Signals | None, told: Path) -> None:
+    sys.stderr = told.open("w")
+    process = Process()
+    signals = Signals(process)
+    run: Any = SimpleNamespace(process=process, signals=signals)
+    launcher = Scripts(LightningEnvironment(), 2, 1, run)
+    launcher.procs.append(subprocess.Popen([sys.executable, "-c", f"raise SystemExit({ExitCode.STOPPED})"]))
+    process.ranks[:] = launcher.procs
+    launcher.procs[0].wait()
+    if received is not None:
+        threading.Timer(0.5, setattr, (signals, "received", received)).start()  # once the rank is seen to be gone
+    launcher._observe()

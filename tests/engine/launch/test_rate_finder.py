@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Literal
 
 import pytest
@@ -21,7 +22,11 @@ RUN = ("model._target_=tests.engine.launch.test_rate_finder.Counting", PLAIN_DAT
 RUN += ("global_batch_size=40", "trainer.max_steps=10", "trainer.log_every_n_steps=1")
 FINDS = (*RUN, "callbacks=[default,lr_finder]", "callbacks.lr_finder.min_lr=1e-4", "run_id=mine")
 FINDS += ("callbacks.lr_finder.num_training_steps=30",)
-WAYS = {"ddp": "strategy=ddp", "fsdp": "strategy=fsdp", "fsdp1": "strategy=fsdp1"}
+_STAGE_3 = "stage:3,stage3_param_persistence_threshold:20"  # biases stay gathered
+ZERO = ("strategy=deepspeed", f"trainer.strategy.config={{zero_optimization:{{{_STAGE_3}}}}}")
+WAYS = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp"], "fsdp1": ["strategy=fsdp1"]}
+WAYS |= {"zero 2": ["strategy=deepspeed_stage_2_offload"], "zero 3": [*ZERO]}
+ON_TWO = ("trainer.devices=2", "micro_batch_size=10")
 
 
 class Counting(PlainModel):
@@ -38,14 +43,25 @@ class Counting(PlainModel):
         self.steps += 1
 
 
+class AtOnce(Counting):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters(), lr=self.hparams.lr)
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("alone"))(*FINDS)
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """A run of each kind, once."""
+    return cache(runs_in(tmp_path_factory.mktemp("once")))
+
+
+@pytest.fixture(scope="module")
+def alone(once: Callable[..., Finished]) -> Finished:
+    return once(*FINDS)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_rate_is_that_of_one_process(way: str, alone: Finished, train: Train) -> None:
-    run = train(*FINDS, WAYS[way], "trainer.devices=2", "micro_batch_size=10", ranks=2)
+def test_the_rate_is_that_of_one_process(way: str, alone: Finished, once: Callable[..., Finished]) -> None:
+    run = once(*FINDS, *WAYS[way], *ON_TWO, ranks=2)
     assert _found(run) == _found(alone)
     assert largest_difference(run, alone) < 1e-5
 
@@ -55,11 +71,25 @@ def test_a_run_trains_as_one_that_was_started_with_the_rate(alone: Finished, tra
     assert largest_difference(alone, typed) == 0
 
 
+def test_so_does_a_run_under_zero(once: Callable[..., Finished], train: Train) -> None:
+    run = once(*FINDS, *ZERO, *ON_TWO, ranks=2)
+    typed = train(*RUN, f"model.lr={_found(run)}", *ZERO, *ON_TWO, ranks=2)
+    assert largest_difference(run, typed) == 0
+
+
 def test_a_resumed_run_goes_on_with_the_rate(alone: Finished, train: Train) -> None:
     begun = train(*FINDS, "trainer.max_steps=6")
     resumed = train(*FINDS, folder=begun.folder)
     assert "rate       is looked for before a run's first step alone" in resumed.out
     assert largest_difference(resumed, alone) == 0
+
+
+def test_a_rate_that_was_found_goes_on_under_zero_and_back(alone: Finished, train: Train) -> None:
+    begun = train(*FINDS, "trainer.max_steps=4")
+    under_zero = train(*FINDS, *ZERO, *ON_TWO, "trainer.max_steps=8", folder=begun.folder, ranks=2)
+    resumed = train(*FINDS, folder=under_zero.folder)
+    assert len(resumed.column("train/loss")) == 10
+    assert largest_difference(resumed, alone) < 1e-5
 
 
 def _found(run: Finished) -> float:
@@ -84,6 +114,14 @@ def test_what_finds_no_rate_is_refused_in_a_line(typed: str, told: str, train: T
     assert refused.returncode == 2
     (line,) = refused.err.splitlines()
     assert told in line
+
+
+def test_an_optimizer_that_can_not_be_made_twice_is_refused_under_zero(train: Train) -> None:
+    model = "model._target_=tests.engine.launch.test_rate_finder.AtOnce"
+    refused = train(*FINDS, model, *ZERO, ranks=2, check=False)
+    assert refused.returncode == 2
+    told = "Adagrad makes its state before the first step, where DeepSpeed can't take it anew; use strategy=fsdp"
+    assert refused.err.splitlines()[0] == f"error: {told}"
 
 
 def test_templates_keep_the_rate_in_a_partial_of_the_optimizer() -> None:
