@@ -66,7 +66,7 @@ def test_a_killed_stream_goes_on_under_another_strategy_and_world_size(
     resumed = train(*run, "strategy=fsdp", "micro_batch_size=8", ranks=3, folder=killed.folder)
     for metric in ("train/loss", "samples", "val/loss"):
         assert largest_difference(resumed, alone[kind], metric) <= 1e-5, metric
-    assert re.search(r"resumes .*step_\d", resumed.out)
+    assert re.search(r"resumes .*at step \d", resumed.out)
     assert bool(re.search(r"skipped +\d+ samples of a stream", resumed.out)) == (kind == "plain")
 
 
@@ -75,7 +75,7 @@ def test_a_killed_stream_goes_on_at_its_sample_to_the_bit(alone: dict[str, Finis
     killed = train(*run, *KILLED, check=False)
     assert killed.returncode == -9, killed.err
     resumed = train(*run, folder=killed.folder)
-    assert re.search(r"resumes .*step_\d", resumed.out)
+    assert re.search(r"resumes .*at step \d", resumed.out)
     for metric in ("train/loss", "val/loss", "samples", "test/accuracy"):
         assert resumed.column(metric) == alone["stateful"].column(metric), metric
 
