@@ -62,6 +62,7 @@ _LOOP = "a loop with less overhead: Lightning's finds out anew in each batch wha
 _AGREED = "a planned step has no rank 0 to agree with; put back after it"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and would take it for the next engine"
+_SAVED = "checkpoints are written once all hooks of a batch or an epoch are over; no callback is asked after them"
 _TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
 
 PATCHES = (
@@ -112,6 +113,8 @@ PATCHES = (
         "does nothing: at each batch, over the GPUs, it asks for signals that are handled elsewhere",
     ),
     Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
+    Patch("lightning.pytorch.loops._TrainingEpochLoop", "on_advance_end", "(self, data_fetcher)", _SAVED),
+    Patch("lightning.pytorch.loops._FitLoop", "on_advance_end", "(self)", _SAVED),
     Patch(
         "lightning.pytorch.loops._TrainingEpochLoop",
         "max_steps",

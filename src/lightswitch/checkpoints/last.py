@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightswitch import patches
 from lightswitch.checkpoints import directory, disk
 from lightswitch.errors import UnwrittenCheckpoint
 
 _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # the names that `save` gives
+_KNOWN = ("lightning", "lightswitch")  # packages whose hooks at an epoch's end leave what is saved as it is
 
 
 class LastCheckpoints(Checkpoint):
@@ -21,6 +25,10 @@ class LastCheckpoints(Checkpoint):
 
     ``folder``/last.ckpt is a link to the newest complete one. Lightning's `save_last` follows the last *best* one, and
     writes nothing at the end of a run whose length is not a multiple of its interval.
+
+    A checkpoint has what all hooks of its step have done, the module's own `on_train_batch_end` among them, which comes
+    after those of callbacks: there many a module averages its weights. One of an epoch's last step is written before
+    the validation, and once more after `on_train_epoch_end` where a module or a callback of the user's has one.
 
     Args:
         folder: that they are written to.
@@ -44,22 +52,43 @@ class LastCheckpoints(Checkpoint):
         self._saved_step = 0
         self._removed: set[Path] = set()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != TrainerFn.FITTING:
+            return
+        epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        patches.replace(batches, "on_advance_end", partial(self._end_batch, trainer, batches.on_advance_end))
+        patches.replace(epochs, "on_advance_end", partial(self._end_epoch, trainer, epochs.on_advance_end))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        patches.restore(trainer.fit_loop.epoch_loop, "on_advance_end")
+        patches.restore(trainer.fit_loop, "on_advance_end")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def _end_batch(self, trainer: Trainer, end: Callable[[_DataFetcher], None], data_fetcher: _DataFetcher) -> None:
         if trainer.global_step // self.every_n_steps > self._saved_step // self.every_n_steps:
             self.save(trainer)
+        end(data_fetcher)
+
+    def _end_epoch(self, trainer: Trainer, end: Callable[[], None]) -> None:
+        is_whole = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if not is_whole:  # the run ends in mid-epoch; a longer one goes on in it
+            self.save(trainer)
+        end()
+        if is_whole and trainer.global_step == self._saved_step and _act_at_epoch_end(trainer):
+            self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """Save a checkpoint of this step, unless there is one already."""
-        dry = getattr(trainer, "fast_dev_run", False)  # set past Lightning's own declaration
-        if dry or trainer.global_step == self._saved_step:
+        if trainer.global_step != self._saved_step:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
             return
         self._saved_step = trainer.global_step
         path = self.folder / f"step_{trainer.global_step}.ckpt"
@@ -95,6 +124,13 @@ def _step(path: Path) -> int | None:
     """Return the step of a checkpoint of the engine by its name; None for anything else in the folder."""
     named = _NAME.fullmatch(path.name)
     return int(named[1]) if named and path.is_dir() and not path.is_symlink() else None
+
+
+def _act_at_epoch_end(trainer: Trainer) -> bool:
+    """Return whether the module, or a callback of the user's, has an `on_train_epoch_end`, which may change what is
+    saved."""
+    owners = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+    return any(owner.on_train_epoch_end.__module__.partition(".")[0] not in _KNOWN for owner in owners)
 
 
 def _now(action: Callable[[], None]) -> None:

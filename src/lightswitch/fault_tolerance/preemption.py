@@ -52,9 +52,15 @@ class Preemption(Callback):
         self._signals.defer()
         self._rounds = Rounds(self._ranks)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_step(trainer)  # before the hooks of others, which are called again where the run goes on
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        starts_step = batch_idx % trainer.accumulate_grad_batches == 0  # here, all hooks of the step before have run
-        if starts_step and self._rounds.end_before_step():
+        if batch_idx and batch_idx % trainer.accumulate_grad_batches == 0:  # all hooks of the step before have run
+            self._start_step(trainer)
+
+    def _start_step(self, trainer: Trainer) -> None:
+        if self._rounds.end_before_step():
             _end_if_asked(trainer, self._rounds.end(self._asked))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
