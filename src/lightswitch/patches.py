@@ -52,10 +52,6 @@ class Patch:
         return {"hydra": "hydra-core"}.get(module := self.owner.partition(".")[0], module)
 
 
-_LOG = (
-    "(self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, "
-    "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
-)
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "validation once an epoch, where a schedule needs its metric: schedules are known only once training begins"
 _LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
@@ -63,6 +59,8 @@ _AGREED = "a planned step has no rank 0 to agree with; put back after it"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and would take it for the next engine"
 _SAVED = "checkpoints are written once all hooks of a batch or an epoch are over; no callback is asked after them"
+_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
+_LOGGED = "what ranks log, who each see their share, is brought together: all of them reach these two moments"
 _TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
 
 PATCHES = (
@@ -121,12 +119,8 @@ PATCHES = (
         "int",
         "steps of a run whose accumulation is scheduled: the Trainer estimates them by the accumulation of the moment",
     ),
-    Patch(
-        "lightning.pytorch.LightningModule",
-        "log",
-        _LOG,
-        "what is logged in evaluation is averaged over ranks, which each see their share",
-    ),
+    Patch(_CONNECTOR, "epoch_end_reached", "(self)", _LOGGED),
+    Patch(_CONNECTOR, "on_epoch_end", "(self)", _LOGGED),
     Patch(
         "lightning.pytorch.callbacks.WeightAveraging",
         "__class__",

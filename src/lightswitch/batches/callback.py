@@ -14,11 +14,10 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightswitch import patches
 from lightswitch.batches import step_mean
 from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.counter import PositionCounter
-from lightswitch.batches.metrics import synced_in_evaluation
+from lightswitch.batches.metrics import LogsOfRanks
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import (
     STREAMS,
@@ -61,6 +60,7 @@ class GlobalBatch(Callback):
         self._loss = step_mean.StepLoss()
         self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
         self._told = ToldSamples(plan)
+        self._logs: LogsOfRanks | None = None  # of several ranks
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
@@ -75,12 +75,14 @@ class GlobalBatch(Callback):
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
         if trainer.world_size > 1:
-            patches.replace(pl_module, "log", synced_in_evaluation(trainer, pl_module.log))
+            self._logs = LogsOfRanks(trainer, self.plan.replicas / trainer.world_size)
+            self._logs.install()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         strategy.share = None
-        patches.restore(pl_module, "log")
+        if self._logs is not None:
+            self._logs.remove()
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch.distributed.constants import default_pg_timeout
 
+from lightswitch.batches.epoch_metrics import OF_RANKS
 from lightswitch.checkpoints import best, directory, names
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
@@ -57,7 +58,7 @@ class WrittenTogether(Strategy):
         """
         tensors, state, left_out = self.written(checkpoint)
         self._tell_once(left_out)
-        path, own = self._await_ranks(Path(filepath), tensors)
+        path, own = self._await_ranks(Path(filepath), tensors, state)
         if self.is_global_zero:
             with contextlib.suppress(OSError):  # the write, which makes it otherwise, tells why it can't
                 path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to what is being written
@@ -86,9 +87,11 @@ class WrittenTogether(Strategy):
                 log.warning("checkpoints leave out %s: a %s can't be read back safely", place, kind)
         self._told = self._told | left_out.keys()
 
-    def _await_ranks(self, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
+    def _await_ranks(
+        self, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
+    ) -> tuple[Path, dict[str, Stored]]:
         """Return rank 0's path and what this rank writes, once every rank is here and has written what it saved
-        before."""
+        before. Rank 0's state comes to have what each rank adds to it."""
         ranks = self._ranks
         try:
             self.wait_for_write()
@@ -99,7 +102,7 @@ class WrittenTogether(Strategy):
         self._log_failure()
         if ranks is None:
             return path, tensors
-        path_of_rank_0, own = _agree(ranks.staging, path, tensors, self.names_of_buffers())
+        path_of_rank_0, own = _agree(ranks.staging, path, tensors, state, self.names_of_buffers())
         if self._saver.has_lost_a_rank:
             self._checkpoint_ranks = None  # the old group can't be used any more
         return path_of_rank_0, own
@@ -198,12 +201,17 @@ class WrittenTogether(Strategy):
         return (timeout or default_pg_timeout).total_seconds()
 
 
-def _agree(ranks: Steps, path: Path, tensors: dict[str, Stored], buffers: set[str]) -> tuple[Path, dict[str, Stored]]:
+def _agree(
+    ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any], buffers: set[str]
+) -> tuple[Path, dict[str, Stored]]:
     """Return rank 0's path, and the tensors that this rank writes: its share, if all ranks hold copies of the same."""
     told = fingerprint(tensors, ranks.rank, ranks.world_size)
-    ranks.take(f"reach the save of {path.name}", lambda: told)
+    ranks.take(f"reach the save of {path.name}", lambda: [told, state.get(OF_RANKS, [])])
     all_told = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
-    ranks.take("share out the save", lambda: [str(path), len(set(all_told)) == 1] if ranks.rank == 0 else None)
+    if of_ranks := [one for _, of_rank in all_told for one in of_rank]:
+        state[OF_RANKS] = of_ranks
+    are_alike = len({held for held, _ in all_told}) == 1
+    ranks.take("share out the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
     ((path_of_rank_0, are_alike),) = ranks.results([0])
     own = share(tensors, ranks.rank, ranks.world_size, of_first=buffers) if are_alike else tensors
     return Path(path_of_rank_0), own

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightswitch import patches
 from lightswitch.launch.hooks import is_observed
-from lightswitch.launch.results import Results
 from lightswitch.monitoring.batch_count import is_logged
+from lightswitch.monitoring.results import Results
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -55,6 +55,12 @@ class EpochLoop(_TrainingEpochLoop):
             or type(trainer.strategy).batch_to_device is not Strategy.batch_to_device
             or is_observed(trainer)
         )
+
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        """Train on the batches of an epoch, or on those that are left of it."""
+        super().run(data_fetcher)
+        for earlier in tuple(self._results.before.values()):  # and not logged since the run was resumed
+            earlier.log_name(self._results, self.trainer.strategy)
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch.

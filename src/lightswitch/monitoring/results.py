@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
+
+from lightswitch.monitoring.logged import Logged
 
 
 class Results(_ResultCollection):
-    """Collection whose values of a step are read once: on a GPU, each reading waits for the device."""
+    """Collection whose values of a step are read once: on a GPU, each reading waits for the device.
+
+    Attributes:
+        before: what was logged of this epoch before the run was resumed, by key, until the key is logged again.
+    """
 
     _of_step: _METRICS | None = None
+    before: Mapping[str, Logged] = MappingProxyType({})
 
     @property
     def of_step(self) -> _METRICS:
@@ -28,9 +38,14 @@ class Results(_ResultCollection):
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         self._of_step = None
         super().update_metrics(key, value, batch_size)
+        if key in self.before:
+            self[key].add(self.before[key])
+            self.before = {other: part for other, part in self.before.items() if other != key}
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         self._of_step = None
+        if metrics is None and fx is None:  # the epoch is over
+            self.before = {}
         super().reset(metrics, fx)
 
     def to(self, *args: Any, **kwargs: Any) -> Results:
@@ -58,3 +73,11 @@ class Value(_ResultMetric):
             return self
         super().to(*args, **kwargs)
         return self
+
+    def add(self, before: Logged) -> None:
+        """Count what was logged before, of the same epoch."""
+        value = torch.tensor(before.value, dtype=self.value.dtype, device=self.value.device)
+        if self.meta.is_mean_reduction:
+            self.cumulated_batch_size = self.cumulated_batch_size + before.samples
+        is_sum = self.meta.is_mean_reduction or self.meta.is_sum_reduction
+        self.value = self.value + value if is_sum else self.meta.reduce_fx(self.value, value)

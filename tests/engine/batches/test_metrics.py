@@ -1,0 +1,105 @@
+"""What a module logs is the same at any world size, whichever rank logs it, and over a resume within an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainModel
+
+RUN = (
+    *("model._target_=tests.engine.batches.test_metrics.LogsMuch", PLAIN_DATA, "data.samples=75", "run_id=mine"),
+    *("global_batch_size=12", "trainer.max_epochs=2", "trainer.accelerator=cpu"),  # of 7 steps, the last of 3 samples
+    *("callbacks.last_checkpoint.every_n_steps=4", "callbacks.last_checkpoint.keep=9"),
+)
+TRAINING = (
+    *("train/mean", "train/sum", "train/min", "train/max", "train/both_epoch", "train/of_9", "train/end"),
+    *("train/accuracy", "train/Accuracy", "train/F1", "train/highest"),
+)
+IN_BATCHES = ("train/of_batches",)  # the mean over batches, of which more devices have more
+EVALUATION = ("val/loss", "val/sum", "val/min", "val/of_36", "val/of_1", "val/end")
+
+
+class LogsMuch(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_accuracy, self.of_batches, self.highest = MulticlassAccuracy(4), MeanMetric(), MaxMetric()
+        several: dict[str, Metric] = {"Accuracy": MulticlassAccuracy(4), "F1": MulticlassF1Score(4)}
+        self.several = MetricCollection(several, prefix="train/")
+        self.of_samples = MulticlassAUROC(4)  # keeps them all
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits, size = self.net(batch[0]), len(batch[0])
+        each = nn.functional.cross_entropy(logits, batch[1], reduction="none")
+        self._log("train", each, batch[2])
+        self.log("train/both", each.mean(), on_step=True, on_epoch=True)
+        for metric in (self.train_accuracy, self.several, self.of_samples):
+            metric.update(logits, batch[1])
+        self.of_batches(torch.tensor(float(batch_idx)))
+        self.highest(each.detach())
+        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True, batch_size=size)
+        self.log_dict(dict(self.several), on_step=False, on_epoch=True)
+        self.log("train/of_batches", self.of_batches, on_step=False, on_epoch=True)
+        return each.mean()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        each = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self._log("val", each, batch[2])
+        self.log("val/loss", each.mean())
+        self.seen.append(each.sum())
+
+    def _log(self, stage: str, each: Tensor, indices: Tensor) -> None:
+        common: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log(f"{stage}/mean", each.mean(), **common)
+        for name in ("sum", "min", "max"):
+            self.log(f"{stage}/{name}", getattr(torch, name)(each), reduce_fx=name, **common)
+        for index in {1, 9, 36} & set(indices.tolist()):  # only the rank that has read it
+            self.log(f"{stage}/of_{index}", each[indices == index].sum(), batch_size=1, **common)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/highest", self.highest.compute())
+        self.highest.reset()
+        self.of_samples.reset()
+        self.log("train/end", float(self.current_epoch))
+
+    def on_validation_epoch_end(self) -> None:
+        seen, self.seen = torch.stack(self.seen).sum(), []
+        self.log("val/end", seen, reduce_fx="sum")
+        if self.trainer.is_global_zero:
+            self.log("val/of_rank_0", 1.0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 3), ("deepspeed_stage_2", 2)])
+def test_what_is_logged_is_the_same_at_any_world_size(strategy: str, ranks: int, alone: Finished, train: Train) -> None:
+    run = train(*RUN, f"strategy={strategy}", ranks=ranks)
+    for name in (*TRAINING, *EVALUATION):
+        assert largest_difference(run, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
+    assert set(run.column("val/of_rank_0").values()) == {1.0}
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_epochs_metrics_go_on_over_a_resume(step: int, alone: Finished, train: Train) -> None:
+    resumed = train(*RUN, "strategy=single", f"resume={alone.run_dir}/checkpoints/step_{step}.ckpt")
+    for name in (*TRAINING, *IN_BATCHES):
+        expected = alone.column(name)
+        assert resumed.column(name) == {at: value for at, value in expected.items() if at >= step}, name
+
+
+def test_they_go_on_under_another_strategy_and_world_size(alone: Finished, train: Train) -> None:
+    stopped = train(*RUN, "strategy=ddp", "trainer.max_steps=3", ranks=3)
+    resumed = train(*RUN, "strategy=fsdp", f"resume={stopped.run_dir}/checkpoints/step_3.ckpt", ranks=2)
+    for name in TRAINING:
+        assert largest_difference(resumed, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
