@@ -52,6 +52,10 @@ class Patch:
         return {"hydra": "hydra-core"}.get(module := self.owner.partition(".")[0], module)
 
 
+_LOG = (
+    "(self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, "
+    "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
+)
 _HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
 _PLATEAU = "validation once an epoch, where a schedule needs its metric: schedules are known only once training begins"
 _LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
@@ -119,6 +123,7 @@ PATCHES = (
         "int",
         "steps of a run whose accumulation is scheduled: the Trainer estimates them by the accumulation of the moment",
     ),
+    Patch("lightning.pytorch.LightningModule", "log", _LOG, "a planned step's tensors have no values to log"),
     Patch(_CONNECTOR, "epoch_end_reached", "(self)", _LOGGED),
     Patch(_CONNECTOR, "on_epoch_end", "(self)", _LOGGED),
     Patch(

@@ -48,6 +48,7 @@ ALLOWED = {
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "trainer.accumulate_grad_batches": "as Lightning's own callback sets it, GradientAccumulationScheduler",
     "trainer.should_stop": "Lightning documents it: how a callback ends training",
+    "results.before": "of Results, the engine's",
     "shared.find": "of _SharedFinder, the engine's",
     "unused.world_size": "of Unused, the engine's",
     "rank.position": "of RankState, the engine's",

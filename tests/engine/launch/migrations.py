@@ -46,6 +46,9 @@ _MODULE = {
         Habit("accuracy alone"),
         Habit("a monitor that is typed"),
     ],
+    "logs a name on some devices alone, as for classes that a batch has": [
+        Elsewhere("engine/batches/test_metrics.py", "test_what_is_logged_is_the_same_at_any_world_size"),
+    ],
     "optimizes by hand, with several optimizers": [
         Habit("two optimizers by hand"),
         Habit("no clipping by hand"),
