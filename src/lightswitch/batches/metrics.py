@@ -18,7 +18,7 @@ from lightswitch.monitoring.logged import Logged, joined, logged
 
 
 class LogsOfRanks:
-    """What the ranks of a Trainer log, brought together at the moments that all of them reach.
+    """Values that the ranks of a Trainer log, brought together at the moments that all of them reach.
 
     These are the end of an epoch's or an evaluation's last batch, before hooks are called, and the end of those hooks.
 

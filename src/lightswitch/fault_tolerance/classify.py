@@ -25,6 +25,7 @@ from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
 _SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # of Lightning, which steps one by itself
+_INTERVAL = "val_check_interval"  # of Lightning's loop, once it knows how many batches there are
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
@@ -59,6 +60,12 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return [
             f"model: {type(frame.f_locals['model']).__name__} has several optimizers, of which Lightning steps one by "
             "itself; set self.automatic_optimization = False in its constructor, and step them in training_step"
+        ]
+    if frame is not None and frame.f_code.co_name == "setup_data" and _INTERVAL in str(error):
+        interval = OmegaConf.select(cfg, f"trainer.{_INTERVAL}")
+        return [
+            f"trainer.{_INTERVAL}={interval} is more steps than an epoch has; type fewer, or "
+            "trainer.check_val_every_n_epoch=null, which counts them over the epochs"
         ]
     if steps_have_begun or type(error) not in _ON_PURPOSE:
         return []

@@ -14,7 +14,7 @@ _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 @dataclass(frozen=True)
 class Logged:
-    """What a rank, or all ranks, have logged under one name in an epoch so far, by `self.log(…, on_epoch=True)`.
+    """Value that a rank, or all ranks, have logged under one name in an epoch so far, by `self.log(…, on_epoch=True)`.
 
     Attributes:
         reduce_fx: mean, sum, min or max.

@@ -79,6 +79,7 @@ RUNS: dict[str, Typed] = {
         NAMED, f"model.loss=val_loss model.accuracy=val_acc {_MONITOR}=val_acc trainer.max_steps=10 {_BY_STEPS}"
     ),
     "time": Typed(NORMED, "trainer.max_time=00:00:00:02 callbacks.last_checkpoint.every_n_steps=1000"),
+    "validations too rare": Typed(PLAIN, "trainer.max_epochs=2 trainer.val_check_interval=100", code=2),
     "another name": Typed(NAMED, "model.loss=validation_loss model.accuracy=val_acc trainer.max_epochs=2"),
     "no metric": Typed(NAMED, "trainer.max_epochs=2"),
     "no loss": Typed(NAMED, "model.accuracy=val_acc model.loss=val_nll trainer.max_epochs=2"),
@@ -186,6 +187,12 @@ HABITS = (
     Habit("trainer.strategy=ddp_fork", "epochs and steps", "strategy   DDP, precision 32-true, 1 node × 2 CPU"),
     Habit("ckpt_path=last", "last", ".ckpt, at step 4", _times_told("resumes    runs/plainmodel/mine/"), 1),
     Habit("a line to go on, pasted later", "last", look=_times_told(" ckpt_path=last"), found=0),
+    Habit(
+        "validation in more steps than an epoch has",
+        "validations too rare",
+        "error: trainer.val_check_interval=100 is more steps than an epoch has; type fewer, or "
+        "trainer.check_val_every_n_epoch=null, which counts them over the epochs",
+    ),
     Habit("ckpt_path=PATH", "path", "resumes    runs/plainmodel/mine/checkpoints/step_4.ckpt, at step 4"),
     Habit("ckpt_path=best", "best", "reads      runs/plainmodel/mine/checkpoints/best.ckpt"),
     Habit(
