@@ -40,6 +40,7 @@ class EpochMetrics(Callback):
     def __init__(self) -> None:
         self._of_validation: frozenset[str] = frozenset()  # metrics that had seen nothing when it began
         self._saved: list[dict[str, Any]] = []
+        self._resumed: set[str] = set()  # metrics that go on, until the epoch ends
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._of_validation = frozenset(name for name, metric in _metrics(pl_module) if not metric.update_called)
@@ -48,15 +49,19 @@ class EpochMetrics(Callback):
         position = saved_position(checkpoint)
         if position is None or not position.step:  # between two epochs
             return
-        values = {key: asdict(Logged.of(item)) for key, item in logged(trainer.fit_loop.epoch_loop._results).items()}
+        results = trainer.fit_loop.epoch_loop._results
+        values = {key: Logged.of(item) for key, item in logged(results).items()}
+        if isinstance(results, Results):
+            values |= results.before
         left_out = self._of_validation if trainer.validating else ()
         states = {
             name: _state(metric)
             for name, metric in _metrics(pl_module)
-            if metric.update_called and name not in left_out and _is_kept(metric)
+            if (metric.update_called or name in self._resumed) and name not in left_out and _is_kept(metric)
         }
         if values or states:
-            checkpoint[OF_RANKS] = [{"logged": values, "metrics": states}]
+            told = {key: asdict(value) for key, value in values.items()}
+            checkpoint[OF_RANKS] = [{"logged": told, "metrics": states}]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -73,6 +78,10 @@ class EpochMetrics(Callback):
             states = [of["metrics"][name] for of in saved if name in of["metrics"]]
             if states and _is_kept(metric) and set(states[0]) == set(metric._defaults):
                 metric.load_state_dict(_whole(metric, states), strict=False)
+                self._resumed.add(name)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resumed.clear()  # not called where a run goes on within an epoch
 
 
 def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:

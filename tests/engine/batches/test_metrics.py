@@ -98,6 +98,17 @@ def test_an_epochs_metrics_go_on_over_a_resume(step: int, alone: Finished, train
         assert resumed.column(name) == {at: value for at, value in expected.items() if at >= step}, name
 
 
+def test_they_go_on_over_one_resume_after_another(alone: Finished, train: Train) -> None:
+    """In step 5, neither sample 9 nor a validation is read."""
+    at = f"resume={alone.run_dir}/checkpoints/step_4.ckpt"
+    for steps in (5, 6):
+        run = train(*RUN, "strategy=single", at, f"trainer.max_steps={steps}")
+        at = f"resume={run.run_dir}/checkpoints/step_{steps}.ckpt"
+    resumed = train(*RUN, "strategy=single", at)
+    for name in (*TRAINING, *IN_BATCHES):
+        assert resumed.column(name) == alone.column(name), name
+
+
 def test_they_go_on_under_another_strategy_and_world_size(alone: Finished, train: Train) -> None:
     stopped = train(*RUN, "strategy=ddp", "trainer.max_steps=3", ranks=3)
     resumed = train(*RUN, "strategy=fsdp", f"resume={stopped.run_dir}/checkpoints/step_3.ckpt", ranks=2)
