@@ -28,6 +28,7 @@ from lightswitch.deepspeed.precision import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.regrouping import Regrouping
 from lightswitch.errors import Refused, listed
+from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.fused import fuse
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
@@ -147,6 +148,7 @@ class DeepSpeed(Regrouping, Reversible):
         """
         assert self.lightning_module is not None
         optimizer, schedulers = _configured(self.lightning_module)
+        refuse_in_pieces(optimizer, "DeepSpeed")
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
         placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states

@@ -32,6 +32,7 @@ from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_by_norm
+from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
@@ -147,6 +148,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                refuse_sharded(optimizer, self.device_mesh["shard"])
         self.setup_precision_plugin()
 
     def _shard(self) -> nn.Module:

@@ -32,6 +32,7 @@ from lightswitch.checkpoints.piece import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_shards_by_norm
+from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
@@ -211,6 +212,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                     f"{type(optimizer).__name__} makes its state before the first step, where it would not be sharded; "
                     "use strategy=fsdp, or another optimizer"
                 )
+            if self.world_size > 1 and self.sharding_strategy != ShardingStrategy.NO_SHARD:
+                refuse_in_pieces(optimizer, "fsdp1")
 
     # Steps
 

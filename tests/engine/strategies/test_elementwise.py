@@ -1,0 +1,107 @@
+"""An optimizer that goes by rows, norms or products trains as in one process, or is refused in a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from lightswitch.errors import Refused
+from lightswitch.strategies.elementwise import refuse_in_pieces
+from tests.engine.conftest import PLAIN_DATA, Train
+from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainModel
+
+BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+OTHERS = ("Adafactor", "LBFGS", *(["Muon"] if hasattr(optim, "Muon") else []))
+RUN = (PLAIN_DATA, "trainer.accelerator=cpu", "trainer.max_steps=6", "trainer.log_every_n_steps=1")
+
+
+class Lamb(optim.Optimizer):
+    """Takes no closure, and scales the update of each parameter by the parameter's norm, as LAMB does."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                scale = (parameter.norm() / (parameter.grad.norm() + 1e-9)).clamp(0, 10)
+                parameter.sub_(parameter.grad * (group["lr"] * scale))
+        return loss
+
+
+class LambModel(PlainModel):
+    def configure_optimizers(self) -> optim.Optimizer:
+        return Lamb(self.parameters())
+
+
+class AdafactorModel(PlainModel):
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.Adafactor(self.parameters(), lr=0.05)
+
+
+def made(name: str, **arguments: Any) -> optim.Optimizer:
+    return getattr(optim, name)([torch.nn.Parameter(torch.zeros(4, 6))], lr=0.01, **arguments)
+
+
+@pytest.mark.parametrize("name", BY_ELEMENT)
+def test_torchs_optimizers_by_element_are_taken(name: str) -> None:
+    refuse_in_pieces(made(name, foreach=True), "fsdp1")
+
+
+def test_so_are_those_with_options_that_ask_for_a_device() -> None:
+    refuse_in_pieces(made("AdamW", amsgrad=True, capturable=True), "fsdp1")
+    refuse_in_pieces(made("SGD", momentum=0.9, nesterov=True, weight_decay=0.1), "fsdp1")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_refused_in_pieces(name: str) -> None:
+    with pytest.raises(Refused, match=f"{name} does not change each element by itself"):
+        refuse_in_pieces(made(name), "fsdp1")
+
+
+def test_what_can_not_be_tried_is_taken() -> None:
+    refuse_in_pieces(made("SparseAdam"), "fsdp1")
+
+
+def test_the_random_state_stays_as_it_was() -> None:
+    before = torch.random.get_rng_state()
+    refuse_in_pieces(made("Adam"), "fsdp1")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_run_that_would_train_otherwise_is_refused(strategy: str, train: Train) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    module = "model._target_=tests.engine.strategies.test_elementwise.LambModel"
+    run = train(module, *RUN, f"strategy={strategy}", ranks=2, check=False)
+    name = "fsdp1" if strategy == "fsdp1" else "DeepSpeed"
+    assert run.returncode == 2
+    assert run.err.splitlines() == [
+        f"error: Lamb does not change each element by itself, and {name} gives each device flat pieces of parameters, "
+        "with which it would train otherwise; use strategy=ddp or fsdp"
+    ]
+
+
+def test_shards_that_keep_their_shapes_are_stepped_as_the_whole(train: Train) -> None:
+    module = "model._target_=tests.engine.strategies.test_elementwise.LambModel"
+    alone = train(module, *RUN, "strategy=single")
+    assert largest_difference(train(module, *RUN, "strategy=fsdp", ranks=2), alone) <= 1e-5
+
+
+def test_an_optimizer_that_fails_for_shards_is_refused_in_a_line(train: Train) -> None:
+    module = "model._target_=tests.engine.strategies.test_elementwise.AdafactorModel"
+    alone = train(module, *RUN, "strategy=single")
+    sharded = train(module, *RUN, "strategy=fsdp", ranks=2, check=False)
+    if sharded.returncode == 0:  # a torch that takes it
+        assert largest_difference(sharded, alone) <= 1e-5
+        return
+    assert (sharded.returncode, len(sharded.err.splitlines())) == (2, 1)
+    assert sharded.err.startswith("error: Adafactor ")
+    assert sharded.err.endswith("; use strategy=ddp\n")
