@@ -13,7 +13,7 @@ def test_every_package_of_tests_has_a_budget() -> None:
     folders = {path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")}
     assert folders <= {name for name in budget.SECONDS if "." not in name}
     assert all((HERE / name).exists() for name in budget.SECONDS if name not in ("project", "others"))
-    assert sum(budget.SECONDS.values()) <= 3 * 30 * 60
+    assert sum(budget.SECONDS.values()) <= 4 * 35 * 60
 
 
 def test_a_package_that_takes_more_than_its_share_is_named() -> None:
