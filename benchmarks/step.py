@@ -54,19 +54,24 @@ def mlp_rows(quick: bool) -> list[Row]:
 
 
 def gpt_rows(quick: bool) -> list[Row]:
-    """As train.py is, against a plain loop with a fused optimizer and with torch's default one."""
-    return [_gpt_row(quick, fused=True, target="≤ 1.00"), _gpt_row(quick, fused=False, target="≤ 0.97")]
+    """As train.py is, against a plain loop with a fused optimizer and with torch's default one; and compiled."""
+    compiled = ["compile=true", "compile.scope=whole", *(["compile.backend=aot_eager"] if quick else [])]
+    return [
+        _gpt_row(quick, "GPT", [], fused=True, target="≤ 1.00"),
+        _gpt_row(quick, "GPT", [], fused=False, target="≤ 0.97"),
+        _gpt_row(quick, "GPT, compiled as a whole", compiled, fused=False, target="≤ 0.97"),
+    ]
 
 
-def _gpt_row(quick: bool, fused: bool, target: str) -> Row:
+def _gpt_row(quick: bool, name: str, overrides: list[str], fused: bool, target: str) -> Row:
     turns, steps = (2, 2) if quick else (30, 10)
     times, raw = Times(), f"{RAW}, {'fused' if fused else 'not fused'}"
     with tempfile.TemporaryDirectory() as folder:
         with composed([f"optimizer.fused={fused}"], Path(folder), steps) as cfg:
             model, data = instantiate(cfg.model), instantiate(cfg.data)
         model.configure_model()
-        with_engine([], Path(folder), times.take(Turns(raw_steps(model, data, model.loss), turns, steps)))
-    return row("GPT", raw, {"GPT": times.seconds, raw: times.raw}, target)
+        with_engine(overrides, Path(folder), times.take(Turns(raw_steps(model, data, model.loss), turns, steps)))
+    return row(name, raw, {name: times.seconds, raw: times.raw}, target)
 
 
 def _raw_mlp(samples: int) -> Iterator[None]:

@@ -1,10 +1,23 @@
-"""After a run of all tests, what they took, of the budget of tests/engine/budget.py."""
+"""Around a run of all tests: where temporary files go, and what it took of the budget of tests/engine/budget.py."""
 
 from __future__ import annotations
+
+import os
+import tempfile
 
 import pytest
 
 from tests.engine import budget
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of the run one temporary folder: those that a test kills leave theirs behind."""
+    if hasattr(config, "workerinput"):
+        return  # a worker inherits it
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps those of the last runs
+    folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

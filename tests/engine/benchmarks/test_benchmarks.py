@@ -18,7 +18,7 @@ ROWS = {
         *("strategy=fdsp", "train.py to its first step", "a plain Trainer to its first step"),
         "train.py to its first step, all extras installed",
     ],
-    "step": ["MLP", "MLP", "the peer's way", "GPT", "GPT"],
+    "step": ["MLP", "MLP", "the peer's way", "GPT", "GPT", "GPT, compiled as a whole"],
     "ddp": ["MLP, two processes"],
     "plan": ["two layers on one device"],
     "save": ["a save", "a save"],
