@@ -11,12 +11,12 @@ from tests.engine import budget
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all processes of the run one temporary folder: those that a test kills leave theirs behind."""
+    """Give all processes that the run starts one temporary folder: those that a test kills leave theirs behind."""
     if hasattr(config, "workerinput"):
         return  # a worker inherits it
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps those of the last runs
     folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+    os.environ["TMPDIR"] = folder.name
     config.add_cleanup(folder.cleanup)
 
 

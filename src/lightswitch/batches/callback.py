@@ -194,7 +194,7 @@ class GlobalBatch(Callback):
             return
         assert position is not None, "a run goes on from no other checkpoint"
         self._resumed = position
-        self._loaders.start_at(position, checkpoint.get(STREAMS, []))
+        self._loaders.start_at(position.next_batch, checkpoint.get(STREAMS, []))
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # a module has asked how long the run is
             iter(fetcher)  # what it holds ahead is the first epoch's
         stepped = _logged_steps(trainer, position)

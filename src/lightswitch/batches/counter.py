@@ -36,7 +36,7 @@ class PositionCounter:
             at,
             step=0,
             global_step=at.global_step - at.step,
-            samples=at.samples - at.step * self._plan.global_batch,
+            samples=at.samples - self._samples(at.step),
         )
         self._optimizer_steps = trainer.global_step - -(-at.step // self._accumulation.batches_a_step)
         self.micro_batches = at.step * self._plan.accumulation
@@ -58,20 +58,24 @@ class PositionCounter:
     def position(self, trainer: Trainer) -> Position:
         """Return the position after the last optimizer step."""
         start, step = self.epoch_start, self._steps(trainer)
-        samples = step * self._plan.global_batch
-        if self._loaders.training.slices:
-            samples = min(samples, self._loaders.training.epoch_samples)
-        ended = step > 0 and self.is_at_epoch_end(trainer)
+        is_last = step > 0 and self.is_at_epoch_end(trainer)
+        has_ended = is_last and _epochs(trainer) > start.epoch
         return replace(
             start,
-            epoch=start.epoch + ended,
-            step=0 if ended else step,
+            epoch=start.epoch + has_ended,
+            step=0 if has_ended else step,
             global_step=start.global_step + step,
-            samples=start.samples + samples,
+            samples=start.samples + self._samples(step),
             dataset=self._loaders.training.samples or None,
             validation_due=False,
+            epoch_end_due=is_last and not has_ended,
             optimizer_steps=trainer.global_step,
         )
+
+    def _samples(self, steps: int) -> int:
+        """Return the samples of so many steps of the epoch; the last one may have fewer than the others."""
+        samples = steps * self._plan.global_batch
+        return min(samples, self._loaders.training.epoch_samples) if self._loaders.training.slices else samples
 
     def _steps(self, trainer: Trainer) -> int:
         """Return the global batches of this epoch that have gone into weights."""
@@ -119,3 +123,9 @@ class PositionCounter:
         samples = [str(sample) for part in parts for sample in part]
         shown = len(samples) if most_samples is None else most_samples
         return f"{told}, micro batch {micro}: samples {listed(samples, shown=shown)}" if samples else told
+
+
+def _epochs(trainer: Trainer) -> int:
+    """Return the epochs whose end has begun."""
+    processed: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # set past its type
+    return processed

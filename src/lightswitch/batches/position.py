@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 KEY = "position"  # of a checkpoint
@@ -13,7 +13,10 @@ _LOGGED_STEPS = "_batches_that_stepped"  # of a checkpoint of Lightning's loop o
 
 @dataclass(frozen=True)
 class Position:
-    """A point between two optimizer steps. World size and accumulation are no part of it."""
+    """A point between two optimizer steps. World size and accumulation are no part of it.
+
+    After an epoch's last step it belongs to that epoch until its end begins, and then to the next one.
+    """
 
     epoch: int = 0
     step: int = 0  # global batches taken in this epoch
@@ -23,7 +26,18 @@ class Position:
     global_batch: int = 0
     dataset: int | None = None  # samples in the training set; None where its loader runs as it is
     validation_due: bool = False  # the step's validation had not run yet
+    epoch_end_due: bool = False  # all steps of the epoch are taken, and no `on_train_epoch_end` had run yet
     optimizer_steps: int | None = None  # taken in all, as the Trainer counts them; None where a batch is a step
+
+    @property
+    def epochs(self) -> int:
+        """Epochs whose steps are all taken."""
+        return self.epoch + self.epoch_end_due
+
+    @property
+    def next_batch(self) -> Position:
+        """The position from which the next batch is read: the next epoch's, where only the end of one is due."""
+        return replace(self, epoch=self.epochs, step=0, epoch_end_due=False) if self.epoch_end_due else self
 
     @property
     def steps(self) -> int:
@@ -81,7 +95,8 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
 
     Lightning saves its counters as they are in whatever hook the checkpoint was written, counts micro batches, and
     resumes rightly from few of these states. So one canonical state replaces them: in an epoch, that of a checkpoint
-    written in `on_train_batch_end`; between epochs, that of an epoch about to start.
+    written in `on_train_batch_end`; between epochs, that of an epoch about to start; and in between, that of one whose
+    last batch is over, from which `EpochLoop` goes on.
 
     Args:
         fit_loop: the checkpoint's state of the loop, changed in place.
@@ -91,12 +106,13 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
     epoch, taken = position.epoch, position.step * accumulation
     total = position.global_step * accumulation
     started = epoch + 1 if taken else epoch
+    is_within_epoch = bool(taken) and not position.epoch_end_due
     epochs = {"ready": started, "completed": epoch, "started": started, "processed": epoch}
     fit_loop["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
     fit_loop["epoch_loop.batch_progress"] = {
-        "total": _batches(total, ended=not taken),
-        "current": _batches(taken, ended=not taken),
-        "is_last_batch": False,
+        "total": _batches(total, ended=not is_within_epoch),
+        "current": _batches(taken, ended=not is_within_epoch),
+        "is_last_batch": position.epoch_end_due,
     }
     fit_loop["epoch_loop.val_loop.batch_progress"] = {
         "total": _batches(0, ended=True),

@@ -91,9 +91,15 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
                 readable.append((path, position))
         except UnfitCheckpoint as error:
             damaged.append(error)
-    # of two at the same step, the one whose validation has run; then the one that is named by its step
-    readable.sort(key=lambda found: (found[1].global_step, not found[1].validation_due, found[0].name), reverse=True)
+    readable.sort(key=_distance, reverse=True)
     return readable, damaged
+
+
+def _distance(found: tuple[Path, Position]) -> tuple[int, bool, bool, str]:
+    """Return how far a checkpoint is: of two at the same step, the one after whose validation and whose epoch's end;
+    then the one that is named by its step."""
+    path, position = found
+    return position.global_step, not position.validation_due, not position.epoch_end_due, path.name
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

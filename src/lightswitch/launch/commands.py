@@ -26,7 +26,7 @@ _READ_ONLY_BY_FIT = (
 
 def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | None:
     """Return the command that continues a run, with the limits it has reached doubled; None if it reached none."""
-    reached = {"max_steps": position.steps, "max_epochs": position.epoch}
+    reached = {"max_steps": position.steps, "max_epochs": position.epochs}
     limits = {name: cfg.trainer.get(name) for name in reached}
     raised = {f"trainer.{name}": 2 * reached[name] for name, limit in limits.items() if _holds(limit, reached[name])}
     if not raised:

@@ -58,9 +58,20 @@ class EpochLoop(_TrainingEpochLoop):
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Train on the batches of an epoch, or on those that are left of it."""
-        super().run(data_fetcher)
+        if self.restarting and self.batch_progress.is_last_batch:
+            self._end_epoch(data_fetcher)
+        else:
+            super().run(data_fetcher)
         for earlier in tuple(self._results.before.values()):  # and not logged since the run was resumed
             earlier.log_name(self._results, self.trainer.strategy)
+
+    def _end_epoch(self, data_fetcher: _DataFetcher) -> None:
+        """Do what Lightning does after an epoch's last batch, where a run is resumed from there; it has validated."""
+        self.reset()
+        self.on_run_start(data_fetcher)
+        self._skip_next_val = True
+        self.on_advance_end(data_fetcher)
+        self.on_iteration_done()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch.

@@ -29,7 +29,6 @@ from lightswitch.mixins import Mixin, mixed_class, with_mixin
 log = logging.getLogger(__name__)
 
 _MARK = "averaging_state"  # Lightning's key, of a checkpoint with averages
-_EPOCH = "latest_update_epoch"  # as the step is named that Lightning saves
 _IN_16_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -77,7 +76,6 @@ class _KeptAverages(Mixin, WeightAveraging):
     _average_model: AveragedModel | None
     _is_swapped = False  # the module has the averages, and this callback what is trained
     _trained: dict[int, Tensor]  # meanwhile, the weights in 16 bits, whose averages in 32 stay where they are
-    _is_resumed = False  # until an epoch begins
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != TrainerFn.FITTING:  # in a fit, the strategy has spread nothing yet
@@ -90,24 +88,6 @@ class _KeptAverages(Mixin, WeightAveraging):
         _widen(self._average_model.module)
         self._average_model = with_mixin(_Average, self._average_model)
         super().on_fit_start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update at the end of the epoch before, in a run that goes on from its last step, saved before that end."""
-        last_epoch, is_resumed = trainer.current_epoch - 1, self._is_resumed
-        self._is_resumed = False
-        if is_resumed and self._latest_update_epoch < last_epoch and self.should_update(epoch_idx=last_epoch):
-            assert self._average_model is not None
-            self._average_model.update_parameters(pl_module)
-            self._latest_update_epoch = last_epoch
-        super().on_train_epoch_start(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), _EPOCH: self._latest_update_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._latest_update_epoch = state_dict.get(_EPOCH, self._latest_update_epoch)  # an earlier version has none
-        self._is_resumed = True
 
     def _swap_models(self, pl_module: LightningModule) -> None:
         """Exchange averages and weights. An average in 32 bits of a weight in 16 stays: that would round it."""
@@ -163,7 +143,6 @@ class _KeptAverages(Mixin, WeightAveraging):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         self._average_model, self._is_swapped, self._trained = None, False, {}  # the module may be spread anew
-        self._is_resumed = False
 
     def averages(self, pl_module: LightningModule) -> dict[str, Stored]:
         """Return the average of each of the module's weights, by name, spread as they are; none before they are there.

@@ -57,6 +57,20 @@ def test_a_stream_has_the_curve_of_one_process(
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), ("ddp", 2)])
+def test_a_stream_whose_epochs_end_was_cut_off_goes_on_in_the_next(
+    kind: str, strategy: str, ranks: int, alone: dict[str, Finished], train: Train
+) -> None:
+    run = (*RUN, *STEPS, f"data.kind={kind}", "callbacks.last_checkpoint.every_n_steps=1")
+    dies = ("callbacks.dies._target_=tests.engine.checkpoints.test_hooks.Dies", "callbacks.dies.step=5")
+    cut_off = train(*run, *dies, "callbacks.dies.hook=on_train_epoch_end", check=False)
+    assert cut_off.returncode == 9, cut_off.err
+    gone_on = train(*run, f"strategy={strategy}", folder=cut_off.folder, ranks=ranks)
+    for metric in ("train/loss", "val/loss", "samples"):
+        assert largest_difference(gone_on, alone[kind], metric) <= 1e-5, metric
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
 def test_a_killed_stream_goes_on_under_another_strategy_and_world_size(
     kind: str, alone: dict[str, Finished], train: Train
 ) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
-from tests.engine.plain import AveragedModel
+from tests.engine.curves import largest_difference
+from tests.engine.plain import AveragedModel, PlainModel
 from tests.engine.tiny import RECORD
 
 HERE = "tests.engine.checkpoints.test_hooks"
@@ -41,6 +44,41 @@ class LateModel(AveragedModel):
         self.ended += 1
         if self.current_epoch == self.ends_epoch:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class WholeModel(PlainModel):
+    """Goes by what an epoch's end tells: a schedule of a metric, and a mean over the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ended", torch.zeros(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/mean", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.ended += 1
+        self.log("train/end", float(self.current_epoch))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+
+class Dies(pl.Callback):
+    """Ends its process as a power cut does, once what was saved is on disk."""
+
+    def __init__(self, step: int | None, hook: str) -> None:
+        self.step = step
+        setattr(self, hook, self._die)
+
+    def _die(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            trainer.strategy.finish_saving()
+            os._exit(9)
 
 
 class CountEpochs(pl.Callback):
@@ -93,6 +131,76 @@ def test_a_run_that_is_preempted_at_an_epochs_end_goes_on(
     preempted = train(*run, "model.ends_epoch=0", check=False)
     assert preempted.returncode == 143, preempted.err
     assert_same(train(*run, "model.ends_epoch=null", folder=preempted.folder), uninterrupted)
+
+
+WHOLE = (
+    *(f"model._target_={HERE}.WholeModel", f"callbacks.count._target_={HERE}.CountEpochs", PLAIN_DATA, *RECORD),
+    *("data.samples=57", "global_batch_size=12", "micro_batch_size=2", "trainer.accelerator=cpu", "run_id=mine"),
+    *("trainer.max_epochs=4", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=1"),
+    *("callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.early.monitor=val/loss"),
+)
+AT_ENDS = ("samples", "train/loss", "train/mean", "train/end", "val/loss", "val/accuracy")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("whole"))(*WHOLE)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_train_epoch_end"])
+@pytest.mark.parametrize("step", [10, 20])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", None), ("ddp", 2), ("fsdp", 3), ("deepspeed_stage_2", 2)])
+def test_an_epoch_whose_end_was_cut_off_ends_in_the_run_that_goes_on(
+    hook: str, step: int, strategy: str, ranks: int | None, whole: Finished, train: Train
+) -> None:
+    """In or after its validation, of any but the first epoch: hooks, schedules by a metric, means, early stopping."""
+    dies = (f"callbacks.dies._target_={HERE}.Dies", f"callbacks.dies.hook={hook}")
+    cut_off = train(*WHOLE, *dies, f"callbacks.dies.step={step}", check=False)
+    assert cut_off.returncode == 9, cut_off.err
+    options = {} if ranks is None else {"ranks": ranks}
+    gone_on = train(*WHOLE, *dies, "callbacks.dies.step=null", f"strategy={strategy}", folder=cut_off.folder, **options)
+
+    for name in AT_ENDS:
+        assert largest_difference(gone_on, whole, name) <= 1e-6 * max(1, *whole.column(name).values()), name
+    assert ended(gone_on) == ended(whole)
+
+
+class GatheringModel(PlainModel):
+    """Keeps what its steps return until the epoch's end, as Lightning's guide to version 2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.losses.append(loss := super().training_step(batch, batch_idx))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+def test_an_end_that_goes_by_what_was_lost_is_left_out_and_told(train: Train) -> None:
+    run = (f"model._target_={HERE}.GatheringModel", *WHOLE[1:], f"callbacks.dies._target_={HERE}.Dies")
+    run = (*run, "callbacks.dies.hook=on_validation_start")
+    cut_off = train(*run, "callbacks.dies.step=10", check=False)
+    gone_on = train(*run, "callbacks.dies.step=null", folder=cut_off.folder)
+    assert "epoch 1 was cut off before its end: on_train_epoch_end fails without what it had gathered" in gone_on.out
+    assert set(gone_on.column("train/mean")) == {4, 14, 19}
+
+
+def ended(run: Finished) -> dict[str, Any]:
+    """What hooks at epochs' ends have made of a run."""
+    state = read_state(run.run_dir / "checkpoints/last.ckpt")
+    (early,) = (saved for name, saved in state["callbacks"].items() if name.startswith("EarlyStopping"))
+    (schedule,) = state["lr_schedulers"]
+    return {
+        "callback": state["callbacks"]["CountEpochs"]["ended"],
+        "module": torch.load(run.run_dir / "weights_0.pt")["ended"].item(),
+        "early": (early["wait_count"], round(early["best_score"].item(), 5)),
+        "schedule": (schedule["num_bad_epochs"], schedule["_last_lr"]),
+    }
 
 
 def assert_same(run: Finished, other: Finished) -> None:
