@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # a worker inherits it
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps those of the last runs
     folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
+    os.chmod(folder.name, 0o1777)  # as the system's: some tests give up root
     os.environ["TMPDIR"] = folder.name
     config.add_cleanup(folder.cleanup)
 
