@@ -27,10 +27,15 @@ checkpoint see UnfitCheckpoint.
 from __future__ import annotations
 
 import enum
+import os
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class ExitCode(enum.IntEnum):
@@ -201,3 +206,9 @@ def listed(words: Sequence[str], noun: str = "", shown: int = 3, separator: str 
     """Return words for a message: the first few, and how many more, as in 'a, b, c and 2 more nodes'."""
     more = f" and {len(words) - shown} more {noun}".rstrip() if len(words) > shown else ""
     return separator.join(words[:shown]) + more
+
+
+def shown(path: Path) -> str:
+    """Return a path as it can be pasted: relative where it lies below the working directory."""
+    here = os.getcwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -6,8 +6,10 @@ where the name is not there or is not what it was. `python -m lightswitch.patche
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType
@@ -24,7 +26,6 @@ SUPPORTED = {
     "torchmetrics": ">=1.4,<1.10",
     "deepspeed": ">=0.19.7,<0.20",
 }
-_ABSENT = "nothing"
 _MISSING = object()
 _NONE = inspect.Parameter.empty
 
@@ -351,6 +352,19 @@ def restore(target: Any, name: str) -> None:
     vars(target).pop(name, None)
 
 
+def call_after(target: Any, name: str, action: Callable[[], None]) -> None:
+    """Have an action called once, after the next call of an object's method without arguments."""
+    method = getattr(target, name)
+
+    @functools.wraps(method)
+    def called() -> None:
+        restore(target, name)
+        method()
+        action()
+
+    replace(target, name, called)
+
+
 def _patch_of(target: Any, name: str) -> Patch:
     named = [patch for patch in PATCHES if patch.name == name]
     for patch in named:
@@ -376,8 +390,8 @@ def _found(patch: Patch, target: Any) -> Any:
 def _fits(found: Any, expected: str) -> bool:
     if expected.startswith("("):
         return inspect.isfunction(found) and _parameters(found) == expected
-    if found is _MISSING or expected == _ABSENT:
-        return found is _MISSING and expected == _ABSENT
+    if found is _MISSING:
+        return False
     names = {"None" if cls is type(None) else cls.__name__ for cls in type(found).__mro__}
     return not names.isdisjoint(expected.split(" | "))
 

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.batches.position import Position, saved_position
 from lightswitch.checkpoints import directory, foreign, hub_files
-from lightswitch.checkpoints.reader import Reader, shown, unreadable, why
-from lightswitch.errors import UnfitCheckpoint
+from lightswitch.checkpoints.reader import Reader, unreadable, why
+from lightswitch.errors import UnfitCheckpoint, shown
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightswitch.checkpoints.manifest import Damaged, check_file, is_plain_name
+
 INDEX = ".metadata"
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -37,10 +38,6 @@ _RECORDS = {
     *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
 _BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}
-
-
-class DamagedIndex(ValueError):
-    """Error of an index that is damaged, or that does not fit the files beside it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def read(path: Path) -> Index:
     """Return the index in a checkpoint's directory, with the tensors alone.
 
     Raises:
-        DamagedIndex: with the reason. Nothing is allocated by what the index claims before it is compared with the
+        Damaged: with the reason. Nothing is allocated by what the index claims before it is compared with the
             sizes of the files.
     """
     _file_bytes(path, INDEX)
@@ -118,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise DamagedIndex(f"{INDEX} names {module}.{name}, which would run code")
+            raise Damaged(f"{INDEX} names {module}.{name}, which would run code")
         return found
 
 
@@ -126,12 +123,12 @@ def _unpickled(file: Path) -> Any:
     try:
         with file.open("rb") as opened:
             return _Unpickler(opened).load()
-    except DamagedIndex:
+    except Damaged:
         raise
     except OSError as error:
-        raise DamagedIndex(f"{INDEX} can't be read: {error.strerror}") from error
+        raise Damaged(f"{INDEX} can't be read: {error.strerror}") from error
     except Exception as error:  # pickle raises many kinds for what is no pickle, or a part of one
-        raise DamagedIndex(f"{INDEX} is not an index of tensors") from error
+        raise Damaged(f"{INDEX} is not an index of tensors") from error
 
 
 def _kind(record: Any) -> str:
@@ -140,43 +137,38 @@ def _kind(record: Any) -> str:
 
 def _field(record: Any, name: str) -> Any:
     if not isinstance(record, _Record) or not isinstance(record.state, dict):
-        raise DamagedIndex(f"{INDEX} is not an index of tensors")
+        raise Damaged(f"{INDEX} is not an index of tensors")
     return record.state.get(name)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
-        raise DamagedIndex(f"{INDEX} is not an index of tensors")
+        raise Damaged(f"{INDEX} is not an index of tensors")
     return value
 
 
 def _sizes(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or any(type(size) is not int or not 0 <= size < 1 << 62 for size in value):
-        raise DamagedIndex(f"{INDEX} has a damaged shape")
+        raise Damaged(f"{INDEX} has a damaged shape")
     return torch.Size(value)
 
 
 def _key(record: Any) -> MetadataIndex:
     name, offset = _field(record, "fqn"), _field(record, "offset")
     if not isinstance(name, str):
-        raise DamagedIndex(f"{INDEX} has a tensor without a name")
+        raise Damaged(f"{INDEX} has a tensor without a name")
     return MetadataIndex(name, None if offset is None else _sizes(offset))
 
 
 def _info(record: Any) -> _StorageInfo:
     file, offset, length = (_field(record, name) for name in ("relative_path", "offset", "length"))
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise DamagedIndex(f"{INDEX} has a part of a tensor without an offset")
+        raise Damaged(f"{INDEX} has a part of a tensor without an offset")
     if not is_plain_name(file):
-        raise DamagedIndex(f"{INDEX} names a file outside of the checkpoint: {file}")
+        raise Damaged(f"{INDEX} names a file outside of the checkpoint: {file}")
     if _field(record, "transform_descriptors"):
-        raise DamagedIndex(f"{INDEX} names a compression, which no checkpoint of lightswitch or Lightning has")
+        raise Damaged(f"{INDEX} names a compression, which no checkpoint of lightswitch or Lightning has")
     return _StorageInfo(file, offset, length)
-
-
-def is_plain_name(name: Any) -> bool:
-    """Return whether a name is that of a file in a directory itself, not of one elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
@@ -184,19 +176,14 @@ def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     chunks = _field(record, "chunks")
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
-        raise DamagedIndex(f"{INDEX} is not an index of tensors")
+        raise Damaged(f"{INDEX} is not an index of tensors")
     parts = [ChunkStorageMetadata(_sizes(_field(c, "offsets")), _sizes(_field(c, "sizes"))) for c in chunks]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _sizes(_field(record, "size")), parts)
 
 
 def _file_bytes(path: Path, name: str) -> int:
-    try:
-        found = (path / name).stat()
-    except FileNotFoundError as error:
-        raise DamagedIndex(f"{name} is missing") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedIndex(f"{name} is not a regular file")
-    return found.st_size
+    check_file(path, name)
+    return (path / name).stat().st_size
 
 
 def _compared(
@@ -216,10 +203,10 @@ def _compared(
             numbers += count
             yield key
         if numbers != math.prod(tensor.size):
-            raise DamagedIndex(f"{INDEX} has {numbers} of the {math.prod(tensor.size)} numbers of {name}")
+            raise Damaged(f"{INDEX} has {numbers} of the {math.prod(tensor.size)} numbers of {name}")
         claimed_bytes += numbers * tensor.properties.dtype.itemsize
     if claimed_bytes > sum(file_bytes.values()):
-        raise DamagedIndex(f"{INDEX} claims {claimed_bytes} bytes, and the files have {sum(file_bytes.values())}")
+        raise Damaged(f"{INDEX} claims {claimed_bytes} bytes, and the files have {sum(file_bytes.values())}")
 
 
 def _check_part(
@@ -231,9 +218,9 @@ def _check_part(
 ) -> None:
     shape, start, size = tuple(tensor.size), tuple(chunk.offsets), tuple(chunk.sizes)
     if not len(shape) == len(start) == len(size) or any(a + b > c for a, b, c in zip(start, size, shape, strict=True)):
-        raise DamagedIndex(f"{INDEX} has a part of {name} that lies outside of it")
+        raise Damaged(f"{INDEX} has a part of {name} that lies outside of it")
     if info is None:
-        raise DamagedIndex(f"{INDEX} does not say where a part of {name} is")
+        raise Damaged(f"{INDEX} does not say where a part of {name} is")
     needed_bytes = math.prod(size) * tensor.properties.dtype.itemsize
     if needed_bytes > info.length or info.offset + info.length > file_bytes[info.relative_path]:
-        raise DamagedIndex(f"{info.relative_path} is shorter than {INDEX} says")
+        raise Damaged(f"{info.relative_path} is shorter than {INDEX} says")

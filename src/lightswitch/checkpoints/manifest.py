@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from lightswitch.checkpoints.index import is_plain_name
+from typing import Any
 
 SUMS = "SHA256SUMS"
 
 
 class Damaged(ValueError):
-    """Error that says what is wrong with a file of a checkpoint."""
+    """Error that says what is wrong with a file of a checkpoint, or that it does not fit the files beside it."""
 
 
 def write(folder: Path, sums: Mapping[str, str]) -> None:
@@ -61,6 +60,11 @@ def compare(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None
             raise Damaged(f"{name} can't be read: {error.strerror}") from error
         if found != sums[name]:
             raise Damaged(f"{name} differs from its checksum")
+
+
+def is_plain_name(name: Any) -> bool:
+    """Return whether a name is that of a file in a directory itself, not of one elsewhere."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def check_file(folder: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightswitch.checkpoints import directory, disk, foreign
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.piece import Piece
-from lightswitch.errors import UnfitCheckpoint, listed
+from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
 
@@ -177,11 +177,6 @@ def why(error: Exception | CheckpointException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def shown(path: Path) -> str:
-    """Return a path as it can be pasted: relative where it lies below the working directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 class _Planner(DefaultLoadPlanner):

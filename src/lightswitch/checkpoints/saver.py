@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from lightswitch.checkpoints.local import local
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.checkpoints.pool import Pool
-from lightswitch.checkpoints.shares import local_bytes
 from lightswitch.errors import LostRank
 
 Action = Callable[[], None]
@@ -46,9 +46,9 @@ class Saver:
         """
         for pool in self._pools.values():
             pool.reuse()
-        largest_first = sorted(tensors.items(), key=lambda item: -local_bytes(item[1]))
+        largest_first = sorted(tensors.items(), key=lambda item: -local(item[1]).nbytes)
         staged = {name: self._copy(tensor) for name, tensor in largest_first}
-        for device in {tensor.device for tensor in map(_values, tensors.values()) if tensor.is_cuda}:
+        for device in {tensor.device for tensor in map(local, tensors.values()) if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # until then, the copies are under way
         return staged
 
@@ -114,7 +114,3 @@ class Saver:
     def _copied(self, part: Tensor) -> Tensor:
         kept = self._pools[part.is_cuda].empty(part.shape, part.dtype)
         return kept.copy_(part.detach(), non_blocking=part.is_cuda)
-
-
-def _values(tensor: Stored) -> Tensor:
-    return tensor.values if isinstance(tensor, Piece) else tensor

@@ -68,13 +68,6 @@ def fingerprint(tensors: Tensors, rank: int, world_size: int) -> str:
     return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()
 
 
-def local_bytes(tensor: Stored) -> int:
-    """Return what a rank itself keeps of a tensor, in bytes."""
-    if isinstance(tensor, Piece):
-        return tensor.values.nbytes
-    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
-
-
 def _copies(tensors: Tensors, rank: int, world_size: int) -> dict[str, Copies]:
     """Return the copies of each tensor that other ranks hold as well, by name."""
     found = {name: _copies_of(tensor, rank, world_size) for name, tensor in tensors.items()}

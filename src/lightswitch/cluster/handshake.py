@@ -99,10 +99,7 @@ def _not_joined(missing: list[int], point: MeetingPoint) -> str:
     )
 
 
-def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
+def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> None:
     end = time.monotonic() + timeout_seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
+    while not condition() and time.monotonic() <= end:
         time.sleep(_POLL_SECONDS)
-    return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightswitch import figures
 from lightswitch.compare import page, pictures, run, tables, text
 from lightswitch.compare.comparison import Comparison
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, shown
 
 NAME = "compare.html"
 
@@ -37,12 +37,12 @@ def write(paths: list[Path], file: Path | None = None) -> Iterator[str]:
         "Curves": lacking or pictures.curves(comparison),
         "A step, in ms": None if lacking else pictures.steps(comparison),
     }
-    shown = {above: picture for above, picture in drawn.items() if picture is not None}
-    file.write_text(page.page(title, told, summary, shown), encoding="utf-8")
+    pictured = {above: picture for above, picture in drawn.items() if picture is not None}
+    file.write_text(page.page(title, told, summary, pictured), encoding="utf-8")
     beside = file.with_suffix(".md")
     beside.write_text(text.markdown(title, told, summary), encoding="utf-8")
-    yield f"page       {_shown(file)}"
-    yield f"markdown   {_shown(beside)}"
+    yield f"page       {shown(file.resolve())}"
+    yield f"markdown   {shown(beside.resolve())}"
 
 
 def of_sweep(folder: Path) -> Iterator[str]:
@@ -55,8 +55,3 @@ def of_sweep(folder: Path) -> Iterator[str]:
 
 def _common_folder(run_dirs: list[Path]) -> Path:
     return Path(os.path.commonpath([run_dir.resolve().parent for run_dir in run_dirs]))
-
-
-def _shown(file: Path) -> str:
-    path = file.resolve()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

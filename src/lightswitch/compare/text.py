@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightswitch.compare.tables import Table
+from lightswitch.monitoring.summary import aligned
 
 
 def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
@@ -13,15 +14,8 @@ def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
 
 
 def _aligned(table: Table) -> str:
-    cells = [table.columns, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if side == "r" else cell.ljust(width)
-            for cell, width, side in zip(row, widths, table.alignment, strict=True)
-        ).rstrip()
-        for row in (cells if table.rows else [])
-    ]
+    texts = [index for index, side in enumerate(table.alignment) if side == "l"]
+    lines = aligned([table.columns, *table.rows], texts) if table.rows else []
     return "\n".join([table.title, *lines, *table.notes])
 
 

@@ -18,25 +18,6 @@ from lightswitch.errors import RefusedRequest
 
 
 def patch_composition() -> None:
-    """Have Hydra compose a config once, and copy no more than it must."""
-    _compose_once()
-
-
-def check_names(cfg: DictConfig) -> None:
-    """Check a run's name and id before a directory is made of them.
-
-    Raises:
-        RefusedRequest: they can't be names of folders.
-    """
-    try:
-        given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
-    except OmegaConfBaseException:  # the run will report it
-        return
-    if problems := list(names.problems(given)):
-        raise RefusedRequest(problems)
-
-
-def _compose_once() -> None:
     """Keep the config that Hydra composes to see whether it asks for a sweep, and would compose again to run it."""
     look = Hydra.get_mode
 
@@ -53,3 +34,17 @@ def _compose_once() -> None:
         return cfg.hydra.mode
 
     patches.replace(Hydra, "get_mode", get_mode)
+
+
+def check_names(cfg: DictConfig) -> None:
+    """Check a run's name and id before a directory is made of them.
+
+    Raises:
+        RefusedRequest: they can't be names of folders.
+    """
+    try:
+        given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
+    except OmegaConfBaseException:  # the run will report it
+        return
+    if problems := list(names.problems(given)):
+        raise RefusedRequest(problems)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightswitch import patches
@@ -44,23 +43,6 @@ def _kept(engine: Any) -> Iterator[Tensor]:
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor") and parameter.requires_grad:
             yield parameter.ds_tensor.detach()
-
-
-@contextmanager
-def in_full_shape(module: nn.Module) -> Iterator[None]:
-    """Context in which parameters have their shapes, and no values, where stage 3 has cut them.
-
-    `configure_optimizers` may look at shapes: as if the optimizer were made before the parameters were partitioned.
-    """
-    cut = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_shape")]
-    kept = [parameter.data for parameter in cut]
-    for parameter in cut:
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
-    try:
-        yield
-    finally:
-        for parameter, data in zip(cut, kept, strict=True):
-            parameter.data = data
 
 
 def replace_optimizer(engine: Any, made: Optimizer) -> None:

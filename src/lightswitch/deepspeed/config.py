@@ -6,11 +6,11 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightswitch.deepspeed import config_keys
+from lightswitch.errors import nearest
 
 _AUTO = "auto"
 _DECIDED_ELSEWHERE = {  # what DeepSpeed accepts, and the run does in another way or not at all
@@ -99,8 +99,7 @@ def _unknown(node: dict[str, Any], path: str) -> Iterator[str]:
     for key, value in node.items():
         full_key = f"{path}.{key}".lstrip(".")
         if known is not None and key not in known and full_key not in _DECIDED_ELSEWHERE:
-            close = get_close_matches(key, known, n=1, cutoff=0.5)
-            yield f"{full_key}: DeepSpeed reads no such key.{f' Did you mean {close[0]}?' if close else ''}"
+            yield f"{full_key}: DeepSpeed reads no such key.{nearest(key, known)}"
         elif isinstance(value, dict):
             yield from _unknown(value, full_key)
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
+from lightswitch.checkpoints.local import local, with_local
 from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.deepspeed.checkpoints import PortableDeepSpeed, States
 from lightswitch.deepspeed.quiet_import import deepspeed
@@ -220,9 +221,7 @@ class _State:
 
 
 def _copy(kept: Stored) -> Stored:
-    if isinstance(kept, Piece):
-        return kept.with_values(kept.values.detach().to("cpu", copy=True))
-    return kept.detach().to("cpu", copy=True)
+    return with_local(kept, local(kept).detach().to("cpu", copy=True))
 
 
 def _whole(kept: Stored, device: torch.device) -> Tensor:

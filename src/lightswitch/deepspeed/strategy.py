@@ -33,6 +33,7 @@ from lightswitch.strategies.fused import fuse
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
 from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.reversible import Reversible
+from lightswitch.strategies.sharded import in_full_shape
 from lightswitch.strategies.timeouts import set_timeouts
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
@@ -166,7 +167,8 @@ class DeepSpeed(Regrouping, Reversible):
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return
         assert module is not None
-        with beginning.in_full_shape(module):
+        # as if it were made before stage 3 has cut the parameters
+        with in_full_shape({p: p.ds_shape for p in module.parameters() if hasattr(p, "ds_shape")}):
             optimizer, schedulers = _configured(module)
         beginning.replace_optimizer(engine, optimizer)
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], schedulers

@@ -73,7 +73,7 @@ def described(found: Accelerators) -> Iterator[str]:
     if not found.gpus:
         yield "no GPU that torch can use"
     for index, gpu in enumerate(found.gpus):
-        memory = f", {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free" if gpu.total_bytes else ""
+        memory = f", {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free" if gpu.total_bytes else ""
         yield f"GPU {index}: {gpu.fault or gpu.name}{memory}"
 
 
@@ -88,7 +88,7 @@ def problems(found: Accelerators) -> Iterator[str]:
         if gpu.fault:
             yield f"GPU {index} can't be used: {gpu.fault}; see its state, and who uses it: {tool}"
         elif gpu.free_bytes < _LEAST_FREE_SHARE * gpu.total_bytes:
-            yield f"GPU {index} has {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free; see who uses it: {tool}"
+            yield f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free; see who uses it: {tool}"
 
 
 def without_nccl(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -107,5 +107,6 @@ def _nccl_fault(one: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _gib(count: int) -> str:
+def gib(count: int) -> str:
+    """Return bytes as text: 1.5 GiB."""
     return f"{count / 2**30:.1f} GiB"

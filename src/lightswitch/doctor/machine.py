@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightswitch.cluster import variables
 from lightswitch.deepspeed import ops
 from lightswitch.doctor import accelerators
+from lightswitch.doctor.accelerators import gib
 
 _OPS = ("cpu_adam", "fused_adam", "async_io")
 _LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB where nobody asked for more
@@ -77,10 +78,10 @@ def _holdings(folder: Path) -> Iterator[str]:
     memory = psutil.virtual_memory()
     usable = f"{len(psutil.Process().cpu_affinity())} of " if hasattr(psutil.Process, "cpu_affinity") else ""
     yield f"{usable}{psutil.cpu_count()} CPU cores, {torch.backends.cpu.get_cpu_capability()}"
-    yield f"{_gib(memory.available)} of {_gib(memory.total)} memory free"
+    yield f"{gib(memory.available)} of {gib(memory.total)} memory free"
     if (shared := _shared_bytes()) is not None:
-        yield f"{_gib(shared)} shared memory free"
-    yield f"{_gib(_disk_bytes(folder))} disk free for {folder}/"
+        yield f"{gib(shared)} shared memory free"
+    yield f"{gib(_disk_bytes(folder))} disk free for {folder}/"
 
 
 def _shared_bytes() -> int | None:
@@ -94,9 +95,9 @@ def _disk_bytes(folder: Path) -> int:
 def _memory_problems(folder: Path) -> Iterator[str]:
     shared = _shared_bytes()
     if shared is not None and shared < _LEAST_SHARED_BYTES:
-        yield f"{_gib(shared)} of shared memory, which loader workers and NCCL need; in docker: --ipc=host"
+        yield f"{gib(shared)} of shared memory, which loader workers and NCCL need; in docker: --ipc=host"
     if _disk_bytes(folder) < _LEAST_DISK_BYTES:
-        yield f"{_gib(_disk_bytes(folder))} disk free for {folder}/; checkpoints need more: make room"
+        yield f"{gib(_disk_bytes(folder))} disk free for {folder}/; checkpoints need more: make room"
 
 
 def _interfaces() -> Iterator[str]:
@@ -112,7 +113,3 @@ def _ops() -> Iterator[str]:
         return
     for op in _OPS:
         yield f"{op} {'not built' if list(ops.problems(op, op)) else 'built'}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from lightswitch.checkpoints import directory, safe
+from lightswitch.checkpoints import directory, hub_files, safe
 from lightswitch.checkpoints.reader import OnRead, why
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.export.weights import Weights
@@ -92,10 +92,7 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
     try:
         if file.suffix == ".pt":
             return file, _checked(safe.load(file))
-        if file.is_file():
-            return file, load_file(file)
-        shards = set(json.loads(index_of(file).read_text())["weight_map"].values())
-        return file, {name: value for shard in shards for name, value in load_file(file.with_name(shard)).items()}
+        return file, hub_files.weights(file if file.is_file() else index_of(file))
     except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
 

@@ -19,13 +19,13 @@ _PATIENCE_SECONDS = 3.0  # for the others, which have started together
 _POLL_SECONDS = 0.02
 
 
-def print_once(lines: str, environ: Mapping[str, str] = os.environ) -> bool:
+def print_once(lines: str) -> bool:
     """Print lines to standard error unless another process of the same start has, and return whether this one did.
 
     The first process makes a folder in the working directory, and waits until the others have seen it: once a process
     ends, its launcher kills the rest, and their exit codes are lost.
     """
-    processes = _started_together(environ)
+    processes = _started_together(os.environ)
     if processes is None:
         print(lines, file=sys.stderr, flush=True)
         return True

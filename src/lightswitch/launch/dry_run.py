@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
-from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
+from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
 from lightswitch.launch import commands, compatibility, estimates, job_script
 from lightswitch.launch.estimates import Request
@@ -32,7 +32,6 @@ from lightswitch.planning.scaling import FILE
 from lightswitch.preflight import planned
 from lightswitch.process import forked
 from lightswitch.runs import results
-from lightswitch.runs.resume import shown
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def _metrics(estimate: Estimate) -> dict[str, float]:
 def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     request = estimates.requested(cfg)
     request = replace(request, samples=replace(request.samples, is_cut=False))  # one micro batch is told
-    candidate = _candidate(request, run)
+    candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
     batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
     estimates.check(request, candidate, batch)
     strategy = estimates.strategy_of(request, candidate)
@@ -79,12 +78,6 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
         _script(request),
         commands.of_each_launcher(request.world.nodes, request.world.devices_per_node, request.device.kind == "cuda"),
     )
-
-
-def _candidate(request: Request, run: RunContext) -> Candidate:
-    choice = str(run.hydra.runtime.choices.get("strategy"))
-    (candidate,) = candidates.chosen(choice, request.trainer["strategy"])
-    return candidate
 
 
 def _check_evaluation(request: Request, batch: BatchPlan) -> None:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -83,8 +82,6 @@ class EpochLoop(_TrainingEpochLoop):
             super().advance(data_fetcher)
             return
         trainer, progress = self.trainer, self.batch_progress
-        if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
-            self._broadcast_sigterm_tensor()
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
         progress.increment_by(0, is_last_batch=data_fetcher.done)

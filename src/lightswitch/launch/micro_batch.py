@@ -54,7 +54,7 @@ def _candidate(cfg: DictConfig, run: RunContext) -> Candidate:
         found = candidates.every(run.hydra, world.nodes)
         return next(one for one in found if one.name == name)
     node: Any = OmegaConf.to_container(cfg.trainer.strategy, resolve=True)
-    return candidates.chosen(choice, node)[0]
+    return candidates.chosen(choice, node)
 
 
 def _put(batch: BatchPlan, cfg: DictConfig, run: RunContext) -> BatchPlan:

@@ -53,8 +53,7 @@ def _states(trainer: Trainer) -> float:
 def _strategy(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
     """Return the strategy of the run; single or ddp, where strategy=auto has left it at these."""
     node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
-    name = str(run.hydra.runtime.choices.get("strategy"))
     if isinstance(node, dict) and not str(node.get("_target_")).endswith(".auto.auto"):
-        return Candidate((f"strategy={name}",), node)
+        return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)
     cls = "lightswitch.strategies.single.Single" if world.size == 1 else "lightswitch.strategies.ddp.DDP"
     return Candidate((), {"_target_": cls})

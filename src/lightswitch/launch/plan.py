@@ -12,14 +12,13 @@ from lightswitch import figures
 from lightswitch.config import groups
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
-from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest
+from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.launch import commands
 from lightswitch.launch.estimates import Request, confirmed, fitted, requested, states, words_of
 from lightswitch.planning import candidates, picture, precisions, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.estimate import STATES, Estimate
 from lightswitch.planning.precisions import Precision
-from lightswitch.runs.resume import shown
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ def _tell_states(request: Request, among: list[Candidate], operator: str) -> Non
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:
     """Return each strategy in each precision, or those that were asked for."""
     choice = run.hydra.runtime.choices.get("strategy")
-    found = candidates.chosen(str(choice), request.trainer["strategy"])
+    found = [candidates.chosen(choice, request.trainer["strategy"])]
     if choice == "auto":
         found = candidates.every(run.hydra, request.world.nodes, with_zero=request.cfg.plan.deepspeed)
     among = _precisions(request, run)

@@ -15,11 +15,10 @@ from lightning.pytorch.tuner.lr_finder import _LRFinder
 
 from lightswitch import figures
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, shown
 from lightswitch.launch.learning_rate import LearningRate, learning_rate_of
 from lightswitch.launch.range_test import RangeTest, initial_rates
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.runs.resume import shown
 from lightswitch.strategies.fused import fuse
 
 if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from omegaconf import DictConfig
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
 from lightswitch.context import RunContext
+from lightswitch.errors import shown
 from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 from lightswitch.runs import changes, finished, results
-from lightswitch.runs.resume import Start, shown
+from lightswitch.runs.resume import Start
 
 log = logging.getLogger(__name__)
 

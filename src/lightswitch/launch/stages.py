@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused
-from lightswitch.runs.resume import shown
+from lightswitch.errors import Refused, shown
 
 log = logging.getLogger(__name__)
 

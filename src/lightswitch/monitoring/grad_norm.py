@@ -49,12 +49,17 @@ def _norm_of_step(model: Any, optimizer: Optimizer) -> float:
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients as one vector, a scalar tensor. Collective where parameters are sharded."""
-    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)  # DTensors of different meshes do not mix
+    norms = [get_total_norm([p.grad for p in those if p.grad is not None]) for those in by_mesh(parameters).values()]
+    return get_total_norm([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+
+
+def by_mesh(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Return the parameters that have gradients, by their device mesh: DTensors of different ones do not mix."""
+    found: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
-    norms = [get_total_norm(gradients) for gradients in by_mesh.values()]
-    return get_total_norm([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+            found[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+    return found
 
 
 def _loss_scale(trainer: Trainer, optimizer: Optimizer) -> float:

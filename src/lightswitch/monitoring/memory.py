@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 
 import torch
@@ -11,11 +12,5 @@ def peak_bytes(device: torch.device) -> int:
     """Return the most memory that tensors took on a CUDA device; elsewhere, that the process took on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
     units_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units_bytes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from typing import Any
+from functools import partial
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -36,21 +35,9 @@ class ModelSize(Callback):
             return
         self._is_told = True
         if is_overridden("configure_model", pl_module):
-            _after_configure_model(trainer, pl_module)
+            patches.call_after(pl_module, "configure_model", partial(_tell, trainer, pl_module))
         else:
             _tell(trainer, pl_module)
-
-
-def _after_configure_model(trainer: Trainer, model: LightningModule) -> None:
-    configure = model.configure_model
-
-    @functools.wraps(configure)
-    def told() -> Any:
-        patches.restore(model, "configure_model")
-        configure()
-        _tell(trainer, model)
-
-    patches.replace(model, "configure_model", told)
 
 
 def _tell(trainer: Trainer, model: LightningModule) -> None:

@@ -1,8 +1,8 @@
-"""Results of a run as text."""
+"""Tables as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from lightswitch.monitoring.quantities import clock
@@ -13,10 +13,19 @@ def table(rows: Mapping[str, object]) -> str:
 
     Integers get thousands separators, floats four digits, durations a clock; strings stay as they are.
     """
-    cells = {name: _cell(value) for name, value in rows.items() if value is not None}
-    name_width = max(map(len, cells), default=0)
-    value_width = max(map(len, cells.values()), default=0)
-    return "\n".join(f"{name:<{name_width}}  {text:>{value_width}}" for name, text in cells.items())
+    return "\n".join(aligned([(name, _cell(value)) for name, value in rows.items() if value is not None], [0]))
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
+    """Return rows in columns, of which those in ``texts`` begin at one place, and the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in texts else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _cell(value: object) -> str:

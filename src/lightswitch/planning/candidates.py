@@ -119,9 +119,9 @@ class Candidate:
         return replace(self, words=words, node={**self.node, _RECOMPUTES: True})
 
 
-def chosen(choice: str, node: Mapping[str, Any]) -> list[Candidate]:
-    """Return the one strategy that was asked for, with its arguments as given."""
-    return [Candidate((f"strategy={choice}",), node)]
+def chosen(choice: object, node: Mapping[str, Any]) -> Candidate:
+    """Return the strategy that was asked for, with its arguments as given."""
+    return Candidate((f"strategy={choice}",), node)
 
 
 def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candidate]:
@@ -153,8 +153,7 @@ def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candid
         found = [one for one in found if one.name in _TRIED_ALONE]
     on_device = [one for one in found if not one.offloads]
     offloading = [one for one in found if one.offloads]
-    tried = [*on_device, *_recomputing(on_device), *offloading, *_recomputing(offloading)]
-    return tried
+    return [*on_device, *_recomputing(on_device), *offloading, *_recomputing(offloading)]
 
 
 def _recomputing(those: Iterable[Candidate]) -> Iterator[Candidate]:

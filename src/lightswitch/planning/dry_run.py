@@ -14,6 +14,7 @@ from lightswitch.checkpoints.directory import STATE
 from lightswitch.checkpoints.index import INDEX
 from lightswitch.errors import listed
 from lightswitch.monitoring.quantities import compact
+from lightswitch.monitoring.summary import aligned
 from lightswitch.planning import report
 from lightswitch.planning.collectives import Exchange
 from lightswitch.planning.device import Device
@@ -133,7 +134,7 @@ def _units(dry_run: DryRun) -> list[str]:
         held = (size(one.rank_bytes) for one in of_ranks)
         alike[(kind, compact(unit.parameters), size(unit.bytes), *held)] += 1
     rows += [(f"{count} ×", *row) for row, count in alike.items()]
-    return report.aligned(rows, (1,))
+    return aligned(rows, (1,))
 
 
 def _samples(dry_run: DryRun) -> list[str]:
@@ -163,7 +164,7 @@ def _collectives(dry_run: DryRun) -> list[str]:
         for exchange in one.sent:
             over = f"{len(exchange.ranks)} ranks: {span(exchange.ranks)}"
             rows.append((str(one.rank.number), f"{exchange.count} ×", exchange.name, size(exchange.bytes), over))
-    return report.aligned(rows, (1, 2, 4)) if len(rows) > 1 else []
+    return aligned(rows, (1, 2, 4)) if len(rows) > 1 else []
 
 
 def _memory(dry_run: DryRun) -> list[str]:
@@ -178,7 +179,7 @@ def _memory(dry_run: DryRun) -> list[str]:
         total, *parts = sizes
         rows.append((str(one.rank.number), total, fits, *parts))
     usable = report.amount(dry_run.first.estimate.memory.usable_bytes)
-    return [*report.aligned(rows), f"of {usable} on {dry_run.device.name}"]
+    return [*aligned(rows), f"of {usable} on {dry_run.device.name}"]
 
 
 def _checkpoint(dry_run: DryRun) -> list[str]:

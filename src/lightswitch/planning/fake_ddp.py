@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -38,8 +37,11 @@ class FakeDDP(DistributedDataParallel):
         self.static_graph = False
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.sent_dtype = sent_dtype
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for parameters in _cut(trained[::-1], bucket_bytes):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+        limits = [min(2**20, int(bucket_bytes)), int(bucket_bytes)]
+        cut, _ = _compute_bucket_assignment_by_size(list[Tensor](trained), limits) if trained else ([], [])
+        for indices in cut:
+            parameters = [trained[index] for index in indices]
             bucket = _Bucket(self, parameters)
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(bucket.take)  # type: ignore[no-untyped-call]  # torch's
@@ -73,20 +75,3 @@ class _Bucket:
             self._missing = len(self._views)
             sent = self._owner.sent_dtype
             dist.all_reduce(self._memory if sent is None else self._memory.to(sent))
-
-
-def _cut(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Return parameters in buckets of one dtype, each closed once it holds its bytes."""
-    buckets: list[list[nn.Parameter]] = []
-    of_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        of_dtype[parameter.dtype].append(parameter)
-    for group in of_dtype.values():
-        remaining, limit = iter(group), min(2.0**20, bucket_bytes)
-        for first in remaining:
-            bucket = [first]
-            while sum(p.nbytes for p in bucket) < limit and (more := list(islice(remaining, 1))):
-                bucket += more
-            buckets.append(bucket)
-            limit = bucket_bytes
-    return buckets

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightswitch.monitoring.quantities import clock, compact
+from lightswitch.monitoring.summary import aligned
 from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.timeline import Kind
@@ -77,18 +78,6 @@ def _sent_bytes(one: Estimate) -> float:
 def sent_unit_of(most_bytes: float) -> str:
     """Return the unit that bytes which are sent are told in."""
     return "GB" if most_bytes >= 1e8 else "MB"
-
-
-def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
-    """Return rows in columns, of which those in ``texts`` begin at one place, and the others end at one."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in texts else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def name(one: Estimate) -> str:
@@ -227,7 +216,7 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
     memory = one.memory
     return {
         "words": one.words,
-        **{key: value for key, value in asdict(one.run).items()},
+        **asdict(one.run),
         "fits": memory.fits,
         "bytes": memory.bytes,
         "usable_bytes": memory.usable_bytes,

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightswitch import figures
 from lightswitch.monitoring.quantities import compact
+from lightswitch.monitoring.summary import aligned
 from lightswitch.planning import report, scaling_picture
 from lightswitch.planning.scaling_picture import Line, Point
 
@@ -69,7 +70,7 @@ def table(lines: Sequence[Line]) -> str:
     """Return a row for each world of each line; efficiency is samples a second of a device, by those in its first."""
     unit = report.unit_of(max((point.bytes for line in lines for point in line.points), default=0))
     header = tuple(unit if name == "GiB" else name for name in _HEADER)
-    return "\n".join(report.aligned([header, *(row for line in lines for row in _rows(line, unit))], _TEXTS))
+    return "\n".join(aligned([header, *(row for line in lines for row in _rows(line, unit))], _TEXTS))
 
 
 def _rows(line: Line, unit: str) -> Iterator[tuple[str, ...]]:

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal[
     "parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"
 ]
-KINDS: tuple[Kind, ...] = (
-    *("parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)

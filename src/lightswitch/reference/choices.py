@@ -106,7 +106,7 @@ class Choice:
 
     def _below(self, node: yaml.MappingNode, path: str) -> Iterator[Key]:
         given = {key.value: (key, value) for key, value in node.value if key.value not in _OF_HYDRA}
-        code = _signature(given["_target_"][1].value if "_target_" in given else "")
+        code = signature_of(given["_target_"][1].value if "_target_" in given else None)
         takes, told = (code.parameters, docstrings.arguments(code.docstrings)) if code else ({}, {})
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
@@ -128,9 +128,11 @@ class Choice:
         return found[1] if found else ""
 
 
-def _signature(target: str) -> Signature | None:
+def signature_of(target: str | None) -> Signature | None:
+    """Return the parameters of code that a config names; None where there is no such code, or its source does not
+    tell."""
     try:
-        return signature(target) if "." in target else None
+        return signature(target) if target and "." in target else None
     except LookupError:
         return None
 

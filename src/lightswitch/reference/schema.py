@@ -17,9 +17,9 @@ import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its type
 
 from lightswitch.command import Command
 from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
-from lightswitch.preflight.signatures import Parameter, Signature, signature
+from lightswitch.preflight.signatures import Parameter, Signature
 from lightswitch.reference import docstrings
-from lightswitch.reference.choices import Choice, Key, config, groups
+from lightswitch.reference.choices import Choice, Key, config, groups, signature_of
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server knows whole
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
@@ -74,7 +74,7 @@ def _root(choice: Choice, found: Mapping[str, list[Choice]]) -> dict[str, Any]:
 def _signatures(choices: Iterable[Choice]) -> list[Signature]:
     """Return those of the code that the files themselves name, and not the nodes in them."""
     targets = {key.value for choice in choices for key in choice.keys if key.path == f"{choice.group}._target_"}
-    return [found for target in targets if (found := _signature(target))]
+    return [found for target in targets if (found := signature_of(target))]
 
 
 def _offered(choices: Iterable[Choice]) -> str:
@@ -119,17 +119,10 @@ def _beside(target: Key, keys: Iterable[Key]) -> list[Key]:
 
 
 def _case(target: str, keys: list[Key]) -> Iterator[dict[str, Any]]:
-    if found := _signature(target):
+    if found := signature_of(target):
         sentences = {key.name: key.sentence for key in keys if key.sentence}
         is_this = {"properties": {"_target_": {"const": target}}, "required": ["_target_"]}
         yield {"if": is_this, "then": _arguments([found], sentences)}
-
-
-def _signature(target: str | None) -> Signature | None:
-    try:
-        return signature(target) if target and "." in target else None
-    except LookupError:
-        return None
 
 
 def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | None = None) -> dict[str, Any]:

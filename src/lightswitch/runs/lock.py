@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, shown
 from lightswitch.runs import holder
 from lightswitch.runs.holder import Holder
 
@@ -81,7 +81,7 @@ def take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, st
     try:
         return _take(run_dir, on_lost, environ)
     except OSError as error:
-        raise Refused(f"{_shown(run_dir)} can't be written: {error.strerror or error}") from error
+        raise Refused(f"{shown(run_dir)} can't be written: {error.strerror or error}") from error
 
 
 def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, str]) -> Lock:
@@ -140,7 +140,7 @@ def _refusal(run_dir: Path, other: Holder | None, waited: bool) -> str:
     who = str(other) if other is not None else "an unknown process"
     still = "what is left of " if waited and other is not None else ""
     return (
-        f"{_shown(run_dir)} is being written by {still}{who}; wait until it has ended, or give this run another run_id"
+        f"{shown(run_dir)} is being written by {still}{who}; wait until it has ended, or give this run another run_id"
     )
 
 
@@ -201,7 +201,3 @@ def _write(path: Path, descriptor: int, here: Holder) -> str:
         path.unlink(missing_ok=True)
         raise
     return text
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -9,9 +9,8 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
 from lightswitch.checkpoints.find import newest, position_of
-from lightswitch.checkpoints.reader import shown as shown  # all of launch shows paths so
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, shown
 from lightswitch.runs import saved
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+
+from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
 
 
 @torch.no_grad()
@@ -20,17 +19,10 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
 
     `torch.nn.utils.clip_grad_norm_` does the same for parameters of one device mesh alone.
     """
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter)
-    norms = [
-        _whole(get_total_norm([p.grad for p in parameters if p.grad is not None])) for parameters in by_mesh.values()
-    ]
-    total = get_total_norm(norms)
-    for parameters in by_mesh.values():
-        clip_grads_with_norm_(parameters, max_norm, total)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    total = gradient_norm(parameters)
+    for of_mesh in by_mesh(parameters).values():
+        clip_grads_with_norm_(of_mesh, max_norm, total)
 
 
 @torch.no_grad()
@@ -57,7 +49,3 @@ def clip_shards_by_norm(
     ]
     dist.all_reduce(squares[0], group=group)
     clip_grads_with_norm_(present, max_norm, (squares[0] + squares[1]).sqrt())
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class Compilation(Callback):
         if self._is_done:  # in a test after fit
             return
         if is_overridden("configure_model", pl_module):
-            self._after_configure_model(trainer, pl_module)
+            patches.call_after(pl_module, "configure_model", partial(self._compile, trainer, pl_module))
         else:
             self._compile(trainer, pl_module)
 
@@ -84,17 +84,6 @@ class Compilation(Callback):
         """
         if self.mode in ("reduce-overhead", "max-autotune"):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
-
-    def _after_configure_model(self, trainer: Trainer, model: LightningModule) -> None:
-        configure = model.configure_model
-
-        @functools.wraps(configure)
-        def configure_and_compile() -> None:
-            patches.restore(model, "configure_model")
-            configure()
-            self._compile(trainer, model)
-
-        patches.replace(model, "configure_model", configure_and_compile)
 
     def _compile(self, trainer: Trainer, model: LightningModule) -> None:
         self._is_done = True

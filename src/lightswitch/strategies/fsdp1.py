@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
-from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
+from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations, in_full_shape
 from lightswitch.strategies.timeouts import set_timeouts
 from lightswitch.strategies.trained import Trained, WatchedForward
 from lightswitch.strategies.units import find_units
@@ -142,7 +142,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         set_timeouts(self._timeout)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
-            with _in_full_shape(self._shapes):
+            with in_full_shape(self._shapes):
                 self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
@@ -306,17 +306,3 @@ def _plain(precision: Any, on_cpu: bool) -> Precision:
         scaler = ShardedGradScaler(device) if precision == "16-mixed" else None
         return MixedPrecision(precision, device, scaler)
     return Precision()
-
-
-@contextmanager
-def _in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
-    """Give parameters their full shapes for `configure_optimizers`, which may group them by dimensions; shards are
-    flat."""
-    local = {parameter: parameter.data for parameter in shapes}
-    for parameter, shape in shapes.items():
-        parameter.data = parameter.data.new_empty(()).expand(shape)
-    try:
-        yield
-    finally:
-        for parameter, data in local.items():
-            parameter.data = data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -91,6 +91,20 @@ def checkpoint_activations(unit: nn.Module) -> None:
     It happens inside of the hooks that gather the unit's parameters, which are there then.
     """
     patches.replace(unit, "forward", partial(checkpoint, unit.forward, use_reentrant=False))
+
+
+@contextmanager
+def in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
+    """Give parameters their full shapes, and no values, for `configure_optimizers`, which may group them by dimensions;
+    shards are flat."""
+    local = {parameter: parameter.data for parameter in shapes}
+    for parameter, shape in shapes.items():
+        parameter.data = parameter.data.new_zeros(()).expand(shape)
+    try:
+        yield
+    finally:
+        for parameter, data in local.items():
+            parameter.data = data
 
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:

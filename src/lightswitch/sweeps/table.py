@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from lightswitch.errors import listed
 from lightswitch.monitoring.objective import find, of_module
+from lightswitch.monitoring.summary import aligned
 from lightswitch.sweeps.record import FINISHED, Record
 
 
@@ -29,7 +30,7 @@ def of(records: list[Record], objective: str, logged: Iterable[str] = ()) -> str
     finished = [record for record in records if record.state == FINISHED]
     if finished and all(record.objective is None for record in finished):
         told += ["", _absent(objective, of_module(logged))]
-    return "\n".join(["", *_aligned([header, *rows]), *told, ""])
+    return "\n".join(["", *aligned([header, *rows], range(len(header))), *told, ""])
 
 
 def _absent(objective: str, logged: list[str]) -> str:
@@ -48,8 +49,3 @@ def _distinct(records: list[Record]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

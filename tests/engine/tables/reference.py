@@ -36,7 +36,6 @@ RAISED |= {
     "ModuleNotFoundError",
     "ArgumentTypeError",
     "Damaged",
-    "DamagedIndex",
     "UnsafeFile",
 }
 COMMANDS = ("fork", "doctor", "compare", "export", "fork.update", "config.moved", "reference.schema")
