@@ -27,12 +27,16 @@ class HookedStrategy(Mixin, Strategy):
         ranks_launcher: starts the ranks in place of Lightning's launcher; None for that.
         meeting: context in which the process group is formed, before the user's code runs in it; None for none.
         share: returns the data loader that this rank reads in place of another; None for the loader as it is.
+        on_data: called before the user's data are prepared, and before they are set up; None for nothing.
+        on_batch: called before a batch of training is handed to hooks that move it; None for nothing.
         on_step: called after each step of an optimizer; None for nothing.
     """
 
     ranks_launcher: _Launcher | None = None
     meeting: Callable[[], AbstractContextManager[None]] | None = None
     share: Callable[[object], object] | None = None
+    on_data: Callable[[], None] | None = None
+    on_batch: Callable[[], None] | None = None
     on_step: Callable[[], None] | None = None
 
     @classmethod
@@ -48,6 +52,17 @@ class HookedStrategy(Mixin, Strategy):
     def setup_environment(self) -> None:
         with self.meeting() if self.meeting else nullcontext():
             super().setup_environment()
+        self._begin_data()
+
+    def barrier(self, name: str | None = None) -> None:
+        barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one
+        barrier(name)
+        if name == "pre_setup":  # Lightning's name of the moment before `setup`
+            self._begin_data()
+
+    def _begin_data(self) -> None:
+        if self.on_data is not None:
+            self.on_data()
 
     def process_dataloader(self, dataloader: object) -> object:
         return super().process_dataloader(self.share(dataloader) if self.share else dataloader)

@@ -66,6 +66,7 @@ _KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and 
 _SAVED = "checkpoints are written once all hooks of a batch or an epoch are over; no callback is asked after them"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
 _LOGGED = "what ranks log, who each see their share, is brought together: all of them reach these two moments"
+_WHOLE = "a fraction of an epoch is one of its steps: Lightning counts micro batches"
 _TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
 
 PATCHES = (
@@ -99,6 +100,8 @@ PATCHES = (
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "fit_loop", "_FitLoop", _TESTED),
     Patch("lightning.pytorch.Trainer", "callbacks", "list", _TESTED),
+    Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
+    Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
     Patch("lightning.pytorch.Trainer", "limit_val_batches", "int | float", _TESTED),
     Patch("lightning.pytorch.Trainer", "log_every_n_steps", "int", _TESTED),
     Patch("lightning.pytorch.loops._FitLoop", "_data_source", "_DataLoaderSource", _TESTED),

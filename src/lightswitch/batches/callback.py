@@ -17,6 +17,7 @@ from torch import Tensor
 from lightswitch.batches import step_mean
 from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.counter import PositionCounter
+from lightswitch.batches.fractions import Fractions
 from lightswitch.batches.metrics import LogsOfRanks
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import (
@@ -33,6 +34,8 @@ from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, with_mixin
+
+_TRANSFER = 1  # in a seed: of the hooks that move a batch to its device, which come before the others
 
 
 class GlobalBatch(Callback):
@@ -56,6 +59,7 @@ class GlobalBatch(Callback):
         self._resumed = Position(seed=seed, global_batch=plan.global_batch)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
         self._accumulation = Accumulation(plan)
+        self._fractions = Fractions(plan)
         self._counter = PositionCounter(plan, self._loaders, self._accumulation, self._resumed)
         self._loss = step_mean.StepLoss()
         self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
@@ -69,8 +73,10 @@ class GlobalBatch(Callback):
         strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
+            self._fractions.note(trainer)
             self._accumulation.follow(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         strategy.share = partial(self._share, trainer)
+        strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
@@ -80,13 +86,14 @@ class GlobalBatch(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
-        strategy.share = None
+        strategy.share = strategy.on_batch = None
         if self._logs is not None:
             self._logs.remove()
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)
         if trainer.training:
+            self._fractions.round(trainer, self._loaders.training)
             self._accumulation.bound_steps(trainer, self._loaders.training)
         return shared
 
@@ -112,13 +119,18 @@ class GlobalBatch(Callback):
         self._counter.start_epoch(trainer)
         self._accumulation.start_epoch(trainer.current_epoch)
         self._loaders.start_epoch(trainer.current_epoch)
+        seed_generators(mix(self.seed, trainer.current_epoch), trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.training.others and not self._loaders.training.slices:
             self._told.count(trainer, batch)
         self._accumulation.impose(trainer, self._told)
+        self._seed(trainer)
+
+    def _seed(self, trainer: Trainer, *of: int) -> None:
+        """Seed what draws random numbers by the position in the run, and by what of its batch is drawn for."""
         at = self._counter
-        seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, data_rank(trainer))
+        seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, data_rank(trainer), *of)
         seed_generators(seed, trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -169,7 +181,7 @@ class GlobalBatch(Callback):
         if (loss := self._loss.take()) is not None:
             # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
             self.step_loss = trainer.strategy.reduce(loss, reduce_op="mean")
-            pl_module.log("train/loss", self.step_loss, prog_bar=True)
+            pl_module.log("train/loss", self.step_loss, prog_bar=True, batch_size=1)
         self._log_samples(trainer)
 
     def _log_samples(self, trainer: Trainer) -> None:
@@ -178,6 +190,16 @@ class GlobalBatch(Callback):
         position = self._counter.position(trainer)
         for logger in trainer.loggers:  # not through `log`, whose 32-bit floats lose count at 16 million
             logger.log_metrics({"samples": position.samples}, step=max(0, _logged_steps(trainer, position) - 1))
+
+    # Evaluation
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Seed what an evaluation draws, so that it tells the same of the same weights, also after a resume."""
+        seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     # Position
 

@@ -10,8 +10,9 @@ from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import EvaluationSlices, TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
-from lightswitch.batches.randomness import SeededSamples
+from lightswitch.batches.randomness import EvaluatedSamples, SeededSamples
 from lightswitch.batches.rank_loader import RankLoader, made_anew
+from lightswitch.batches.sampling import sampler_of, samples_of, unwrapped
 from lightswitch.errors import Refused
 
 _OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
@@ -25,7 +26,7 @@ def obstacle(loader: object) -> str | None:
         return "it has batch_size=None, so that its dataset makes the batches"
     if is_stream(loader):
         return None
-    if not _is_plain(kind := type(_unwrapped(loader.batch_sampler))):
+    if not _is_plain(kind := type(unwrapped(loader.batch_sampler))):
         return f"it has a batch sampler of its own, {kind.__name__}"
     return None
 
@@ -57,9 +58,9 @@ def training_loader(
     Raises:
         Refused: `drop_last` drops everything, or there are no samples.
     """
-    base = loader.sampler
-    samples = _samples(loader)
-    drop_last = bool(loader.drop_last)
+    base = sampler_of(loader)
+    samples = samples_of(base, loader.dataset)
+    drop_last = bool(unwrapped(loader.batch_sampler).drop_last)
     if not samples:
         raise Refused("the training set has no samples")
     if drop_last and samples < plan.global_batch:
@@ -72,41 +73,34 @@ def training_loader(
     return made_anew(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
-def evaluation_loader(loader: DataLoader[Any], plan: BatchPlan, rank: int, pins_for_gpu: bool = False) -> RankLoader:
+def evaluation_loader(
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, pins_for_gpu: bool = False
+) -> RankLoader:
     """Return another DataLoader like a given one that reads this rank's share of the samples, each once over all ranks.
 
-    A batch is no larger than the loader's own, nor than a micro batch.
+    A batch is no larger than the loader's own, nor than a micro batch. The arguments are those of `training_loader`.
 
     Raises:
         Refused: there are fewer samples than ranks, or none.
     """
-    samples = _samples(loader)
+    sampler = sampler_of(loader)
+    samples = samples_of(sampler, loader.dataset)
     if not samples:
         raise Refused("an evaluation set has no samples; leave its loader out")
     if samples < plan.replicas:
         raise Refused(
             f"an evaluation set of {samples} samples can't be shared by {plan.replicas} devices; use fewer devices"
         )
-    batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
-    slices: Any = EvaluationSlices(loader.sampler, samples, batch, plan.replicas, rank)
+    batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
+    slices: Any = EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed)
     assert loader.batch_sampler is not None
     if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the indices that are predicted
         wrapper: Any = type(loader.batch_sampler)
         slices = wrapper(slices)
-    return made_anew(RankLoader, loader, loader.dataset, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
-
-
-def _samples(loader: DataLoader[Any]) -> int:
-    """Return the samples of an epoch over all ranks."""
-    replicated = hasattr(loader.sampler, "num_replicas")  # a DistributedSampler's length is one rank's share
-    return len(loader.dataset) if replicated else len(loader.sampler)  # type: ignore[arg-type]  # torch declares no length for datasets
+    evaluated = EvaluatedSamples(loader.dataset, seed)
+    return made_anew(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
 def _is_plain(kind: type) -> bool:
     """Return whether a batch sampler cuts what its sampler yields, in order: torch's, or that of torchdata's loader."""
     return kind is BatchSampler or (kind.__module__, kind.__name__) == _OF_TORCHDATA
-
-
-def _unwrapped(batch_sampler: Any) -> Any:
-    """Return the batch sampler inside of the wrapper that Lightning puts around it for prediction."""
-    return getattr(batch_sampler, "_batch_sampler", batch_sampler)

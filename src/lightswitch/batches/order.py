@@ -5,42 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.randomness import mix, seed_generators
-
-
-def epoch_order(sampler: Any, samples: int, seed: int, epoch: int) -> Sequence[Any]:
-    """Return the sample indices of an epoch as a sampler draws them under (seed, epoch), the same on every rank.
-
-    Args:
-        sampler: any; of a DistributedSampler only whether it shuffles counts.
-        samples: of an epoch, over all ranks.
-    """
-    generator = torch.Generator().manual_seed(mix(seed, epoch) >> 1)
-    if isinstance(sampler, DistributedSampler):  # its shares have another size: only its shuffling counts
-        return _permutation(samples, generator) if sampler.shuffle else range(samples)
-    if type(sampler) is SequentialSampler:
-        return range(samples)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
-        return _permutation(samples, generator)
-    return _drawn(sampler, mix(seed, epoch))
-
-
-def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
-    # kept as an array: ten million python ints take 1.5 s and 400 MB
-    return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # a Sequence in all but name
-
-
-def _drawn(sampler: Any, seed: int) -> list[Any]:
-    if getattr(sampler, "generator", None) is not None:
-        sampler.generator.manual_seed(seed >> 1)
-    with torch.random.fork_rng(devices=[]):
-        seed_generators(seed)
-        return list(sampler)
+from lightswitch.batches.randomness import mix
+from lightswitch.batches.sampling import epoch_order
 
 
 class TrainingSlices(Sampler[Any]):
@@ -125,7 +95,7 @@ class TrainingSlices(Sampler[Any]):
             if step // self.own_steps != cycle:
                 cycle = step // self.own_steps
                 key = self._pass_key(epoch, cycle)
-                order = epoch_order(self.base, self.samples, self.seed, key)
+                order = self._order(epoch, cycle)
             for micro in range(self.plan.accumulation):
                 yield key, self._chosen(order, step, micro)
 
@@ -134,8 +104,16 @@ class TrainingSlices(Sampler[Any]):
 
     def samples_of(self, step: int, micro: int) -> list[Any]:
         """Return the indices of this rank's samples in a micro batch of the current epoch."""
-        key = self._pass_key(self.epoch, step // self.own_steps)
-        return self._chosen(epoch_order(self.base, self.samples, self.seed, key), step, micro)
+        return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
+
+    def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
+        key, told = self._pass_key(epoch, cycle), self._told_epoch(epoch, cycle)
+        return epoch_order(self.base, self.samples, self.seed, key, told)
+
+    @staticmethod
+    def _told_epoch(epoch: int, cycle: int) -> int:
+        """Return the epoch that a sampler or a dataset is told, which may take 31 bits, of the passes through it."""
+        return epoch if cycle == 0 else mix(epoch, cycle) >> 33
 
     @property
     def epoch_samples(self) -> int:
@@ -185,11 +163,13 @@ class EvaluationSlices(Sampler[Any]):
         samples: over all ranks.
         batch: samples of one batch, at most.
         replicas: ranks that read different samples.
+        seed: of the order, where the sampler draws one.
     """
 
-    def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int) -> None:
+    def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
         self.base = sampler
-        self.order: Sequence[Any] = range(samples) if _in_order(sampler) else list(sampler)
+        is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
+        self.order: Sequence[Any] = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
         self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
         self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
         self.batch_size = batch
@@ -201,7 +181,3 @@ class EvaluationSlices(Sampler[Any]):
         share = self.order[self.begin : self.end]
         for index in range(self.batches):
             yield list(share[len(share) * index // self.batches : len(share) * (index + 1) // self.batches])
-
-
-def _in_order(sampler: Any) -> bool:
-    return isinstance(sampler, SequentialSampler | DistributedSampler)

@@ -58,13 +58,13 @@ class BatchPlan:
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
         """Return the Trainer's arguments that count steps, as micro batches, which is what Lightning counts.
 
-        Fractions, which mean a share of an epoch, are left out.
+        Fractions, which mean a share of an epoch, are left out: they are `lightswitch.batches.fractions.Fractions`'.
         """
         given = {name: trainer.get(name) for name in _COUNTED_IN_MICRO_BATCHES}
         return {
             name: value * self.accumulation
             for name, value in given.items()
-            if isinstance(value, int) and not isinstance(value, bool)
+            if isinstance(value, int) and (not isinstance(value, bool) or (name == "fast_dev_run" and value))
         }
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 _MASK = (1 << 64) - 1
 
@@ -46,22 +46,26 @@ class SeededSamples(Dataset[Any]):
     A dataset with a batched `__getitems__` is seeded once a batch, by its first index.
 
     Args:
-        dataset: the user's, whose attributes are found here as well.
+        dataset: the user's, whose attributes are found, and set, here as well.
     """
 
+    dataset: Any
+    seed: int
+
     def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        vars(self).update(dataset=dataset, seed=seed)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
     def __getitems__(self, key: tuple[int, list[Any]]) -> Any:
         epoch, indices = key
-        batched = getattr(self.dataset, "__getitems__", None)
-        if batched:
+        if _reads_batches(self.dataset):
             seed_generators(mix(self.seed, epoch, _number(indices[0])))
-            return batched(indices)
+            return self.dataset.__getitems__(indices)
         return [self._sample(epoch, index) for index in indices]
 
     def _sample(self, epoch: int, index: Any) -> Any:
@@ -72,6 +76,23 @@ class SeededSamples(Dataset[Any]):
         if name == "dataset":  # unpickling: there is no dataset yet to ask
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # by a hook, or by a worker_init_fn
+        setattr(self.dataset, name, value)
+
+
+class EvaluatedSamples(SeededSamples):
+    """Map-style dataset whose samples are the same in each evaluation, also where they are drawn."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        return super().__getitems__((0, indices))
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """Return whether a dataset reads several samples at once; torch's Subset only hands that on, and always has it."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def _number(index: Any) -> int:

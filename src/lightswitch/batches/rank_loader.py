@@ -14,6 +14,13 @@ _TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulData
 _Kind = TypeVar("_Kind", bound="RankLoader")
 
 
+class OwnLength:
+    """Loader whose length is that of the batches it reads, whatever the user's own class makes of its batch size."""
+
+    def __len__(self) -> int:
+        return DataLoader.__len__(self)  # type: ignore[arg-type]  # what this is mixed into is one
+
+
 class RankLoader(DataLoader[Any]):
     """DataLoader that reads other samples than the one it was given, and is like it in all else.
 
@@ -27,7 +34,7 @@ class RankLoader(DataLoader[Any]):
         before_own: classes whose methods come before those of the given loader's own class.
     """
 
-    before_own: ClassVar[tuple[type, ...]] = ()
+    before_own: ClassVar[tuple[type, ...]] = (OwnLength,)
 
     def __init__(
         self,

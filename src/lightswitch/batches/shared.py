@@ -38,6 +38,7 @@ class SharedLoaders:
         self._start = Position()
         self._states: Sequence[Any] = ()  # of the streams that a checkpoint was saved of
         self._is_complete = True  # the set of training loaders: the next one begins another
+        self._earlier: Any = None  # what Lightning had combined before this set; it may make loaders anew at any time
         self.training = Combined()
 
     def start_at(self, position: Position, states: Sequence[Any]) -> None:
@@ -66,8 +67,9 @@ class SharedLoaders:
             Refused: there are too few samples, or a schedule needs the length of a stream that has none.
         """
         is_training = trainer.state.stage == RunningStage.TRAINING
-        if is_training and self._is_complete:
+        if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
             self.training, self._is_complete = Combined(lambda: _mode(trainer)), False
+            self._earlier = trainer.fit_loop._combined_loader
         if (reason := obstacle(loader) or self._split(loader)) is not None:
             if is_training:
                 self.training.add_other(loader)
@@ -90,7 +92,7 @@ class SharedLoaders:
         if not is_training:
             if is_stream(loader):
                 return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
-            return evaluation_loader(loader, plan, rank, pins)
+            return evaluation_loader(loader, plan, rank, self._seed, pins)
         if not is_stream(loader):
             return training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
         shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
-from lightswitch.batches.rank_loader import RankLoader, made_anew
+from lightswitch.batches.rank_loader import OwnLength, RankLoader, made_anew
 from lightswitch.batches.stream import Cursor, Cut, Reader, Unkept, global_batches, rounds
 from lightswitch.batches.stream_slices import StreamRounds, StreamSlices
 from lightswitch.errors import Refused
@@ -90,7 +90,7 @@ class BatchesAlone:
 class StreamLoader(RankLoader):
     """DataLoader whose readers send what training is to know of a stream beside each batch."""
 
-    before_own = (BatchesAlone,)
+    before_own = (BatchesAlone, OwnLength)
 
     def __init__(
         self, given: DataLoader[Any], reader: Reader, slices: Any, received: Received, pins_for_gpu: bool

@@ -14,7 +14,6 @@ from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
-from lightswitch.batches.randomness import mix
 from lightswitch.batches.stream import Cut, Place, Resume, last_rounds
 from lightswitch.errors import Refused
 
@@ -95,9 +94,8 @@ class StreamSlices(TrainingSlices):
         for step in range(first, self.steps):
             cycle = step // self.own_steps
             key, begin = self._pass_key(epoch, cycle), cycle * self.own_steps
-            told = epoch if cycle == 0 else mix(epoch, cycle) >> 33  # to a dataset, which may take 31 bits
             for micro in range(self.plan.accumulation):
-                yield Place(self._turn, told, key, begin, step, micro, next(resumes, None))
+                yield Place(self._turn, self._told_epoch(epoch, cycle), key, begin, step, micro, next(resumes, None))
 
     def _resume(self, step: int) -> Resume | None:
         if step == 0:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
+from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -57,6 +58,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     engine = callbacks.of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks.of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
+    strategy.on_data = partial(seed_generators, mix(cfg.seed))  # a split that is drawn is the same in each process
     trainer: Trainer = instantiated(
         cfg,
         "trainer",

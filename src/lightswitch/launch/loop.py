@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightswitch import patches
+from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch.hooks import is_observed
 from lightswitch.monitoring.batch_count import is_logged
 from lightswitch.monitoring.results import Results
@@ -34,7 +35,7 @@ def shorten_loop(trainer: Trainer) -> None:
 class EpochLoop(_TrainingEpochLoop):
     """Loop over the batches of an epoch that does what Lightning's does, in Lightning's order.
 
-    The batch at which a run is resumed, and a training step that takes the loader's iterator, are left to Lightning.
+    A training step that takes the loader's iterator is left to Lightning.
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
@@ -78,9 +79,11 @@ class EpochLoop(_TrainingEpochLoop):
         Raises:
             StopIteration: the epoch ends here.
         """
-        if self.restarting or self.val_loop.restarting or isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             super().advance(data_fetcher)
             return
+        if self.val_loop.restarting:
+            self._go_on(data_fetcher)
         trainer, progress = self.trainer, self.batch_progress
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
@@ -102,6 +105,12 @@ class EpochLoop(_TrainingEpochLoop):
         if is_logged(trainer) or trainer.fast_dev_run:
             trainer._logger_connector.update_train_step_metrics()
 
+    def _go_on(self, data_fetcher: _DataFetcher) -> None:
+        """Begin to count where a run is resumed; the validation that was due there has run."""
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            self.val_loop.increment_progress_to_evaluation_end()
+        self.val_loop.restarting = False
+
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate where that is due, and count the step."""
         if self._is_near_validation or self.trainer.received_sigterm:
@@ -122,6 +131,9 @@ class EpochLoop(_TrainingEpochLoop):
         batch = trainer.precision_plugin.convert_input(batch)
         if not self._moves_by_hooks:
             return move_data_to_device(batch, trainer.strategy.root_device)
+        strategy = trainer.strategy
+        if isinstance(strategy, HookedStrategy) and strategy.on_batch is not None:
+            strategy.on_batch()
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 

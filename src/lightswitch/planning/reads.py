@@ -64,7 +64,7 @@ def check_evaluation(loaders: Any, plan: BatchPlan) -> None:
     """
     for loader in _each(loaders):
         if obstacle(loader) is None:
-            evaluation_loader(loader, plan, 0)
+            evaluation_loader(loader, plan, rank=0, seed=0)
 
 
 def _each(loaders: Any) -> list[Any]:

@@ -34,3 +34,13 @@ class PredictionWriter(BasePredictionWriter):
         folder = Path(trainer.default_root_dir) / "predictions"
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(predictions, folder / f"rank_{share['rank']}.pt")
+        if trainer.is_global_zero:
+            _remove_others(folder, share["num_replicas"])
+
+
+def _remove_others(folder: Path, files: int) -> None:
+    """Remove what an earlier start wrote on more devices: the same samples would be there twice."""
+    for path in folder.glob("rank_*.pt"):
+        number = path.stem.removeprefix("rank_")
+        if number.isdecimal() and int(number) >= files:
+            path.unlink()

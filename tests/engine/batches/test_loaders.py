@@ -84,12 +84,12 @@ def test_an_epoch_that_drops_all_it_has_is_refused() -> None:
 
 def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
     with pytest.raises(Refused, match="3 samples can't be shared by 4 devices"):
-        evaluation_loader(DataLoader(TensorDataset(torch.arange(3))), BatchPlan(4, 1, 4, 1), 0)
+        evaluation_loader(DataLoader(TensorDataset(torch.arange(3))), BatchPlan(4, 1, 4, 1), 0, 1)
 
 
 def test_evaluation_batches_are_no_larger_than_the_loaders_own_or_a_micro_batch() -> None:
-    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 100), PLAN, 0)) <= 6
-    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 2), PLAN, 0)) <= 2
+    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 100), PLAN, 0, 1)) <= 6
+    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 2), PLAN, 0, 1)) <= 2
 
 
 class Recorded(torch.Tensor):
@@ -103,7 +103,7 @@ def test_what_is_pinned_is_what_can_be() -> None:
     batch = {"ids": torch.ones(3).as_subclass(Recorded), "sparse": torch.eye(2).to_sparse(), "name": "first"}
     elsewhere = torch.ones(4, device="meta")  # as a dataset that lies on the GPU: torch fails to pin these
     loader = DataLoader([(batch, elsewhere)], collate_fn=lambda samples: samples[0])
-    ((read, same),) = evaluation_loader(loader, BatchPlan(1, 1, 1, 1), 0, pins_for_gpu=True)
+    ((read, same),) = evaluation_loader(loader, BatchPlan(1, 1, 1, 1), 0, 1, pins_for_gpu=True)
     assert torch.equal(read["ids"], torch.zeros(3))
     assert read["sparse"] is batch["sparse"]
     assert read["name"] == "first"
@@ -112,7 +112,7 @@ def test_what_is_pinned_is_what_can_be() -> None:
 
 def test_where_workers_read_torch_pins_in_a_thread() -> None:
     loader = DataLoader(DATA, 5, num_workers=2)
-    pinning = evaluation_loader(loader, PLAN, 0, pins_for_gpu=True)
+    pinning = evaluation_loader(loader, PLAN, 0, 1, pins_for_gpu=True)
     assert pinning.pin_memory is True
     assert pinning.collate_fn is loader.collate_fn
 
@@ -120,7 +120,7 @@ def test_where_workers_read_torch_pins_in_a_thread() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_lie_in_pinned_memory(workers: int) -> None:
-    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=workers), PLAN, 0, pins_for_gpu=True)
+    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=workers), PLAN, 0, 1, pins_for_gpu=True)
     assert all(batch[0].is_pinned() for batch in loader)
 
 
@@ -174,7 +174,7 @@ def test_all_arguments_of_a_loader_are_those_of_the_remade_one() -> None:
         **dict(worker_init_fn=_nothing, generator=torch.Generator(), collate_fn=torch.stack, pin_memory=True),
         **dict(multiprocessing_context=torch.multiprocessing.get_context("spawn"), drop_last=True),
     }
-    remade = evaluation_loader(DataLoader(DATA, 5, **given), PLAN, 0)
+    remade = evaluation_loader(DataLoader(DATA, 5, **given), PLAN, 0, 1)
     assert {name: getattr(remade, name) for name in given} == given
     missing = inspect.signature(DataLoader).parameters.keys() - given.keys()
     assert missing == {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "pin_memory_device"}

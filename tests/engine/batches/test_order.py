@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightswitch.batches.order import EvaluationSlices, TrainingSlices, epoch_order
+from lightswitch.batches.order import EvaluationSlices, TrainingSlices
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.sampling import epoch_order
 
 
 def slices(plan: BatchPlan, samples: int, rank: int, drop_last: bool = False, epoch: int = 0, step: int = 0):
@@ -81,28 +82,28 @@ def test_position_is_read_at_the_first_batch_not_when_the_iterator_is_made() -> 
 )
 def test_a_random_order_is_a_function_of_seed_and_epoch_alone(sampler: object) -> None:
     torch.manual_seed(3)
-    first = list(epoch_order(sampler, 30, seed=1, epoch=2))
+    first = list(epoch_order(sampler, 30, seed=1, key=2))
     state = torch.get_rng_state()
     random.seed(9), np.random.seed(9), torch.rand(5)
-    assert list(epoch_order(sampler, 30, seed=1, epoch=2)) == first
-    assert list(epoch_order(sampler, 30, seed=1, epoch=3)) != first
-    assert list(epoch_order(sampler, 30, seed=2, epoch=2)) != first
+    assert list(epoch_order(sampler, 30, seed=1, key=2)) == first
+    assert list(epoch_order(sampler, 30, seed=1, key=3)) != first
+    assert list(epoch_order(sampler, 30, seed=2, key=2)) != first
     assert len(first) == 30
     assert len(state)
 
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
     torch.manual_seed(5)
-    epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, epoch=0)
+    epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, key=0)
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.rand(1) == drawn
 
 
 def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
-    assert list(epoch_order(SequentialSampler(range(7)), 7, seed=1, epoch=2)) == list(range(7))
+    assert list(epoch_order(SequentialSampler(range(7)), 7, seed=1, key=2)) == list(range(7))
     plain = DistributedSampler(range(7), num_replicas=2, rank=1, shuffle=False)
-    assert list(epoch_order(plain, 7, seed=1, epoch=2)) == list(range(7))
+    assert list(epoch_order(plain, 7, seed=1, key=2)) == list(range(7))
 
 
 @given(samples=st.integers(1, 60), replicas=st.integers(1, 5), batch=st.integers(1, 9))
@@ -112,7 +113,7 @@ def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     if samples < replicas:
         return
     order = SequentialSampler(range(samples))
-    ranks = [list(EvaluationSlices(order, samples, batch, replicas, rank)) for rank in range(replicas)]
+    ranks = [list(EvaluationSlices(order, samples, batch, replicas, rank, seed=1)) for rank in range(replicas)]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))
     assert all(part for rank in ranks for part in rank)

@@ -43,7 +43,8 @@ def test_batches_count_at_least_one_sample(batch: int, micro: int | None) -> Non
 
 def test_trainer_arguments_that_count_steps_become_micro_batches() -> None:
     trainer = {"limit_train_batches": 10, "val_check_interval": 0.5, "overfit_batches": 1, "fast_dev_run": True}
-    assert BatchPlan.derive(12, 4, 1).trainer_arguments(trainer) == {"limit_train_batches": 30, "overfit_batches": 3}
+    counted = {"limit_train_batches": 30, "overfit_batches": 3, "fast_dev_run": 3}
+    assert BatchPlan.derive(12, 4, 1).trainer_arguments(trainer) == counted
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

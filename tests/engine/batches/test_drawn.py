@@ -1,0 +1,153 @@
+"""What a module or its data draw at random, or count in fractions, is the same at any world size and over a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.utils.data import DataLoader, random_split
+
+from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.curves import largest_difference, predictions
+from tests.engine.plain import PlainData, PlainModel, Points
+
+HERE = "tests.engine.batches.test_drawn"
+RUN = ("trainer.accelerator=cpu", "run_id=mine", "global_batch_size=12", "trainer.log_every_n_steps=1")
+
+
+class SplitData(PlainData):
+    """Splits its samples at random, in each process and stage anew, as most people do."""
+
+    def setup(self, stage: str) -> None:
+        self.training, self.held_out = random_split(Points(70, noise=0.3), [50, 20])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.training, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.held_out, self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class DrawingModel(PlainModel):
+    """Draws in its hooks: to augment a batch on its device, to begin an epoch, and to evaluate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.shift.fill_(torch.rand(()))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y, index = batch
+        return (x + self.shift + torch.randn_like(x), y, index) if self.trainer.training else batch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((batch[0] + torch.randn_like(batch[0]), *batch[1:]), batch_idx)
+
+
+class IteratingModel(PlainModel):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+class AskingModel(PlainModel):
+    """Makes a schedule of as many steps as the run will have."""
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+SPLIT = (
+    "model._target_=tests.engine.plain.PlainModel",
+    f"data._target_={HERE}.SplitData",
+    *RUN,
+    "trainer.max_epochs=2",
+)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("split"))(*SPLIT)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 3)])
+def test_a_split_that_is_drawn_in_setup_is_one(strategy: str, ranks: int, split: Finished, train: Train) -> None:
+    """Else a resume on more devices would train on what has been held out."""
+    run = train(*SPLIT, f"strategy={strategy}", ranks=ranks)
+    for name in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(run, split, name) <= 1e-5, name
+
+
+def test_a_split_is_one_in_each_stage(split: Finished, train: Train) -> None:
+    last = split.run_dir / "checkpoints/last.ckpt"
+    tested = train(*SPLIT, "mode=test", f"ckpt_path={last}", "model.width=16", "run_id=another")
+    validated = train(*SPLIT, "mode=validate", f"ckpt_path={last}", "run_id=third")
+    (loss,) = set(tested.column("test/loss").values())
+    assert {round(value, 5) for value in validated.column("val/loss").values()} == {round(loss, 5)}
+    assert round(loss, 5) == round(split.column("val/loss")[max(split.column("val/loss"))], 5)
+
+
+DRAWN = (f"model._target_={HERE}.DrawingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_steps=13")
+DRAWN = (*DRAWN, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=1")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_hooks_draw_follows_the_position(workers: int, train: Train) -> None:
+    run = (*DRAWN, f"data.workers={workers}", "callbacks.last_checkpoint.keep=20")
+    alone = train(*run)
+    for step in (5, 7, 8):  # an epoch's end, its middle, and where a validation has just run
+        resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_{step}.ckpt")
+        for name in ("train/loss", "val/loss"):
+            found, expected = resumed.column(name), alone.column(name)
+            assert found == {at: expected[at] for at in found}, name
+            assert found.keys() >= {at for at in expected if at >= step}
+
+
+def test_a_validation_draws_the_same_where_it_is_run_again(train: Train) -> None:
+    alone = train(*DRAWN)
+    again = train(*DRAWN, "mode=validate", f"ckpt_path={alone.run_dir}/checkpoints/last.ckpt", "run_id=other")
+    repeated = train(*DRAWN, "mode=validate", f"ckpt_path={alone.run_dir}/checkpoints/last.ckpt", "run_id=third")
+    assert again.column("val/loss") == repeated.column("val/loss")
+
+
+@pytest.mark.parametrize("fraction", ["limit_train_batches", "overfit_batches"])
+def test_a_fraction_of_an_epoch_is_of_its_steps(fraction: str, train: Train) -> None:
+    run = (*PLAIN, *RUN, "data.samples=66", "trainer.max_epochs=2", f"+trainer.{fraction}=0.5")
+    run = (*run, "trainer.val_check_interval=0.4", "trainer.check_val_every_n_epoch=1")
+    whole, cut = train(*run), train(*run, "micro_batch_size=3", "run_id=cut")
+    for name in ("train/loss", "samples"):
+        assert largest_difference(whole, cut, name) <= 1e-5, name
+    assert whole.column("val/loss").keys() == cut.column("val/loss").keys()
+    assert max(whole.column("samples").values()) == 72  # three of six steps an epoch
+
+
+def test_a_run_whose_loaders_are_made_anew_goes_on_beside_a_schedule_of_its_length(train: Train) -> None:
+    run = (f"model._target_={HERE}.AskingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_epochs=3")
+    run = (*run, "+trainer.reload_dataloaders_every_n_epochs=1")
+    alone = train(*run, "callbacks.last_checkpoint.every_n_steps=7", "callbacks.last_checkpoint.keep=9")
+    resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_7.ckpt", "run_id=resumed")
+    expected = alone.column("train/loss")
+    assert resumed.column("train/loss") == {step: loss for step, loss in expected.items() if step >= 7}
+
+
+def test_a_step_that_takes_the_loaders_iterator_trains(train: Train) -> None:
+    run = train(f"model._target_={HERE}.IteratingModel", PLAIN_DATA, *RUN, "trainer.max_steps=3")
+    assert len(run.column("train/loss")) == 3
+
+
+def test_predictions_on_fewer_devices_leave_none_of_an_earlier_start(train: Train) -> None:
+    trained = train(*PLAIN, *RUN, "trainer.max_steps=2")
+    predict = (*PLAIN, *RUN, "mode=predict", f"ckpt_path={trained.run_dir}/checkpoints/last.ckpt", "run_id=predicted")
+    first = train(*predict, ranks=2)
+    assert len(predictions(first)) == 41
+    assert len(predictions(train(*predict, folder=first.folder))) == 41
