@@ -49,6 +49,16 @@ _MODULE = {
     "logs a name on some devices alone, as for classes that a batch has": [
         Elsewhere("engine/batches/test_metrics.py", "test_what_is_logged_is_the_same_at_any_world_size"),
     ],
+    "splits its samples at random in `setup`": [
+        Elsewhere("engine/batches/test_drawn.py", "test_a_split_that_is_drawn_in_setup_is_one"),
+    ],
+    "has a sampler of its own": [
+        Elsewhere("engine/batches/test_sampling.py", "test_a_generator_of_a_samplers_own_follows_seed_and_epoch"),
+        Elsewhere("engine/batches/test_sampling.py", "test_a_sampler_that_deals_out_shares_gives_all_of_them"),
+    ],
+    "draws random numbers in its hooks": [
+        Elsewhere("engine/batches/test_drawn.py", "test_what_hooks_draw_follows_the_position"),
+    ],
     "optimizes by hand, with several optimizers": [
         Habit("two optimizers by hand"),
         Habit("no clipping by hand"),
