@@ -51,6 +51,13 @@ ALLOWED = {
     "results.before": "of Results, the engine's",
     "shared.find": "of _SharedFinder, the engine's",
     "unused.world_size": "of Unused, the engine's",
+    "strategy.on_data": "of HookedStrategy, the engine's",
+    "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",
+    "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
+    "undivided.num_replicas": "of a copy of the user's sampler",
+    "undivided.rank": "of a copy of the user's sampler",
+    "undivided.num_samples": "of a copy of the user's sampler",
+    "undivided.total_size": "of a copy of the user's sampler",
     "rank.position": "of RankState, the engine's",
     "rank.ended": "of RankState, the engine's",
 }
@@ -69,8 +76,9 @@ CALLS_ALLOWED = {
     "made.__dict__.update(parameter.__dict__)": "marks of the user's, onto a parameter made here",
     "self.__dict__.update(state)": "its own, when it is unpickled",
     "vars(self).update(dataset=dataset, cursor=cursor)": "of Reader, the engine's, past its own __setattr__",
+    "vars(self).update(dataset=dataset, seed=seed)": "of SeededSamples, the engine's, past its own __setattr__",
     "super().__setattr__(name, vars(self).get('_shown', {}).get(name, value))": "of RankLoader, the engine's",
-    "setattr(self.dataset, name, value)": "a worker_init_fn sets it, on the dataset that it takes Reader for",
+    "setattr(self.dataset, name, value)": "a hook or a worker_init_fn sets it, on the dataset that it takes Reader or SeededSamples for",
     "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects

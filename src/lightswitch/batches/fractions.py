@@ -10,7 +10,7 @@ from lightswitch.batches.plan import BatchPlan
 
 
 class Fractions:
-    """`limit_train_batches`, `overfit_batches` and `val_check_interval` of a Trainer, where they are fractions.
+    """Fractions that a Trainer was given as `limit_train_batches`, `overfit_batches` or `val_check_interval`.
 
     Lightning takes them of micro batches, so that a run would depend on how its steps are cut.
     """
