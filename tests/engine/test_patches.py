@@ -78,7 +78,7 @@ CALLS_ALLOWED = {
     "vars(self).update(dataset=dataset, cursor=cursor)": "of Reader, the engine's, past its own __setattr__",
     "vars(self).update(dataset=dataset, seed=seed)": "of SeededSamples, the engine's, past its own __setattr__",
     "super().__setattr__(name, vars(self).get('_shown', {}).get(name, value))": "of RankLoader, the engine's",
-    "setattr(self.dataset, name, value)": "a hook or a worker_init_fn sets it, on the dataset that it takes Reader or SeededSamples for",
+    "setattr(self.dataset, name, value)": "a hook or a worker_init_fn sets it, on the user's dataset",
     "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
