@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,18 @@ def _contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Every path below a folder, with its size and the time of its last change."""
     found = ((path, path.lstat()) for path in folder.rglob("*"))
     return {str(path): (state.st_size, state.st_mtime_ns) for path, state in found}
+
+
+def test_what_the_processes_of_a_test_leave_in_the_temporary_folder_goes_with_the_run(tmp_path: Path) -> None:
+    """Those that a test kills can't remove it."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    leaves = "import subprocess, sys\n\n\ndef test_it():\n    subprocess.run([sys.executable, '-c', %r], check=True)\n"
+    (tmp_path / "test_leaves.py").write_text(leaves % "import tempfile; print(tempfile.mkdtemp())")
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(CHECKOUT)}
+    environment.pop("PYTEST_DEBUG_TEMPROOT", None)
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "-p", "no:cacheprovider", "test_leaves.py"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(rf"{temporary}/tests_\w+/\w+", run.stdout)
+    assert not any(path.name.startswith("tests_") for path in temporary.iterdir())
