@@ -35,8 +35,8 @@ SLOW = (  # what takes most of the time, and `make test-quick` leaves out
     *(
         f"strategies/test_{name}.py"
         for name in (
-            *("communication", "compilation", "foreign_modules", "fsdp", "fsdp1", "fsdp_tp", "fused", "module_shapes"),
-            *("refused", "timeouts"),
+            *("communication", "compilation", "foreign_modules", "fsdp", "fsdp1", "fsdp_tp", "fused", "gathering"),
+            *("module_shapes", "refused", "timeouts"),
         )
     ),
     *(
