@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
+from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.trained import Trained
 
 log = logging.getLogger(__name__)
@@ -150,13 +153,17 @@ class DDP(PortableCheckpoints, DDPStrategy):
                 "parameter, whose gradients ddp waits for; type trainer.strategy.find_unused_parameters=true"
             ) from error
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Check that every parameter has a gradient.
+    def setup_precision_plugin(self) -> None:
+        self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)
+        plugin.check = self.refuse_unused
+        super().setup_precision_plugin()
+
+    def refuse_unused(self) -> None:
+        """Check that the backward pass has left a gradient on every parameter.
 
         Raises:
             Refused: a parameter took no part in the step, so that the gradients of the others were not averaged.
         """
-        super().post_backward(closure_loss)
         assert self.lightning_module is not None
         copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
         if copes or not self._is_synchronised:
@@ -173,6 +180,20 @@ class DDP(PortableCheckpoints, DDPStrategy):
     def _is_synchronised(self) -> bool:
         """Whether gradients are averaged now: not in the micro batches before the last one of a step."""
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+
+
+class _ChecksGradients(Mixin, Precision):
+    """A precision whose `post_backward`, which is where hooks are called that may drop gradients, checks them before.
+
+    Attributes:
+        check: what looks at the gradients.
+    """
+
+    check: Callable[[], None]
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # Lightning's
+        self.check()
+        return super().post_backward(tensor, module)
 
 
 def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -15,6 +15,7 @@ from tests.engine.plain import PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 
 TINY = (*LANGUAGE, *NO_CHECKPOINTS, "trainer.max_steps=20", "trainer.val_check_interval=20")
+EACH = "trainer.log_every_n_steps=1"
 SHORT = (*PLAIN, *NO_CHECKPOINTS, "strategy=ddp", "global_batch_size=24", "trainer.max_steps=3")
 
 
@@ -24,6 +25,15 @@ class WithUnused(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.spare = torch.nn.Linear(3, 3)
+
+
+class DropsGradients(PlainModel):
+    """Leaves its last layer alone in the first steps, as DINO does."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step < 2:
+            for parameter in self.net[3].parameters():
+                parameter.grad = None
 
 
 UNUSED = (*SHORT, "model._target_=tests.engine.strategies.test_ddp.WithUnused")
@@ -89,6 +99,12 @@ def test_unused_parameters_are_named_with_what_to_type(train: Train) -> None:
         "error: spare.weight, spare.bias took no part in the loss, and ddp waits for every gradient; freeze what is "
         "not used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true\n"
     ) in run.err
+
+
+def test_gradients_that_the_module_drops_itself_are_no_unused_ones(train: Train) -> None:
+    model = "model._target_=tests.engine.strategies.test_ddp.DropsGradients"
+    alone = train(*SHORT, model, EACH, "strategy=single")
+    assert largest_difference(train(*SHORT, model, EACH, "strategy=ddp", ranks=2), alone) <= 1e-5
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
