@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from lightswitch.checkpoints.piece import Piece
@@ -59,15 +61,34 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield own_name(f"{prefix}.{name}" if prefix else name), value
 
 
-def set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give modules their extra state, which is not a tensor, by name.
+def loose(module: nn.Module, state: Iterable[str]) -> set[str]:
+    """Return the names in a module's state that are neither parameters nor buffers: extra state, states of metrics.
+
+    What `state_dict` has of them may be copies, so that writing into those restores nothing.
+    """
+    return set(state) - {name for name, _ in _saved(module)}
+
+
+def hand_over(module: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
+    """Give modules the parts of their state that are neither parameters nor buffers, by name.
 
     Not by `load_state_dict`, in which a strategy may have hooks.
+
+    Args:
+        device: of the states of metrics; extra state is given as it is.
     """
-    for path, part in module.named_modules():
-        name = own_name(f"{path}._extra_state".lstrip("."))
-        if name in state and type(part).set_extra_state is not nn.Module.set_extra_state:  # not a wrapper's
-            part.set_extra_state(state[name])
+    # of a module and what wraps it, which have the same name, the module comes last
+    owners = {own_name(f"{path}.").strip("."): part for path, part in module.named_modules()}
+    for name, value in state.items():
+        path, _, key = name.rpartition(".")
+        part = owners.get(path)
+        if part is None:
+            continue
+        if key != "_extra_state":
+            prefix = name.removesuffix(key)
+            part._load_from_state_dict({name: move_data_to_device(value, device)}, prefix, {}, False, [], [], [])
+        elif type(part).set_extra_state is not nn.Module.set_extra_state:
+            part.set_extra_state(value)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:

@@ -96,10 +96,36 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         module = self.lightning_module
         assert module is not None
         state = names.without(self.lightning_module_state_dict(), checkpoint.get(trainable.KEY, ()))
-        live = {name: value for name, value in state.items() if names.is_stored(value)}
-        self._reader.check_model(live, module.hparams, strict)
+        self.check_model(state, checkpoint, strict)
+        loose = names.loose(module, state)
+        live = {name: value for name, value in state.items() if names.is_stored(value) and name not in loose}
         self.read("model", live)
-        names.set_extra_state(module, checkpoint.get("extra_state", {}))
+        self.hand_over(checkpoint, loose)
+
+    def check_model(self, state: Mapping[str, Any], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Compare the model's state with the checkpoint that was loaded (see `Reader.check_model`).
+
+        What is neither parameter nor buffer may have another shape, or be no tensor, in one of them.
+        """
+        module = self.lightning_module
+        assert module is not None
+        loose, extra = names.loose(module, state), checkpoint.get("extra_state", {})
+        like = {name: self._reader.like.get(f"model.{name}", state[name]) for name in loose if name not in extra}
+        compared = {**names.without(state, loose), **like}
+        live = {name: value for name, value in compared.items() if names.is_stored(value)}
+        self._reader.check_model(live, module.hparams, strict)
+
+    def hand_over(self, checkpoint: Mapping[str, Any], loose: set[str]) -> None:
+        """Give modules what the checkpoint that was loaded has of their state beside parameters and buffers.
+
+        Args:
+            loose: its names.
+        """
+        module = self.lightning_module
+        assert module is not None
+        saved = loose & self._reader.names("model.")
+        tensors = {name: self._reader.read(f"model.{name}").to(module.device, copy=True) for name in saved}
+        names.hand_over(module, {**checkpoint.get("extra_state", {}), **tensors}, module.device)
 
     def read(self, kind: str, tensors: Mapping[str, Stored]) -> None:
         """Fill those of the tensors, by name, that the checkpoint which was loaded has of a kind. Collective.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 # that begins no batch: the wait for a rank in one step of a save, and that for all steps of a write
 _STEP, _WRITE = 1 / 3, 2 / 3
 _TRAINED = "current_model_state"  # Lightning's key, for weights beside which their averages are the model
+_MODEL = ("model", "trained")  # how names of the model's tensors begin in a checkpoint
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
@@ -73,12 +74,13 @@ class WrittenTogether(Strategy):
         tensors, plain = split(checkpoint)
         return tensors, *safe(plain)
 
-    def names_of_buffers(self) -> set[str]:
-        """Return the names that buffers have in a checkpoint, where they are rank 0's: of a batch norm, each rank has
-        the statistics of its own samples."""
+    def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
+        """Return the names of those tensors of a checkpoint that are rank 0's: all of the model but its parameters, as
+        of a batch norm, each rank has the statistics of its own samples."""
         assert self.lightning_module is not None
-        own = [names.own_name(name) for name, _ in self.lightning_module.named_buffers()]
-        return {f"{kind}.{name}" for kind in ("model", "trained") for name in own}
+        parameters = names.parameters(self.lightning_module).keys()
+        parts = {name: name.partition(".") for name in tensors}
+        return {name for name, (kind, _, own) in parts.items() if kind in _MODEL and own not in parameters}
 
     def _tell_once(self, left_out: dict[str, str]) -> None:
         """Name what a checkpoint does not hold, the first time that it is left out."""
@@ -102,7 +104,7 @@ class WrittenTogether(Strategy):
         self._log_failure()
         if ranks is None:
             return path, tensors
-        path_of_rank_0, own = _agree(ranks.staging, path, tensors, state, self.names_of_buffers())
+        path_of_rank_0, own = _agree(ranks.staging, path, tensors, state, self.of_rank_0(tensors))
         if self._saver.has_lost_a_rank:
             self._checkpoint_ranks = None  # the old group can't be used any more
         return path_of_rank_0, own
@@ -202,7 +204,7 @@ class WrittenTogether(Strategy):
 
 
 def _agree(
-    ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any], buffers: set[str]
+    ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any], of_rank_0: set[str]
 ) -> tuple[Path, dict[str, Stored]]:
     """Return rank 0's path, and the tensors that this rank writes: its share, if all ranks hold copies of the same."""
     told = fingerprint(tensors, ranks.rank, ranks.world_size)
@@ -213,7 +215,7 @@ def _agree(
     are_alike = len({held for held, _ in all_told}) == 1
     ranks.take("share out the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
     ((path_of_rank_0, are_alike),) = ranks.results([0])
-    own = share(tensors, ranks.rank, ranks.world_size, of_first=buffers) if are_alike else tensors
+    own = share(tensors, ranks.rank, ranks.world_size, of_first=of_rank_0) if are_alike else tensors
     return Path(path_of_rank_0), own
 
 

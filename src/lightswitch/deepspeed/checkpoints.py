@@ -78,13 +78,14 @@ class PortableDeepSpeed(PortableCheckpoints):
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             super().load_model_state_dict(checkpoint, strict)
             return
-        parameters = names.without(names.parameters(module), checkpoint.get(trainable.KEY, ()))
-        live = {name: _in_full_shape(parameter) for name, parameter in parameters.items()}
-        self._reader.check_model({**live, **_buffers(module)}, module.hparams, strict)
+        parameters = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
+        state = {**names.state_of(module), **parameters}
+        self.check_model(names.without(state, checkpoint.get(trainable.KEY, ())), checkpoint, strict)
+        loose = names.loose(module, state)
+        self.read("model", names.without(state, {*parameters, *loose}))
         saved = self._reader.names("model.")
-        self._reader.fill({f"model.{name}": buffer for name, buffer in _buffers(module).items() if name in saved})
         scatter_weights(engine, module, lambda name: self._reader.read(f"model.{name}") if name in saved else None)
-        names.set_extra_state(module, checkpoint.get("extra_state", {}))
+        self.hand_over(checkpoint, loose)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read optimizer states and the loss scale, and set the groups' options to the saved ones."""
@@ -125,13 +126,6 @@ class PortableDeepSpeed(PortableCheckpoints):
 def _class(optimizer: Any) -> str:
     """Return the class's name of the optimizer within DeepSpeed's."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are saved, by name."""
-    parameters = names.parameters(module)
-    state = names.state_of(module)
-    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
 
 
 def _in_full_shape(parameter: nn.Parameter) -> Tensor:

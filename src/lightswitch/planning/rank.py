@@ -190,4 +190,4 @@ def _checkpoint(trainer: Trainer) -> tuple[dict[str, Layout] | None, int]:
     save_position(checkpoint, Position(dataset=0, optimizer_steps=0))  # and no stream's state
     checkpoint[STREAMS] = [None]
     tensors, state, _ = strategy.written(checkpoint)
-    return layouts(tensors, SHARD, strategy.names_of_buffers()), saved_bytes(state)
+    return layouts(tensors, SHARD, strategy.of_rank_0(tensors)), saved_bytes(state)
