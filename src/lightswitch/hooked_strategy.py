@@ -38,6 +38,7 @@ class HookedStrategy(Mixin, Strategy):
         share: returns the data loader that this rank reads in place of another; None for the loader as it is.
         on_data: called before the user's data are prepared, and before they are set up; None for nothing.
         on_batch: called before a batch of training is handed to hooks that move it; None for nothing.
+        on_start: called where training starts, after the module's `on_train_start`; None for nothing.
         on_step: called after each step of an optimizer; None for nothing.
     """
 
@@ -46,6 +47,7 @@ class HookedStrategy(Mixin, Strategy):
     share: Callable[[object], object] | None = None
     on_data: Callable[[], None] | None = None
     on_batch: Callable[[], None] | None = None
+    on_start: Callable[[], None] | None = None
     on_step: Callable[[], None] | None = None
     _has_told_of_filled_rows = False
 
@@ -125,6 +127,10 @@ class HookedStrategy(Mixin, Strategy):
                 "Lightning's own sampler repeats samples", min(rows), max(rows),
             )  # fmt: skip
         self._has_told_of_filled_rows = True
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.on_start is not None:
+            self.on_start()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)

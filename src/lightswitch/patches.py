@@ -260,6 +260,7 @@ PATCHES = (
         "ProcessGroup | None",
         "devices that hold a layer together have seen the same samples, and count once",
     ),
+    Patch("torchmetrics.Metric", "_update_count", "int", "a metric that is restored has been updated"),
     *(
         Patch("deepspeed.runtime.zero.utils", name, expected, _AGREED, for_process=True)
         for name, expected in (

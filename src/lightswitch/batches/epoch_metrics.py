@@ -1,10 +1,11 @@
-"""What an epoch's metrics have seen before a run was resumed within it: Lightning begins them anew."""
+"""What metrics have seen before a run was resumed: Lightning begins them anew."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightswitch.batches.position import saved_position
+from lightswitch import patches
+from lightswitch.batches.position import Position, saved_position
+from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.monitoring.logged import Logged, joined, logged
 from lightswitch.monitoring.results import Results
 
@@ -34,54 +38,79 @@ class EpochMetrics(Callback):
 
     These are the values of `self.log(…, on_epoch=True)`, and the metrics of torchmetrics whose states are sums, minima
     or maxima over samples; those that keep the samples themselves, as a curve's, see the rest of the epoch alone. They
-    are of all ranks, and go on at any world size. It follows `GlobalBatch`, which knows where in an epoch the run is.
+    are of all ranks, and go on at any world size. What an epoch's end does not reset, as the best value so far, goes on
+    from there as well. It follows `GlobalBatch`, which knows where in an epoch the run is.
     """
 
     def __init__(self) -> None:
         self._of_validation: frozenset[str] = frozenset()  # metrics that had seen nothing when it began
         self._saved: list[dict[str, Any]] = []
-        self._resumed: set[str] = set()  # metrics that go on, until the epoch ends
+        self._resumed: set[str] = set()  # metrics that go on
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._of_validation = frozenset(name for name, metric in _metrics(pl_module) if not metric.update_called)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
-        if position is None or not position.step:  # between two epochs
+        if position is None:
             return
         results = trainer.fit_loop.epoch_loop._results
         values = {key: Logged.of(item) for key, item in logged(results).items()}
         if isinstance(results, Results):
             values |= results.before
-        left_out = self._of_validation if trainer.validating else ()
+        told = {key: asdict(value) for key, value in values.items()} if position.step else {}
+        anew = self._of_validation if trainer.validating and position.validation_due else frozenset()
+        over = _over(trainer, position)
         states = {
             name: _state(metric)
             for name, metric in _metrics(pl_module)
-            if (metric.update_called or name in self._resumed) and name not in left_out and _is_kept(metric)
+            if metric.update_called and _is_kept(metric) and name not in anew and id(metric) not in over
         }
-        if values or states:
-            told = {key: asdict(value) for key, value in values.items()}
+        if told or states:
             checkpoint[OF_RANKS] = [{"logged": told, "metrics": states}]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._saved = checkpoint.get(OF_RANKS, [])
+        """Restore metrics, before a validation that was due; in an evaluation those alone that are saved as weights."""
+        saved, is_fit = checkpoint.get(OF_RANKS, []), trainer.state.fn == TrainerFn.FITTING
+        self._saved, self._resumed = saved if is_fit else [], set()
+        for name, metric in _metrics(pl_module):
+            states = [of["metrics"][name] for of in saved if name in of["metrics"]]
+            is_wanted = _is_kept(metric) and (is_fit or any(metric._persistent.values()))
+            if states and is_wanted and set(states[0]) == set(metric._defaults):
+                # what ranks have seen is added up where it is asked for
+                _restore(metric, _whole(metric, states) if trainer.is_global_zero else {})
+                self._resumed.add(name)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, []
-        if not saved or not trainer.is_global_zero:  # what ranks have seen is added up where it is asked for
-            return
         results = trainer.fit_loop.epoch_loop._results
-        if isinstance(results, Results):
+        if trainer.is_global_zero and isinstance(results, Results):
             results.before = joined([{key: Logged(**one) for key, one in of["logged"].items()} for of in saved])
-        for name, metric in _metrics(pl_module):
-            states = [of["metrics"][name] for of in saved if name in of["metrics"]]
-            if states and _is_kept(metric) and set(states[0]) == set(metric._defaults):
-                metric.load_state_dict(_whole(metric, states), strict=False)
-                self._resumed.add(name)
+        kept = {name: _state(metric) for name, metric in self._going_on(pl_module) if metric.update_called}
+        strategy = HookedStrategy.of(trainer)
+        strategy.on_start = partial(self._undo_resets, pl_module, kept)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._resumed.clear()  # not called where a run goes on within an epoch
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = HookedStrategy.of(trainer)
+        strategy.on_start = None
+
+    def _undo_resets(self, module: LightningModule, kept: Mapping[str, State]) -> None:
+        """Restore what the module's own `on_train_start` has reset: many do, to forget the check before training."""
+        for name, metric in self._going_on(module):
+            if name in kept and not metric.update_called:
+                _restore(metric, _whole(metric, [kept[name]]))
+
+    def _going_on(self, module: LightningModule) -> Iterator[tuple[str, Metric]]:
+        return ((name, metric) for name, metric in _metrics(module) if name in self._resumed)
+
+
+def _over(trainer: Trainer, position: Position) -> set[int]:
+    """Return the metrics, by identity, that were logged in an epoch or validation that is over: Lightning resets them
+    once all hooks have run."""
+    loop = trainer.fit_loop.epoch_loop
+    ended = [] if position.step else [loop._results]
+    ended += [loop.val_loop._results] if trainer.validating else []
+    return {id(item.value) for results in ended for item in results.values() if not item.is_tensor}
 
 
 def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
@@ -92,16 +121,26 @@ def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
 
 
 def _is_kept(metric: Metric) -> bool:
-    """Return whether a metric's states can be added up; those that are saved with the module's weights are not."""
+    """Return whether a metric's states can be added up, and are all of it, which those of a wrapper are not."""
     are_added = all(
-        isinstance(default, Tensor) and metric._reductions[name] in _REDUCED and not metric._persistent[name]
+        isinstance(default, Tensor) and metric._reductions[name] in _REDUCED
         for name, default in metric._defaults.items()
     )
-    return are_added and 0 < sum(getattr(metric, name).numel() for name in metric._defaults) <= _LARGEST
+    return (
+        are_added
+        and not isinstance(metric, WrapperMetric)
+        and 0 < sum(getattr(metric, name).numel() for name in metric._defaults) <= _LARGEST
+    )
 
 
 def _state(metric: Metric) -> State:
     return {name: getattr(metric, name).tolist() for name in metric._defaults}
+
+
+def _restore(metric: Metric, states: Mapping[str, Tensor]) -> None:
+    metric.reset()
+    metric.load_state_dict(states, strict=False)
+    patches.replace(metric, "_update_count", 1)  # so that it is saved again, and computed without a warning
 
 
 def _whole(metric: Metric, states: Iterable[State]) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
@@ -114,3 +114,64 @@ def test_they_go_on_under_another_strategy_and_world_size(alone: Finished, train
     resumed = train(*RUN, "strategy=fsdp", f"resume={stopped.run_dir}/checkpoints/step_3.ckpt", ranks=2)
     for name in TRAINING:
         assert largest_difference(resumed, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
+
+
+class KeepsTheBest(PlainModel):
+    """Keeps the best values so far as lightning-hydra-template does, which resets them where training starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_loss, self.lowest, self.highest = MeanMetric(), MinMetric(), MaxMetric()
+
+    def on_train_start(self) -> None:
+        for metric in (self.val_loss, self.lowest, self.highest):
+            metric.reset()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        sign = (-1) ** self.current_epoch  # so that an earlier validation is among the best
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.val_loss(sign * loss, weight=len(batch[0]))
+        self.log("val/signed", self.val_loss, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        for name in ("lowest", "highest"):
+            best = getattr(self, name)
+            best(self.val_loss.compute())
+            self.log(f"val/{name}", best.compute(), sync_dist=True)
+
+
+BEST = (
+    *("model._target_=tests.engine.batches.test_metrics.KeepsTheBest", PLAIN_DATA, "data.samples=36", *RUN[3:]),
+    *("trainer.max_epochs=4", "callbacks.last_checkpoint.every_n_steps=1", "trainer.log_every_n_steps=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("best"))(*BEST, "callbacks.last_checkpoint.keep=20", "strategy=single")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("step", [6, 7])  # the end of epoch 1, whose validation is due, and after it
+def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train: Train) -> None:
+    options = {} if strategy == "single" else {"ranks": 2}
+    resumed = train(*BEST, f"strategy={strategy}", f"resume={best.run_dir}/checkpoints/step_{step}.ckpt", **options)
+    assert_the_best(resumed, best, step)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_the_best_so_far_goes_on_from_an_epochs_end(strategy: str, best: Finished, train: Train) -> None:
+    """Twice, the second time from a run that has not validated, whose checkpoint is of its end."""
+    run = (*BEST, f"strategy={strategy}", "callbacks.last_checkpoint.every_n_steps=100")
+    options: dict[str, Any] = {} if strategy == "single" else {"ranks": 2}
+    first = train(*run, "trainer.max_epochs=2", **options)
+    train(*run, "trainer.max_steps=7", folder=first.folder, **options)
+    assert_the_best(train(*run, folder=first.folder, **options), best, 7)
+
+
+def assert_the_best(run: Finished, best: Finished, step: int) -> None:
+    for name in ("val/lowest", "val/highest", "val/signed"):
+        expected, found = best.column(name), run.column(name)
+        assert {at for at in expected if at >= step} <= found.keys(), name
+        assert all(abs(found[at] - expected[at]) <= 2e-6 for at in found), name
