@@ -35,6 +35,49 @@ class Lamb(optim.Optimizer):
         return loss
 
 
+class Lars(optim.Optimizer):
+    """As timm's: scales an update by the parameter's norm where its group has weight decay."""
+
+    def __init__(self, params: Any, lr: float = 0.05, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                scale = parameter.norm() / parameter.grad.norm() if group["weight_decay"] else 1.0
+                parameter.sub_(parameter.grad * (group["lr"] * scale))
+        return loss
+
+
+class Estimating(optim.Optimizer):
+    """Estimates a rate over all parameters, which acts from the third step on, as Prodigy's does."""
+
+    def __init__(self, params: Any, lr: float = 0.05, d: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "d": d, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["steps"] += 1
+            gradients = [parameter.grad.flatten() for parameter in group["params"]]
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * (group["lr"] * group["d"]))
+            if group["steps"] > 1:
+                group["d"] = 1 / (1 + sum(float(gradient.dot(gradient)) for gradient in gradients))
+        return loss
+
+
+class EstimatingModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__(width=15)  # rows that two devices have different counts of
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return Estimating(self.parameters())
+
+
 class LambModel(PlainModel):
     def configure_optimizers(self) -> optim.Optimizer:
         return Lamb(self.parameters())
@@ -63,6 +106,37 @@ def test_so_are_those_with_options_that_ask_for_a_device() -> None:
 def test_others_are_refused_in_pieces(name: str) -> None:
     with pytest.raises(Refused, match=f"{name} does not change each element by itself"):
         refuse_in_pieces(made(name), "fsdp1")
+
+
+def test_what_a_group_alone_asks_for_is_refused_in_pieces() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
+    refuse_in_pieces(Lars(parameters), "fsdp1")
+    with pytest.raises(Refused, match="Lars does not change each element by itself"):
+        refuse_in_pieces(Lars([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.1}]), "fsdp1")
+
+
+def test_groups_are_tried_at_the_rate_before_a_schedule_begins_at_0() -> None:
+    optimizer = Lars([torch.nn.Parameter(torch.zeros(4, 6))], weight_decay=0.1)
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(Refused, match="Lars does not change each element by itself"):
+        refuse_in_pieces(optimizer, "fsdp1")
+
+
+def test_groups_that_differ_by_element_are_taken_and_stay_as_they_were() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
+    optimizer = optim.AdamW(
+        [{"params": parameters[:1], "lr": torch.tensor(0.1), "name": "head"}, {"params": parameters[1:]}]
+    )
+    refuse_in_pieces(optimizer, "fsdp1")
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert not optimizer.state
+    assert not any(map(torch.count_nonzero, parameters))
+
+
+def test_an_estimate_that_acts_from_the_third_step_on_is_refused_in_pieces() -> None:
+    with pytest.raises(Refused, match="Estimating does not change each element by itself"):
+        refuse_in_pieces(Estimating([torch.nn.Parameter(torch.zeros(4, 6))]), "fsdp1")
 
 
 def test_what_can_not_be_tried_is_taken() -> None:
@@ -105,3 +179,11 @@ def test_an_optimizer_that_fails_for_shards_is_refused_in_a_line(train: Train) -
     assert (sharded.returncode, len(sharded.err.splitlines())) == (2, 1)
     assert sharded.err.startswith("error: Adafactor ")
     assert sharded.err.endswith("; use strategy=ddp\n")
+
+
+def test_an_estimate_over_all_parameters_is_refused_for_shards_in_a_line(train: Train) -> None:
+    module = "model._target_=tests.engine.strategies.test_elementwise.EstimatingModel"
+    run = train(module, *RUN, "strategy=fsdp", ranks=2, check=False)
+    assert (run.returncode, len(run.err.splitlines())) == (2, 1)
+    assert run.err.startswith("error: Estimating ")
+    assert run.err.endswith("; use strategy=ddp\n")
