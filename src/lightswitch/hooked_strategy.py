@@ -7,21 +7,16 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from lightswitch.errors import Refused
+from lightswitch.gathering import filled, shapes_of_ranks
 from lightswitch.mixins import Mixin, with_mixin
 
 log = logging.getLogger(__name__)
-
-_MOST_DIMENSIONS = 64  # of a tensor, in torch
 
 
 def hooked(strategy: Strategy) -> HookedStrategy:
@@ -112,12 +107,10 @@ class HookedStrategy(Mixin, Strategy):
         Raises:
             Refused: shapes differ in more than the number of rows.
         """
-        if _is_of_several(tensor, group):
-            shapes = _shapes_of_ranks(tensor, group)
-            if len(set(shapes)) > 1:
-                _refuse_other_shapes(shapes)
-                self._tell_of_filled_rows([shape[0] for shape in shapes])
-                tensor = _filled(tensor, max(shape[0] for shape in shapes))
+        shapes = shapes_of_ranks(tensor, group)
+        if len(set(shapes)) > 1:
+            tensor = filled(tensor, shapes)
+            self._tell_of_filled_rows([shape[0] for shape in shapes])
         return super().all_gather(tensor, group, sync_grads)  # type: ignore[safe-super]  # the strategy's class has one
 
     def _tell_of_filled_rows(self, rows: list[int]) -> None:
@@ -127,6 +120,7 @@ class HookedStrategy(Mixin, Strategy):
                 "Lightning's own sampler repeats samples", min(rows), max(rows),
             )  # fmt: skip
         self._has_told_of_filled_rows = True
+
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.on_start is not None:
@@ -137,38 +131,3 @@ class HookedStrategy(Mixin, Strategy):
         if self.on_step is not None:
             self.on_step()
         return output
-
-
-def _is_of_several(tensor: Tensor, group: Any) -> bool:
-    """Return whether several processes gather a tensor; one that is planned has no values to exchange."""
-    if isinstance(tensor, FakeTensor) or not dist.is_available() or not dist.is_initialized():
-        return False
-    return dist.get_world_size(group) > 1
-
-
-def _shapes_of_ranks(tensor: Tensor, group: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that the ranks hold. Collective."""
-    own = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.ndim)], device=tensor.device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return [tuple(sizes[:dimensions]) for dimensions, *sizes in torch.stack(gathered).tolist()]
-
-
-def _refuse_other_shapes(shapes: list[tuple[int, ...]]) -> None:
-    """Refuse shapes that differ in more than the number of rows."""
-    first = shapes[0]
-    for rank, shape in enumerate(shapes):
-        if shape != first and (not first or not shape or shape[1:] != first[1:]):
-            raise Refused(
-                f"self.all_gather: rank 0 has a tensor of shape {first}, rank {rank} one of {shape}; ranks may differ "
-                "in the first dimension alone, that of samples"
-            )
-
-
-def _filled(tensor: Tensor, rows: int) -> Tensor:
-    """Return a tensor of so many rows, whose last row is repeated for those that it lacks; zeros if it has none.
-
-    It stays a part of the graph also where it has no row: the other ranks' backward passes wait for its own.
-    """
-    last = tensor[-1:] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])
-    return torch.cat([tensor, last.expand(rows - len(tensor), *tensor.shape[1:])])

@@ -34,7 +34,7 @@ PACKAGES = (
         "config",
     ),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
-    *("command", "figures", "hooked_strategy", "mixins"),  # files beside the packages
+    *("command", "figures", "hooked_strategy", "gathering", "mixins"),  # files beside the packages
     *("patches", "trees", "versions", "errors"),
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package

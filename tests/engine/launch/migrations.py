@@ -58,6 +58,7 @@ _MODULE = {
     ],
     "draws random numbers in its hooks": [
         Elsewhere("engine/batches/test_drawn.py", "test_what_hooks_draw_follows_the_position"),
+    ],
     "calls `self.all_gather`": [
         Elsewhere("engine/strategies/test_gathering.py", "test_shorter_shares_are_filled_with_their_last_row"),
         Elsewhere("engine/strategies/test_gathering.py", "test_a_run_tells_it_once"),
