@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.errors import UnfitCheckpoint
+from lightswitch.errors import Refused, UnfitCheckpoint
 
 Groups = list[dict[str, Any]]  # an optimizer's param_groups, with names in place of parameters
 
@@ -18,9 +18,39 @@ _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 
 
 def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
-    """Return the optimizer's parameter groups, with names in place of parameters."""
+    """Return the optimizer's parameter groups, with names in place of parameters.
+
+    Raises:
+        Refused: it is over a tensor that is no parameter of the module.
+    """
     of = names.names_of(module)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) not in of:
+            raise Refused(
+                f"{type(optimizer).__name__} is over a tensor of shape {tuple(parameter.shape)} that is no parameter "
+                "of the module, by whose names checkpoints hold its state; keep it in the module as an nn.Parameter"
+            )
     return [{**group, "params": [of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def parts(optimizer: Optimizer, path: str = "", around: tuple[Any, ...] = ()) -> Iterator[tuple[str, Optimizer]]:
+    """Yield an optimizer and those inside of it that have a state of their own, as in a Lookahead or a SAM.
+
+    Args:
+        path: the attributes that have led to it, which each comes with: "", "base_optimizer/".
+        around: the states of those that it is inside of.
+    """
+    yield path, optimizer
+    around = (*around, optimizer.state)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and not any(value.state is state for state in around):
+            yield from parts(value, f"{path}{name}/", around)
+
+
+def described(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer, with those inside of it: "Lookahead(AdamW)"."""
+    name, *inside = [type(part).__name__ for _, part in parts(optimizer)]
+    return f"{name}({', '.join(inside)})" if inside else name
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,8 +62,13 @@ def state_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return an optimizer's class, its state by parameter names, and its groups."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer's
     of = names.names_of(module)
-    state = {of[id(parameter)]: values for parameter, values in optimizer.state.items()}
-    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups_of(optimizer, module)}
+    groups = groups_of(optimizer, module)
+    state: dict[str, dict[str, Any]] = {}
+    for path, part in parts(optimizer):
+        for parameter, values in part.state.items():
+            of_parameter = {f"{path}{key}" if path else key: value for key, value in values.items()}
+            state.setdefault(of[id(parameter)], {}).update(of_parameter)
+    return {"class": described(optimizer), "state": state, "param_groups": groups}
 
 
 def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]], saved: Groups) -> None:
@@ -43,17 +78,60 @@ def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]]
         live: the optimizer's own groups.
         state: the state of each parameter, by its name.
         saved: the groups of the checkpoint, in the order of `live`.
+
+    Raises:
+        UnfitCheckpoint: the optimizer's own `load_state_dict` asks for what no checkpoint holds.
     """
-    number = {name: index for index, name in enumerate(name for group in live for name in group["params"])}
-    optimizer.load_state_dict(
-        {
-            "state": {number[name]: values for name, values in state.items()},
-            "param_groups": [
-                {**group, **options_of(of_checkpoint), "params": [number[name] for name in group["params"]]}
-                for group, of_checkpoint in zip(live, saved, strict=True)
-            ],
-        }
-    )
+    groups = [{**group, **options_of(of_saved)} for group, of_saved in zip(live, saved, strict=True)]
+    inside = list(parts(optimizer))[1:]
+    if not inside:
+        try:
+            optimizer.load_state_dict(_numbered(groups, state))
+        except KeyError as error:
+            raise UnfitCheckpoint(
+                f"load_state_dict of {type(optimizer).__name__} asks for {error}, and checkpoints hold its state and "
+                "param_groups alone; to start from the weights alone, type init_from=PATH and another run_id"
+            ) from error
+        return
+    _load_part(optimizer, _numbered(groups, _of_part(state, "")))
+    own = zip(optimizer.param_groups, live, strict=True)
+    of = {id(p): name for group, named in own for p, name in zip(group["params"], named["params"], strict=True)}
+    for path, part in inside:
+        groups = [{**group, "params": [of[id(p)] for p in group["params"]]} for group in part.param_groups]
+        _load_part(part, _numbered(groups, _of_part(state, path)))
+
+
+def _of_part(state: Mapping[str, dict[str, Any]], path: str) -> dict[str, dict[str, Any]]:
+    """Return the state of one of an optimizer's parts, without its path in the keys."""
+    found = {
+        name: {key.removeprefix(path): value for key, value in values.items() if key[: key.rfind("/") + 1] == path}
+        for name, values in state.items()
+    }
+    return {name: values for name, values in found.items() if values}
+
+
+def _numbered(groups: Groups, state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a state as `Optimizer.load_state_dict` takes it, with numbers in place of names."""
+    number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    return {
+        "state": {number[name]: values for name, values in state.items()},
+        "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def _load_part(part: Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of one of several optimizers that may hold one another's groups, which stay the same objects.
+
+    `load_state_dict` is torch's: such a class's own asks for the states of all in a form of its own.
+    """
+    kept, groups = part.state, part.param_groups
+    Optimizer.__setstate__(part, {})  # some such classes leave out torch's constructor, and what this sets
+    Optimizer.load_state_dict(part, state)
+    kept.clear()
+    kept.update(part.state)
+    for group, loaded in zip(groups, part.param_groups, strict=True):
+        group.update(loaded)
+    Optimizer.__setstate__(part, {"state": kept, "param_groups": groups})
 
 
 def check(path: Path, here: Sequence[tuple[str, Groups]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -38,6 +38,17 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
+    def on_train_start(self) -> None:
+        """Check the optimizers before training, which the first save would do otherwise.
+
+        Raises:
+            Refused: one is over a tensor that is no parameter of the module.
+        """
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            self.described_optimizers()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         return names.state_of(self.lightning_module)
@@ -175,6 +186,6 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         """Return the class and the parameter groups, by name, of each optimizer."""
         assert self.lightning_module is not None
         return [
-            (type(optimizer).__name__, optimizers.groups_of(optimizer, self.lightning_module))
+            (optimizers.described(optimizer), optimizers.groups_of(optimizer, self.lightning_module))
             for optimizer in self.optimizers
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,8 @@ from lightswitch.deepspeed import loss_scale
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights, update_working_copy
 
+log = logging.getLogger(__name__)
+
 States = Mapping[str, Mapping[str, Tensor]]  # of an optimizer, whole, by parameter
 
 
@@ -36,6 +39,11 @@ class PortableDeepSpeed(PortableCheckpoints):
     def remember_groups(self, optimizer: Optimizer) -> None:
         """Keep the names of an optimizer's parameter groups, before DeepSpeed takes it over."""
         assert self.lightning_module is not None
+        if (told := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
+            log.warning(
+                "checkpoints under DeepSpeed leave out the state of the optimizer inside of another, %s: "
+                "a resumed run begins that anew; use strategy=ddp or fsdp", told,
+            )  # fmt: skip
         self._group_names = [group["params"] for group in optimizers.groups_of(optimizer, self.lightning_module)]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -125,7 +133,8 @@ class PortableDeepSpeed(PortableCheckpoints):
 
 def _class(optimizer: Any) -> str:
     """Return the class's name of the optimizer within DeepSpeed's."""
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+    is_torchs = isinstance(optimizer, Optimizer)  # as long as it is the user's, which may have one inside as well
+    return type(optimizer if is_torchs else getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _in_full_shape(parameter: nn.Parameter) -> Tensor:

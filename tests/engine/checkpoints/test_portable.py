@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from lightswitch.checkpoints import optimizers
+from lightswitch.errors import UnfitCheckpoint
+from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainModel
 from tests.engine.tables.resume import END, difference, go_on
 from tests.engine.ways import WAYS
 
@@ -31,6 +42,128 @@ def test_a_run_goes_on_under_one_strategy_after_another(first: int, uninterrupte
         run = go_on(train, way, run and run.folder, stop)
     assert run is not None
     assert difference(uninterrupted, run) <= 1e-5
+
+
+# Optimizers that keep state in another one inside of them
+
+
+class Lookahead(Optimizer):
+    """As that of torch_optimizer, which leaves out torch's constructor and has a state dict of its own form."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self.fast_state = optimizer.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            for fast in group["params"] if group["counter"] == 0 else ():
+                slow = self.state[fast].setdefault("slow_param", fast.detach().clone())
+                slow.lerp_(fast, 0.5)
+                fast.copy_(slow)
+            group["counter"] = (group["counter"] + 1) % 3
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({"state": state_dict["slow_state"], "param_groups": state_dict["param_groups"]})
+
+
+class SAM(Optimizer):
+    """As davda54's, whose base optimizer has the same groups."""
+
+    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:
+        loss = torch.enable_grad()(closure)()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter in parameters:
+            self.state[parameter]["old_p"] = parameter.detach().clone()
+            parameter.add_(parameter.grad, alpha=0.1)
+        torch.enable_grad()(closure)()
+        for parameter in parameters:
+            parameter.copy_(self.state[parameter]["old_p"])
+        self.base_optimizer.step()
+        return loss
+
+
+class LookaheadModel(PlainModel):
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = Lookahead(torch.optim.AdamW(self.parameters(), lr=0.05))
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+
+
+class SAMModel(PlainModel):
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = SAM(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+
+
+HERE = "model._target_=tests.engine.checkpoints.test_portable"
+TWO = (
+    *("run_id=mine", PLAIN_DATA, "data.samples=60", "global_batch_size=12", "trainer.accelerator=cpu"),
+    *("trainer.log_every_n_steps=1", "trainer.val_check_interval=100"),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        *(("LookaheadModel", strategy) for strategy in ("single", "ddp", "fsdp", "fsdp1")),
+        *(("SAMModel", strategy) for strategy in ("single", "ddp", "fsdp")),
+    ],
+)
+def test_an_optimizer_inside_of_another_goes_on(model: str, strategy: str, train: Train) -> None:
+    run, options = (*TWO, f"{HERE}.{model}"), {} if strategy == "single" else {"ranks": 2}
+    whole = train(*run, "strategy=single", "trainer.max_steps=9")
+    first = train(*run, "strategy=single", "trainer.max_steps=4")
+    again = train(*run, f"strategy={strategy}", "trainer.max_steps=7", folder=first.folder, **options)
+    gone_on = train(*run, "strategy=single", "trainer.max_steps=9", folder=again.folder)
+    assert largest_difference(gone_on, whole, "train/loss") <= 1e-6
+
+
+def test_deepspeed_says_that_it_begins_an_inner_optimizer_anew(train: Train) -> None:
+    run = train(*TWO, f"{HERE}.LookaheadModel", "strategy=deepspeed_stage_2", "trainer.max_steps=2", ranks=2)
+    assert "leave out the state of the optimizer inside of another, Lookahead(AdamW)" in run.out
+
+
+class OwnForm(torch.optim.SGD):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["mine"])
+
+
+def test_a_state_that_an_optimizer_does_not_take_back_is_told_in_a_line() -> None:
+    groups = optimizers.groups_of(optimizer := OwnForm((module := nn.Linear(2, 2)).parameters(), lr=0.1), module)
+    with pytest.raises(UnfitCheckpoint, match="load_state_dict of OwnForm asks for 'mine', and checkpoints hold"):
+        optimizers.load(optimizer, groups, {}, groups)
+
+
+class OutsideModel(PlainModel):
+    """Trains a tensor that is no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(2, requires_grad=True)
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.Adam([*self.parameters(), self.shift], lr=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "deepspeed_stage_2"])
+def test_an_optimizer_over_what_is_no_parameter_is_refused_before_training(strategy: str, train: Train) -> None:
+    options = {} if strategy == "single" else {"ranks": 2}
+    refused = train(*TWO, f"{HERE}.OutsideModel", f"strategy={strategy}", check=False, **options)
+    assert refused.returncode == 2, refused.err
+    assert "error: Adam is over a tensor of shape (2,) that is no parameter of the module" in refused.err
+    assert "Traceback" not in refused.err
 
 
 # What is found to differ between a checkpoint and the run that is to go on from it
