@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePath
@@ -94,7 +95,7 @@ def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
             if _plain(key, path, left_out)[0]
         }
         return True, {key: plain for key, (kept, plain) in parts.items() if kept}
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         items = [_plain(item, f"{path}.{index}", left_out) for index, item in enumerate(value)]
         kind = type(value) if type(value) in (list, tuple, set) else list
         return True, kind(plain for kept, plain in items if kept)

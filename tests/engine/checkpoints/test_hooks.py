@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -197,16 +198,26 @@ class CountingModel(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.steps, self.part, self.seen = torch.zeros(1), CountingPart(), SumMetric()
+        self.last: deque[int] = deque(maxlen=3)
         self.seen.persistent(True)
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         self.steps = torch.cat([self.steps, self.steps[-1:] + 1])
         self.part.count += 2
+        self.last.append(self.part.count)
         self.seen.update(float(len(batch[0])))
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, *_: object) -> None:
         self.log_dict({"steps": self.steps[-1], "part": float(self.part.count), "seen": self.seen.compute()})
+        self.log("last", float(sum(self.last)))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["last"] = {"deque": self.last, "frozenset": frozenset(self.last)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert set(checkpoint["last"]["frozenset"]) == set(checkpoint["last"]["deque"])
+        self.last.extend(checkpoint["last"]["deque"])
 
     def test_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         self.log_dict({"steps": self.steps[-1], "part": float(self.part.count), "seen": self.seen.compute()})
@@ -249,7 +260,7 @@ def test_state_that_a_module_returns_as_a_copy_goes_on(
     options = {} if strategy == "single" else {"ranks": 2}
     at = f"resume={counted.run_dir}/checkpoints/step_{step}.ckpt"
     gone_on = train(*COUNTING, at, f"strategy={strategy}", **options)
-    for name in COUNTS:
+    for name in (*COUNTS, "last"):
         expected = {index: value for index, value in counted.column(name).items() if index >= step}
         assert gone_on.column(name) == expected, name
 
