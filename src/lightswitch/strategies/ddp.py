@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -155,7 +155,7 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
     def setup_precision_plugin(self) -> None:
         self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)
-        plugin.check = self.refuse_unused
+        plugin.ask(self)
         super().setup_precision_plugin()
 
     def refuse_unused(self) -> None:
@@ -183,16 +183,13 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
 
 class _ChecksGradients(Mixin, Precision):
-    """A precision whose `post_backward`, which is where hooks are called that may drop gradients, checks them before.
+    """A precision that checks gradients in `post_backward` before it calls hooks, which may drop them."""
 
-    Attributes:
-        check: what looks at the gradients.
-    """
-
-    check: Callable[[], None]
+    def ask(self, strategy: DDP) -> None:
+        self.strategy = strategy
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # Lightning's
-        self.check()
+        self.strategy.refuse_unused()
         return super().post_backward(tensor, module)
 
 
