@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -154,6 +155,8 @@ class DeepSpeed(Regrouping, Reversible):
         placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states
         self.remember_groups(optimizer)
+        if self.global_rank == 0:
+            _tell_of_hooks(self.lightning_module)
         placement.let_compiled_modules_hold_parameters()
         self._place(self.lightning_module)
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
@@ -283,6 +286,15 @@ def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerCon
             f"{type(module).__name__} returns {len(optimizers)} and {len(schedulers)}; use strategy=ddp"
         )
     return optimizers[0], schedulers
+
+
+def _tell_of_hooks(module: LightningModule) -> None:
+    hooks = [name for name in ("on_after_backward", "on_before_optimizer_step") if is_overridden(name, module)]
+    if hooks:
+        log.warning(
+            "%s of %s: DeepSpeed keeps gradients to itself, and p.grad has none there; use strategy=ddp or fsdp if the "
+            "module reads or changes them", " and ".join(hooks), type(module).__name__,
+        )  # fmt: skip
 
 
 class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # untyped

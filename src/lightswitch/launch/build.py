@@ -69,14 +69,14 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
         **callbacks.trainer_arguments(users, cfg.trainer),
-        **compatibility.clipping(model),
+        **compatibility.clipping(model, cfg, run),
         accumulate_grad_batches=plan.accumulation,
         enable_autolog_hparams=False,  # the record of the run logs them, once it goes on
     )
     raise_all(refusals)
-    if told := list(compatibility.trainer_problems(trainer, model)):
+    if told := list(compatibility.trainer_problems(trainer, model, cfg)):
         raise RefusedRequest(told)
-    _advise(cfg, run, data, plan)
+    _advise(cfg, run, model, data, plan)
     record.hold_loggers(trainer)
     shorten_loop(trainer)
     handshake.arrange(cfg, run, trainer, strategy, watchdog)
@@ -84,12 +84,17 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     return model, data, trainer
 
 
-def _advise(cfg: DictConfig, run: RunContext, data: Any, plan: BatchPlan) -> None:
+def _advise(cfg: DictConfig, run: RunContext, model: LightningModule, data: Any, plan: BatchPlan) -> None:
     if run.is_first and (size := _own_batch(cfg, run, data)) not in (None, plan.global_batch):
         log.info(
             "advice     data.batch_size is not what a step takes where batches are cut here; type global_batch_size=%s",
             size,
         )
+    if run.is_first and cfg.mode == "fit" and compatibility.leaves_default(model, cfg, run):
+        log.info(
+            "clipping   %s clips gradients itself, and trainer.gradient_clip_val=%s is left out; type it to have it "
+            "handed to configure_gradient_clipping", type(model).__name__, cfg.trainer.gradient_clip_val,
+        )  # fmt: skip
 
 
 def _own_batch(cfg: DictConfig, run: RunContext, data: Any) -> int | None:

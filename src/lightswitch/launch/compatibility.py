@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
@@ -29,9 +29,11 @@ def problems(model: Any, data: Any, cfg: DictConfig, run: RunContext, plan: Batc
         yield from _by_hand(model, cfg, run, plan)
 
 
-def trainer_problems(trainer: Trainer, model: LightningModule) -> Iterator[str]:
-    """Yield why a Trainer's strategy can't run on its devices, or its callbacks not with strategy and model."""
+def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) -> Iterator[str]:
+    """Yield why a Trainer's strategy can't run on its devices, or model and callbacks not with it."""
     yield from _without_gpus(trainer)
+    if cfg.mode == "fit":
+        yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
     yield from known_callbacks.refused(trainer)
     yield from rate_finder.refused(trainer.callbacks, model)  # type: ignore[attr-defined]  # set by a connector
 
@@ -52,15 +54,22 @@ def problems_elsewhere(
         return refusals
     users = callbacks.of_config(nodes, cfg.trainer)
     refusals += problems(model, data, cfg, run, plan)
+    refusals += map(Refused, _clips_pieces(model, strategy, devices))
     refusals += map(Refused, known_callbacks.problems(users, model, strategy, devices))
     refusals += map(Refused, rate_finder.refused(users, model))
     return refusals
 
 
-def clipping(model: LightningModule) -> dict[str, Any]:
-    """Return the Trainer's argument that turns clipping off where the module optimizes by hand: Lightning can't clip
-    there."""
-    return {} if model.automatic_optimization else {"gradient_clip_val": None}
+def clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> dict[str, Any]:
+    """Return the Trainer's argument that turns clipping off: where the module optimizes by hand, as Lightning can't
+    clip there, and where it clips itself, which Lightning refuses beside a value of the Trainer's that nobody typed."""
+    return {"gradient_clip_val": None} if not model.automatic_optimization or leaves_default(model, cfg, run) else {}
+
+
+def leaves_default(model: LightningModule, cfg: DictConfig, run: RunContext) -> bool:
+    """Return whether a module clips gradients itself, and a value that nobody typed is left out for it."""
+    clips_itself = is_overridden("configure_gradient_clipping", model)
+    return clips_itself and bool(cfg.trainer.get("gradient_clip_val")) and _CLIPPING not in typed_keys(run.hydra)
 
 
 def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
@@ -93,3 +102,14 @@ def _without_gpus(trainer: Trainer) -> Iterator[str]:
     """Yield that Lightning's FSDPStrategy needs GPUs: Lightning's own check misses the subclass that `hooked` makes."""
     if FSDPStrategy in type(trainer.strategy).__bases__ and trainer.strategy.root_device.type != "cuda":
         yield "trainer.strategy: Lightning's FSDPStrategy takes GPUs alone; use strategy=fsdp, which takes CPUs too"
+
+
+def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> Iterator[str]:
+    """Yield that a module clips gradients itself where it would see none, or a device's part of them."""
+    if not model.automatic_optimization or not is_overridden("configure_gradient_clipping", model):
+        return
+    name = f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping"
+    if isinstance(strategy, DeepSpeedStrategy):
+        yield f"{name}, and DeepSpeed keeps them to itself; use strategy=ddp or fsdp"
+    elif isinstance(strategy, FSDPStrategy) and devices > 1 and strategy.sharding_strategy.name != "NO_SHARD":
+        yield f"{name}, where fsdp1 gives each device a part of them, by whose norm it would; use strategy=ddp or fsdp"

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -188,9 +189,11 @@ def _prepared(
 
 
 def _options(work: Work, model: LightningModule) -> dict[str, Any]:
-    """Return further arguments of the Trainer; a module that optimizes by hand is not clipped, as in a run."""
+    """Return further arguments of the Trainer; a module that clips itself or optimizes by hand is not clipped, as in a
+    run."""
     options = {name: value for name, value in work.options.items() if name != "plugins"}
-    return options if model.automatic_optimization else options | {"gradient_clip_val": None}
+    by_itself = not model.automatic_optimization or is_overridden("configure_gradient_clipping", model)
+    return options | {"gradient_clip_val": None} if by_itself else options
 
 
 class _Alone(Callback):

@@ -14,6 +14,7 @@ import torch
 
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainModel
 from tests.engine.strategies.witness import WITNESS, held
 from tests.engine.tiny import MODELS, NO_CHECKPOINTS, PICTURES
 
@@ -82,6 +83,18 @@ def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, train: T
     assert trained.out.count("keeps the weights themselves in 16 bits") == 1
     parameters = [weight for name, weight in weights(trained, "end_0").items() if name.endswith(("weight", "bias"))]
     assert {weight.dtype for weight in parameters} == {torch.bfloat16}
+
+
+class WatchingModel(PlainModel):
+    def on_after_backward(self) -> None:
+        assert all(parameter.grad is None for parameter in self.parameters())
+
+
+def test_a_hook_that_sees_no_gradients_is_told_of_once(train: Train) -> None:
+    watching = "model._target_=tests.engine.deepspeed.test_strategy.WatchingModel"
+    run = train(*PLAIN, watching, *CPU, "trainer.max_steps=2", "strategy=deepspeed_stage_2", ranks=2)
+    told = "on_after_backward of WatchingModel: DeepSpeed keeps gradients to itself, and p.grad has none there; "
+    assert run.out.count(told) == 1
 
 
 def test_stages_follow_one_another_in_a_process() -> None:

@@ -69,6 +69,15 @@ _MODULE = {
         Habit("a GAN under ddp, as told"),
         Elsewhere("engine/strategies/test_refused.py", "test_of_modules"),
     ],
+    "clips in `configure_gradient_clipping`": [
+        Elsewhere("engine/strategies/test_refused.py", "test_of_modules"),
+        Elsewhere(
+            "engine/launch/test_build.py",
+            "test_a_module_that_clips_itself_is_handed_no_value_that_nobody_typed",
+            "strategy={strategy}",
+        ),
+        Elsewhere("engine/launch/test_build.py", "test_a_module_that_clips_itself_is_handed_the_value_that_is_typed"),
+    ],
     "is a GAN, whose losses reach a part of the parameters each": [
         Habit("a GAN under ddp"),
         Habit("a GAN under ddp, as told"),

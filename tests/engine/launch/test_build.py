@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf import OmegaConf
 
@@ -13,7 +14,10 @@ from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch.build import _strategy
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.single import Single
-from tests.engine.conftest import Train
+from tests.engine.conftest import PLAIN_DATA, Train
+from tests.engine.curves import largest_difference
+from tests.engine.plain import SGDModel
+from tests.engine.tiny import NO_CHECKPOINTS
 
 _BY_FUNCTION = {"_target_": "lightswitch.strategies.auto.auto", "accelerator": "cpu", "devices": 2, "num_nodes": 1}
 
@@ -51,3 +55,34 @@ def test_lightnings_own_fsdp_is_refused_where_there_is_no_gpu(train: Train) -> N
     assert run.returncode == 2
     told = "error: trainer.strategy: Lightning's FSDPStrategy takes GPUs alone; use strategy=fsdp, which takes CPUs too"
     assert run.err.splitlines() == [told]
+
+
+class OwnClipModel(SGDModel):
+    """Clips by Lightning's function, to a norm of its own where the Trainer has none."""
+
+    def configure_gradient_clipping(
+        self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, *_: object, **__: object
+    ) -> None:
+        if self.global_step == 0:
+            print("handed", gradient_clip_val)
+        self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val or 0.05, gradient_clip_algorithm="norm")
+
+
+OWN_CLIP = ("model._target_=tests.engine.launch.test_build.OwnClipModel", "model.lr=0.5", PLAIN_DATA, *NO_CHECKPOINTS)
+OWN_CLIP += ("trainer.max_steps=6", "trainer.log_every_n_steps=1", "global_batch_size=24", "trainer.accelerator=cpu")
+
+
+def test_a_module_that_clips_itself_is_handed_no_value_that_nobody_typed(train: Train) -> None:
+    alone = train(*OWN_CLIP, "strategy=single")
+    assert "handed None\n" in alone.out
+    assert (
+        alone.out.count("clips gradients itself, and trainer.gradient_clip_val=1.0 is left out; type it to have") == 1
+    )
+    for strategy in ("ddp", "fsdp"):
+        assert largest_difference(train(*OWN_CLIP, f"strategy={strategy}", ranks=2), alone) <= 1e-5
+
+
+def test_a_module_that_clips_itself_is_handed_the_value_that_is_typed(train: Train) -> None:
+    run = train(*OWN_CLIP, "strategy=single", "trainer.gradient_clip_val=0.5")
+    assert "handed 0.5\n" in run.out
+    assert "is left out" not in run.out

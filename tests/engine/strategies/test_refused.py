@@ -62,6 +62,10 @@ MODULES = {
     "no values on ranks other than 0; use register_buffer",
     "StateAtOnce fsdp1": "Adagrad makes its state before the first step, where it would not be sharded; "
     "use strategy=fsdp, or another optimizer",
+    "OwnClipping fsdp1": "OwnClipping clips gradients itself, in configure_gradient_clipping, where fsdp1 gives each "
+    "device a part of them, by whose norm it would; use strategy=ddp or fsdp",
+    "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, and "
+    "DeepSpeed keeps them to itself; use strategy=ddp or fsdp",
     "Adversaries deepspeed_stage_2": "DeepSpeed steps one optimizer with at most one scheduler, and "
     "configure_optimizers of Adversaries returns 2 and 0; use strategy=ddp",
 }
