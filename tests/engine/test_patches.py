@@ -51,7 +51,6 @@ ALLOWED = {
     "results.before": "of Results, the engine's",
     "shared.find": "of _SharedFinder, the engine's",
     "unused.world_size": "of Unused, the engine's",
-    "plugin.check": "of _ChecksGradients, the engine's",
     "strategy.on_data": "of HookedStrategy, the engine's",
     "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
