@@ -42,8 +42,9 @@ class GlobalBatch(Callback):
     """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
     It takes hold of loaders in `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
-    ``strategy=hooked(strategy)`` and ``use_distributed_sampler=False`` beside it. It logs `train/loss`, the mean over
-    the global batch of the loss that `training_step` returns, and sends `samples`, the number consumed, to the loggers.
+    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loop of `shorten_loop`, which goes on at an
+    epoch's end as well. It logs `train/loss`, the mean over the global batch of the loss that `training_step` returns,
+    and sends `samples`, the number consumed, to the loggers.
 
     Args:
         plan: how many samples a step takes, and how they are cut.

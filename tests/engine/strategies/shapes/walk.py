@@ -24,6 +24,7 @@ from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import hooked
+from lightswitch.launch.loop import shorten_loop
 from lightswitch.strategies.callbacks import KnownCallbacks
 from tests.engine.conftest import as_torchrun, context
 from tests.engine.strategies.shapes import modules
@@ -158,7 +159,7 @@ def _module(shape: str, seed: int) -> pl.LightningModule:
 def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Trainer:
     replicas = 1 if strategy == "fsdp_tp" else ranks(strategy)
     plan = BatchPlan.derive(global_batch=8, micro_batch=2, replicas=replicas)
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks(strategy),
         strategy=hooked(strategies()[strategy]()),
@@ -176,6 +177,8 @@ def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Train
         enable_model_summary=False,
         default_root_dir=folder,
     )
+    shorten_loop(trainer)
+    return trainer
 
 
 class _Curve(Logger):
