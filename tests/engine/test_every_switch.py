@@ -149,8 +149,8 @@ def test_the_strategy_in_use_is_the_one_asked_for(strategy: str, train: Train) -
 
 @pytest.mark.parametrize(
     "switches",
-    [("strategy=single",), ("strategy=auto",), ("strategy=ddp_fork", "trainer.devices=2")],
-    ids=["single", "auto", "ddp_fork"],
+    [("strategy=single",), ("strategy=ddp_fork", "trainer.devices=2")],
+    ids=["single", "ddp_fork"],
 )
 def test_every_precision_trains(switches: tuple[str, ...], train: Train) -> None:
     for precision in PRECISIONS_ON_CPU:

@@ -101,11 +101,12 @@ DRAWN = (f"model._target_={HERE}.DrawingModel", PLAIN_DATA, *RUN, "data.samples=
 DRAWN = (*DRAWN, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=1")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_hooks_draw_follows_the_position(workers: int, train: Train) -> None:
+@pytest.mark.parametrize(("workers", "steps"), [(0, [7]), (2, [5, 8])])
+def test_what_hooks_draw_follows_the_position(workers: int, steps: list[int], train: Train) -> None:
+    """In the middle of an epoch, at its end, and where a validation is due."""
     run = (*DRAWN, f"data.workers={workers}", "callbacks.last_checkpoint.keep=20")
     alone = train(*run)
-    for step in (5, 7, 8):  # an epoch's end, its middle, and where a validation has just run
+    for step in steps:
         resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_{step}.ckpt")
         for name in ("train/loss", "val/loss"):
             found, expected = resumed.column(name), alone.column(name)
