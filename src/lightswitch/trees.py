@@ -1,4 +1,4 @@
-"""Directories that this project makes, and is therefore allowed to remove with all that is in them."""
+"""Directories that this project makes, and is therefore allowed to remove; files that are written whole or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_tree(path: Path) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that `make_tree` has made.
+    """Remove a directory that `make_tree` has made, or an empty one.
 
     Raises:
         Refused: it is a link, the working directory, the home, one of their parents, or holds no mark of ours.
@@ -43,6 +43,13 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path)  # the mark last: a removal that was killed can be done again
 
 
+def put_text(path: Path, text: str) -> None:
+    """Write a small file beside ``path`` and rename it into place: a killed process leaves the old one or the new."""
+    beside = path.with_name(f"{path.name}.partial")
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def _why_not(path: Path) -> str | None:
     for kept, name in ((Path.cwd(), "the working directory"), (Path("~").expanduser(), "the home directory")):
         if path.resolve() in (kept.resolve(), *kept.resolve().parents):
@@ -51,4 +58,6 @@ def _why_not(path: Path) -> str | None:
         return "it is a link"
     if not path.is_dir():
         return "it is no directory"
+    if not any(path.iterdir()):  # a process was killed before it had set the mark, or after it had removed it
+        return None
     return None if (path / MARK).is_file() else f"it holds no {MARK}, so lightswitch has not made it"

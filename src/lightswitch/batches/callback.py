@@ -42,7 +42,7 @@ class GlobalBatch(Callback):
     """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
     It takes hold of loaders in `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
-    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loop of `shorten_loop`, which goes on at an
+    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loops of `replace_loops`, which go on at an
     epoch's end as well. It logs `train/loss`, the mean over the global batch of the loss that `training_step` returns,
     and sends `samples`, the number consumed, to the loggers.
 
@@ -155,9 +155,9 @@ class GlobalBatch(Callback):
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Step ReduceLROnPlateau also in the epoch in which a run was resumed, if its metric has been logged since.
+        """Step ReduceLROnPlateau also in the epoch in which a run was resumed, if its metric has been logged.
 
-        Lightning skips it in that epoch, as a checkpoint has no metrics.
+        Lightning skips it in that epoch, as its own checkpoints have no metrics.
         """
         monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
         if all(monitor in trainer.callback_metrics for monitor in monitors):

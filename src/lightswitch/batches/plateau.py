@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,42 +15,32 @@ _KEY = "plateau"  # of a checkpoint
 
 
 class PlateauState(Callback):
-    """Callback that keeps the metrics of ReduceLROnPlateau in checkpoints, and which of its steps were due.
+    """Callback that keeps in checkpoints which steps of ReduceLROnPlateau were due.
 
-    Lightning keeps neither: a checkpoint of a batch is written before the validation and the schedule's step that
-    follow it, and a resumed run would step by no metric until it validates. It follows `GlobalBatch`, which runs the
-    validation that was due.
+    A checkpoint of a batch is written before the validation and the schedule's step that follow it. It follows
+    `GlobalBatch`, which runs the validation that was due.
     """
 
     def __init__(self) -> None:
-        self._saved: dict[str, Any] = {}
+        self._due: list[int] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         plateaus, position = _plateaus(trainer), saved_position(checkpoint)
         if not plateaus or position is None:
             return
-        metrics, monitors = trainer.callback_metrics, {config.monitor for config in plateaus.values()}
-        checkpoint[_KEY] = {
-            "metrics": {name: metrics[name].item() for name in monitors if name in metrics},
-            "due": [index for index, config in plateaus.items() if _is_due(config, trainer, position)],
-        }
+        checkpoint[_KEY] = {"due": [index for index, config in plateaus.items() if _is_due(config, trainer, position)]}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._saved = checkpoint.get(_KEY, {})
+            self._due = checkpoint.get(_KEY, {}).get("due", [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the steps that were due, by the metrics of the validation that was due, or else by those saved."""
-        if not self._saved:
-            return
-        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._saved["metrics"].items()}
-        known = trainer._logger_connector._callback_metrics
-        known.update({name: value for name, value in metrics.items() if name not in trainer.callback_metrics})
         for index, config in _plateaus(trainer).items():
             metric = trainer.callback_metrics.get(str(config.monitor))
-            if index in self._saved["due"] and metric is not None:
+            if index in self._due and metric is not None:
                 call._call_lightning_module_hook(trainer, "lr_scheduler_step", config.scheduler, metric)
-        self._saved = {}
+        self._due = []
 
 
 def _plateaus(trainer: Trainer) -> dict[int, LRSchedulerConfig]:

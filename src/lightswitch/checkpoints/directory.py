@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lightswitch.trees import make_tree, remove_tree
 log = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
+_LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)(_\d+)?", re.DOTALL)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
@@ -97,6 +99,21 @@ def read_index(path: Path, part: slice) -> Index:
         raise manifest.Damaged(f"{manifest.SUMS} has no checksum of {min(unchecked)}")
     manifest.compare(path, sums, sorted(sums.keys() - {index.INDEX, STATE})[part])
     return found
+
+
+def finish_changes(folder: Path) -> None:
+    """Finish what a process that was killed had begun with the checkpoints in a folder, which nobody else writes to.
+
+    What it was writing is removed; one whose exchange for a newer one had begun gets its name back if that is vacant.
+    """
+    for path in sorted(folder.glob("*.ckpt.*")):
+        if not (left := _LEFT.fullmatch(path.name)):
+            continue
+        whole = folder / left["name"]
+        if left["what"] == "previous" and path.is_dir() and not os.path.lexists(whole):
+            path.rename(whole)
+        else:
+            remove(path)
 
 
 def previous(path: Path) -> Path:

@@ -49,7 +49,8 @@ class LastCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.keep_every_n_steps = keep_every_n_steps
-        self._saved_step = 0
+        self._counted_step = 0  # that intervals are counted from: the step of the last save, or of the start
+        self._is_saved = True  # that step's checkpoint is this folder's own
         self._removed: set[Path] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -64,10 +65,15 @@ class LastCheckpoints(Checkpoint):
         patches.restore(trainer.fit_loop, "on_advance_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saved_step = trainer.global_step
+        own, resumed = self._path(trainer), trainer.ckpt_path
+        is_own = resumed is not None and Path(resumed).resolve() == own.resolve()
+        self._counted_step = trainer.global_step
+        self._is_saved = is_own or resumed is None
+        if is_own and trainer.is_global_zero:
+            self._point_to(own)  # a run that was killed between the two left the link to the one before
 
     def _end_batch(self, trainer: Trainer, end: Callable[[_DataFetcher], None], data_fetcher: _DataFetcher) -> None:
-        if trainer.global_step // self.every_n_steps > self._saved_step // self.every_n_steps:
+        if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
             self.save(trainer)
         end(data_fetcher)
 
@@ -76,7 +82,7 @@ class LastCheckpoints(Checkpoint):
         if not is_whole:  # the run ends in mid-epoch; a longer one goes on in it
             self.save(trainer)
         end()
-        if is_whole and trainer.global_step == self._saved_step and _act_at_epoch_end(trainer):
+        if is_whole and self._has_saved(trainer) and _act_at_epoch_end(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,14 +90,20 @@ class LastCheckpoints(Checkpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Save a checkpoint of this step, unless there is one already."""
-        if trainer.global_step != self._saved_step:
+        if not self._has_saved(trainer):
             self._save(trainer)
+
+    def _has_saved(self, trainer: Trainer) -> bool:
+        return self._is_saved and trainer.global_step == self._counted_step
+
+    def _path(self, trainer: Trainer) -> Path:
+        return self.folder / f"step_{trainer.global_step}.ckpt"
 
     def _save(self, trainer: Trainer) -> None:
         if getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
             return
-        self._saved_step = trainer.global_step
-        path = self.folder / f"step_{trainer.global_step}.ckpt"
+        self._counted_step, self._is_saved = trainer.global_step, True
+        path = self._path(trainer)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             # a strategy of the user's own has written it by now

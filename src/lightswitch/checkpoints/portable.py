@@ -81,6 +81,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         if trainer.state.fn == TrainerFn.FITTING:
             candidates = self.broadcast(find.up_to(path, Path(trainer.default_root_dir)))
             self._reader = find.first_whole(candidates, self.checkpoint_group)
+            trainer.ckpt_path = self._reader.path
         else:
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs

@@ -24,12 +24,13 @@ class Saver:
     Every rank must ask for the same writes in the same order.
 
     Attributes:
+        is_good: the last write succeeded.
         has_lost_a_rank: the last write failed on another rank, and its process group can't be used any more.
     """
 
     def __init__(self) -> None:
         self._last: Thread | None = None  # the last queued; each waits for the one before
-        self._good = True
+        self.is_good = True
         self.has_lost_a_rank = False  # in the last write: the process group can't be used any more
         self._failure: Exception | None = None
         self._pools = {is_pinned: Pool(is_pinned) for is_pinned in (False, True)}
@@ -58,9 +59,9 @@ class Saver:
         def attempt() -> None:
             try:
                 write()
-                self._good, self.has_lost_a_rank = True, False
+                self.is_good, self.has_lost_a_rank = True, False
             except Exception as error:  # the disk, a lost rank, or a bug, which would end with this thread
-                self._good, self._failure = False, error
+                self.is_good, self._failure = False, error
                 self.has_lost_a_rank = isinstance(error, LostRank)
 
         self._start(attempt)
@@ -70,7 +71,7 @@ class Saver:
 
         def attempt() -> None:
             try:
-                if self._good:
+                if self.is_good:
                     action()
             except OSError as error:
                 self._failure = error

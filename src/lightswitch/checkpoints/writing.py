@@ -22,7 +22,7 @@ from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver
 from lightswitch.checkpoints.shares import fingerprint, share
-from lightswitch.errors import LostRank
+from lightswitch.errors import LostRank, UnwrittenCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,15 @@ class WrittenTogether(Strategy):
             with contextlib.suppress(OSError):  # the write, which makes it otherwise, tells why it can't
                 path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to what is being written
         staged, ranks = self.stage(own), self._ranks
-        self._saver.write(lambda: directory.write(path, staged, state, ranks))
+
+        def write() -> None:
+            try:
+                directory.write(path, staged, state, ranks)
+            except UnwrittenCheckpoint as error:  # on every rank; what failed may have been a moment's
+                log.warning("%s; it is written once more", error)
+                directory.write(path, staged, state, ranks)
+
+        self._saver.write(write)
 
     def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
         """Return what is written of Lightning's checkpoint: its tensors by name, all else, and what is left out (see
@@ -118,6 +126,11 @@ class WrittenTogether(Strategy):
         patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
         if not self._saver.wait(patience_seconds):
             raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
+
+    def has_written(self) -> bool:
+        """Wait for the checkpoint that was saved last, and return whether it could be written, as all ranks find."""
+        self.wait_for_write()
+        return self._saver.is_good
 
     def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return copies of what this rank writes, which training does not change."""

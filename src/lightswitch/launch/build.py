@@ -24,7 +24,7 @@ from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import callbacks, compatibility, handshake, optimizers, out_of_memory
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
-from lightswitch.launch.loop import shorten_loop
+from lightswitch.launch.loop import replace_loops
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.record import RunRecord
 from lightswitch.strategies.auto import auto
@@ -78,7 +78,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         raise RefusedRequest(told)
     _advise(cfg, run, model, data, plan)
     record.hold_loggers(trainer)
-    shorten_loop(trainer)
+    replace_loops(trainer)
     handshake.arrange(cfg, run, trainer, strategy, watchdog)
     install_launcher(strategy, run)
     return model, data, trainer

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.epoch_end import EpochEnd
+from lightswitch.batches.ending import Ending
 from lightswitch.batches.epoch_metrics import EpochMetrics
 from lightswitch.batches.plateau import PlateauState
 from lightswitch.checkpoints.freezing import Freezing
@@ -51,8 +51,8 @@ def of_engine(
     The log and the record of the run come first, then the watchdog, then the cut of batches (docs/architecture.md has
     the reasons).
     """
-    engine: list[Callback] = [record, watchdog, batch]
-    engine += [PlateauState(), EpochMetrics(), EpochEnd(), Preemption(run.signals)]
+    engine: list[Callback] = [record, watchdog, Ending(), batch]
+    engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand()]

@@ -1,4 +1,4 @@
-"""Lightning's loop over batches with less work in each: it skips what nobody asks for, and what has not changed."""
+"""Lightning's loops, which end a resumed run as any other, and do less work in each batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
@@ -23,13 +25,59 @@ from lightswitch.launch.hooks import is_observed
 from lightswitch.monitoring.batch_count import is_logged
 from lightswitch.monitoring.results import Results
 
+_ENDING = "ending"  # of the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def shorten_loop(trainer: Trainer) -> None:
-    """Give a Trainer a loop over batches with less overhead; hooks, their order and their arguments stay."""
-    given = trainer.fit_loop.epoch_loop
-    patches.replace(trainer.fit_loop, "epoch_loop", EpochLoop(trainer, given.min_steps, given.max_steps))
+def replace_loops(trainer: Trainer) -> None:
+    """Give a Trainer the engine's loops over epochs and batches; hooks, their order and their arguments stay."""
+    given = trainer.fit_loop
+    loop = RunLoop(trainer, given.min_epochs, given.max_epochs)
+    loop.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps)
+    patches.replace(trainer, "fit_loop", loop)
+
+
+class RunLoop(_FitLoop):
+    """Loop over epochs that ends a run also where it is resumed with no step left to train.
+
+    Lightning returns at once there, and what was due when the run was cut off would never come: a validation, the end
+    of an epoch, the last checkpoint. A run that was asked to stop, as by early stopping, stops there again, unless it
+    was given other limits since.
+    """
+
+    _epoch_end_begun = False  # where the run is resumed
+
+    @property
+    def skip(self) -> bool:
+        has_batches = self.max_batches != 0 and self.trainer.limit_train_batches != 0
+        return super().skip and not (self.is_resuming and has_batches)
+
+    @property
+    def done(self) -> bool:
+        return super().done and not self._owes_epoch_end
+
+    @property
+    def _owes_epoch_end(self) -> bool:
+        """Whether the run is resumed within an epoch, whose end comes also where a limit cuts it short."""
+        return self.is_resuming and self.epoch_loop.batch_progress.current.ready > 0 and not self._epoch_end_begun
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        epochs: Any = self.epoch_progress.current  # `processed` is set past its type
+        stopped_at = _limits(self.trainer) if self.trainer.should_stop else None
+        ending = {"epoch_end_begun": epochs.processed == epochs.ready, "stopped_at": stopped_at}
+        return {**super().on_save_checkpoint(), _ENDING: ending}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        ending = state_dict.get(_ENDING, {})
+        self._epoch_end_begun = ending.get("epoch_end_begun", False)
+        if ending.get("stopped_at") == _limits(self.trainer):
+            self.trainer.should_stop = True
+
+
+def _limits(trainer: Trainer) -> list[float | None]:
+    timers = (callback for callback in trainer.callbacks if isinstance(callback, Timer))  # type: ignore[attr-defined]  # set past Lightning's declaration
+    return [trainer.max_steps, trainer.max_epochs, *(timer._duration for timer in timers)]
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -58,19 +106,26 @@ class EpochLoop(_TrainingEpochLoop):
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Train on the batches of an epoch, or on those that are left of it."""
-        if self.restarting and self.batch_progress.is_last_batch:
+        if self.restarting and (self.batch_progress.is_last_batch or self._is_over):
             self._end_epoch(data_fetcher)
         else:
             super().run(data_fetcher)
         for earlier in tuple(self._results.before.values()):  # and not logged since the run was resumed
             earlier.log_name(self._results, self.trainer.strategy)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run's limit is reached, or it was asked to stop, within the epoch in which it is resumed."""
+        return self._is_training_done or (self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
+
     def _end_epoch(self, data_fetcher: _DataFetcher) -> None:
         """Do what Lightning does after an epoch's last batch, where a run is resumed from there; it has validated."""
+        is_whole = self.batch_progress.is_last_batch  # else the batch is over already, by Lightning's count
         self.reset()
         self.on_run_start(data_fetcher)
-        self._skip_next_val = True
-        self.on_advance_end(data_fetcher)
+        if is_whole:
+            self._skip_next_val = True
+            self.on_advance_end(data_fetcher)
         self.on_iteration_done()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:

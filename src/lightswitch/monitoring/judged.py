@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, UnwrittenCheckpoint
 from lightswitch.monitoring import objective
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,51 @@ class Judged(Callback):
 class BestCheckpoint(Judged, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
-    A value that is not finite is never the best. Without a metric no checkpoint is kept, and the run says so.
+    A value that is not finite is never the best, nor is one whose checkpoint could not be written. Without a metric no
+    checkpoint is kept, and the run says so.
+
+    Raises:
+        UnwrittenCheckpoint: training ends, and the checkpoint of the best validation could not be written.
     """
 
     _has_told = False
+    _before: dict[str, Any] | None = None  # the state before the last save, until that is known to have succeeded
+    _lost: str | None = None  # the best value, where its checkpoint could not be written
+    _has_written: Callable[[], bool]  # of the strategy
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # a strategy of the user's own has written by now
+        self._has_written = getattr(trainer.strategy, "has_written", lambda: True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._take_back_unwritten()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to go on to the test of another checkpoint, once the last one is written."""
+        if self._lost is not None:
+            raise UnwrittenCheckpoint(
+                f"the checkpoint of the best validation, with {self._lost}, could not be written; make room and start "
+                "the run again"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        self._take_back_unwritten()
+        return super().state_dict()
+
+    def _take_back_unwritten(self) -> None:
+        before, self._before = self._before, None
+        if before is None or self._has_written():
+            return
+        self._lost = f"{self.monitor} {self.best_model_score}"
+        self.load_state_dict(before)
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        before = super().state_dict()
+        before["best_k_models"] = dict(before["best_k_models"])
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        self._before, self._lost = before, None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -78,10 +120,12 @@ class BestCheckpoint(Judged, ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
+            self._take_back_unwritten()
             super().on_train_epoch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
+            self._take_back_unwritten()
             super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:

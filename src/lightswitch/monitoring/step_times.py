@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from lightswitch.trees import put_text
+
 FILE = "step_times.json"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
 
@@ -50,9 +52,7 @@ class StepTimes:
 
 def write(run_dir: Path, times: StepTimes) -> None:
     """Write the times to step_times.json."""
-    beside = run_dir / f"{FILE}.partial"
-    beside.write_text(json.dumps(asdict(times), indent=2) + "\n")
-    beside.replace(run_dir / FILE)
+    put_text(run_dir / FILE, json.dumps(asdict(times), indent=2) + "\n")
 
 
 def read(run_dir: Path) -> StepTimes | None:

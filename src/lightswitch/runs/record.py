@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import versions
+from lightswitch.checkpoints import directory
 from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
@@ -135,6 +136,8 @@ class RunRecord(Callback):
             finished.forget(self.run_dir)
         if self.resume == "never":
             _set_checkpoints_aside(self.run_dir)
+        if self.mode == "fit":
+            directory.finish_changes(self.run_dir / "checkpoints")
 
     def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from lightswitch.trees import put_text
+
 FILE = "results.json"
 
 
 def write(run_dir: Path, metrics: dict[str, float]) -> None:
     """Write the metrics to results.json."""
-    (run_dir / FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+    put_text(run_dir / FILE, json.dumps(metrics, indent=2) + "\n")
 
 
 def read(run_dir: Path) -> dict[str, float]:

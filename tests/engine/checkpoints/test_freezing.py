@@ -18,7 +18,7 @@ from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import hooked
-from lightswitch.launch.loop import shorten_loop
+from lightswitch.launch.loop import replace_loops
 from lightswitch.strategies.callbacks import KnownCallbacks
 from lightswitch.strategies.single import Single
 
@@ -115,6 +115,6 @@ def _fitted(
         **{"use_distributed_sampler": False, "enable_progress_bar": False, "enable_model_summary": False},
         default_root_dir=folder,
     )
-    shorten_loop(trainer)
+    replace_loops(trainer)
     trainer.fit(module, ckpt_path=resumed)
     return module

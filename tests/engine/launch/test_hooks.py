@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
 
 from lightswitch.launch.hooks import skip_empty_hooks
-from lightswitch.launch.loop import shorten_loop
+from lightswitch.launch.loop import replace_loops
 from tests.engine.launch import hooked
 from tests.engine.launch.hooked import trained_by
 from tests.engine.plain import PlainData, PlainModel
@@ -87,4 +87,4 @@ def test_a_profiler_sees_every_hook(tmp_path: Path) -> None:
 
 def _as_the_engine(trainer: Trainer) -> None:
     skip_empty_hooks()
-    shorten_loop(trainer)
+    replace_loops(trainer)

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightswitch.launch.loop import shorten_loop
+from lightswitch.launch.loop import replace_loops
 from tests.engine.launch.hooked import Logging, Shown, trained_by
 from tests.engine.plain import PlainData, PlainModel
 
@@ -22,7 +22,7 @@ from tests.engine.plain import PlainData, PlainModel
 def test_what_is_logged_is_shown_at_the_same_steps(tmp_path: Path) -> None:
     expected = _shown(tmp_path, lambda trainer: None)
     assert {"train/loss", "train/both_step", "train/both_epoch", "train/mean"} <= expected[-1]["callback"].keys()
-    assert _shown(tmp_path, shorten_loop) == expected
+    assert _shown(tmp_path, replace_loops) == expected
 
 
 def test_a_value_that_a_bar_shows_is_read_once(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_value_that_a_bar_shows_is_read_once(tmp_path: Path) -> None:
             trainer.fit(LoggingOnce(), PlainData())
         return counted.count
 
-    assert readings(lambda trainer: None) - readings(shorten_loop) == 3  # of 4 batches
+    assert readings(lambda trainer: None) - readings(replace_loops) == 3  # of 4 batches
 
 
 def test_a_step_takes_few_calls_of_python(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_step_takes_few_calls_of_python(tmp_path: Path) -> None:
         trainer.fit(PlainModel(), PlainData())
         return counting.calls
 
-    assert calls(shorten_loop) < 0.85 * calls(lambda trainer: None)  # with no help of launch/hooks.py
+    assert calls(replace_loops) < 0.85 * calls(lambda trainer: None)  # with no help of launch/hooks.py
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -64,7 +64,7 @@ def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> N
         trainer.fit(model, PlainData())
         return model.state_dict()
 
-    torch.testing.assert_close(weights(shorten_loop), weights(lambda trainer: None), rtol=0, atol=0)
+    torch.testing.assert_close(weights(replace_loops), weights(lambda trainer: None), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # which Lightning says once a process
@@ -79,7 +79,7 @@ def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_
             return super().training_step(batch, batch_idx)
 
     model, trainer = Replacing(), trained_by(tmp_path, [], max_epochs=2, limit_val_batches=0)
-    shorten_loop(trainer)
+    replace_loops(trainer)
     trainer.fit(model, PlainData())
     assert len(model.took) == 4
 

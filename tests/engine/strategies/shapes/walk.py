@@ -24,7 +24,7 @@ from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import hooked
-from lightswitch.launch.loop import shorten_loop
+from lightswitch.launch.loop import replace_loops
 from lightswitch.strategies.callbacks import KnownCallbacks
 from tests.engine.conftest import as_torchrun, context
 from tests.engine.strategies.shapes import modules
@@ -177,7 +177,7 @@ def _trainer(strategy: str, folder: Path, steps: int, curve: Logger) -> pl.Train
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    shorten_loop(trainer)
+    replace_loops(trainer)
     return trainer
 
 

@@ -1,0 +1,171 @@
+"""Runs that meet a fault at one of their file operations, and are started again: they end as if nothing had been.
+
+python -m tests.engine.faults --way fsdp --how kill --points 30    # 30 of some 400 operations of each of two processes
+python -m tests.engine.faults --way single --how ENOSPC --points 0 # every operation
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PLAIN = ("model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.PlainData")
+RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "global_batch_size=24", "trainer.log_every_n_steps=1")
+# 9 steps an epoch. In the first, validations and saves meet the last step; in the second neither does, and the last
+# epoch is whole; in the third the run stops early, at a step of its own
+CADENCES = {
+    "meet": ("trainer.max_steps=8", "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=4"),
+    "miss": ("trainer.max_epochs=1", "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=5"),
+    "stop": (
+        *("trainer.max_steps=30", "trainer.val_check_interval=3", "callbacks.last_checkpoint.every_n_steps=5"),
+        *("callbacks=[default,early_stopping]", "callbacks.early_stopping.stopping_threshold=0.6"),
+    ),
+}
+WAYS = {
+    "single": (("strategy=single",), 0),
+    "ddp": (("strategy=ddp",), 2),
+    "fsdp": (("strategy=fsdp",), 2),
+    "deepspeed": (("strategy=deepspeed_stage_3",), 2),
+}
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EACCES")
+MEASURED = re.compile(r"throughput/|memory/|lr-")  # columns that differ from start to start
+LEFT = re.compile(r".*(\.partial|\.previous|\.tmp)(_\d+)?")
+
+
+@dataclass
+class Ended:
+    """What a run leaves, as far as it must not depend on how often it was started."""
+
+    rows: list[dict[str, str]]
+    results: dict[str, float]
+    tensors: dict[str, dict[str, Any]] = field(repr=False)  # of best and last, by name
+    checkpoints: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def difference(self, other: Ended) -> str | None:
+        import torch
+
+        if self.left:
+            return f"left behind: {', '.join(self.left)}"
+        if self.checkpoints != other.checkpoints:
+            return f"checkpoints are {self.checkpoints}, not {other.checkpoints}"
+        if self.rows != other.rows:
+            differing = [(a, b) for a, b in zip(self.rows, other.rows, strict=False) if a != b]
+            return f"metrics.csv has {len(self.rows)} rows, not {len(other.rows)}; first difference {differing[:1]}"
+        if self.results != other.results:
+            return f"results.json is {self.results}, not {other.results}"
+        for name, tensors in self.tensors.items():
+            for key, value in tensors.items():
+                if not torch.equal(value, other.tensors[name][key]):
+                    return f"{name}.ckpt has another {key}"
+        return None
+
+
+def ended(run_dir: Path) -> Ended:
+    """Read what a run has left."""
+    import csv
+
+    from lightswitch.export.weights import Weights
+
+    with (run_dir / "metrics.csv").open() as file:
+        rows = [{name: text for name, text in row.items() if not MEASURED.match(name)} for row in csv.DictReader(file)]
+    checkpoints = run_dir / "checkpoints"
+    tensors = {}
+    for name in ("best", "last"):
+        weights = Weights(checkpoints / f"{name}.ckpt")
+        tensors[name] = weights.read(weights.like)
+    found = sorted(path.relative_to(run_dir) for path in run_dir.rglob("*"))
+    return Ended(
+        rows,
+        json.loads((run_dir / "results.json").read_text()),
+        tensors,
+        sorted(path.name for path in checkpoints.iterdir()),
+        [str(path) for path in found if LEFT.fullmatch(path.name)],
+    )
+
+
+def meet(way: str, how: str, points: int, seed: int, cadence: str, folder: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield each operation at which a run met a fault, and what then differs from a run that met none.
+
+    Args:
+        how: "kill", "tear" or the name of an error.
+        points: how many operations, drawn at random; 0 for all.
+        folder: for the runs, empty.
+    """
+    from tests.runs import runs_in
+
+    switches, ranks = WAYS[way]
+    arguments = (*RUN, *CADENCES[cadence], *switches)
+    train = runs_in(folder)
+    drawn = random.Random(f"{seed} {way} {how} {cadence}")
+    for rank in range(max(1, ranks)):
+        log, where = folder / f"operations_{rank}", folder / f"whole_{rank}"
+        seen = {"FAULT_UNDER": f"{where}/runs", "FAULT_LOG": str(log), "FAULT_RANK": str(rank)}
+        whole = ended(train(*arguments, ranks=ranks, folder=where, environment=seen).run_dir)
+        operations = log.read_text().splitlines() if log.exists() else []
+        some = range(len(operations))
+        if points and points < len(operations):
+            some = sorted(drawn.sample(some, max(1, points // max(1, ranks))))
+        for index in some:
+            where = folder / f"{rank}_{index}"
+            fault = {"FAULT_UNDER": f"{where}/runs", "FAULT_RANK": str(rank), "FAULT_AT": str(index + 1)}
+            fault["FAULT_HOW"] = how if how in ("kill", "tear") else str(getattr(errno, how))
+            met = train(*arguments, ranks=ranks, folder=where, environment=fault, check=False)
+            last = met
+            if met.returncode != 0:
+                last = train(*arguments, ranks=ranks, folder=where, check=False)
+            told = f"{way}, {cadence}: {how} on rank {rank} at {operations[index].replace(str(folder), '')}"
+            if last.returncode != 0:
+                yield told, f"started again, it ends with {last.returncode}: {last.err[-600:]}"
+                continue
+            try:
+                yield told, ended(last.run_dir).difference(whole)
+            except Exception as error:
+                yield told, f"{type(error).__name__}: {error}"
+
+
+def library() -> Path:
+    """Return inject.so, compiled where that has not been done yet."""
+    made = Path(tempfile.gettempdir()) / f"lightswitch_inject_{os.getuid()}_{int((HERE / 'inject.c').stat().st_mtime)}.so"
+    if not made.exists():
+        beside = made.with_suffix(f".{os.getpid()}")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", beside, HERE / "inject.c", "-ldl"], check=True)
+        beside.rename(made)
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", choices=WAYS, default="single")
+    parser.add_argument("--how", choices=["kill", "tear", *ERRORS], default="kill")
+    parser.add_argument("--cadence", choices=CADENCES, default="meet")
+    parser.add_argument("--points", type=int, default=20, help="operations, drawn at random; 0 for all")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if "LD_PRELOAD" not in os.environ:  # the fork server of the runs is to have it
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": str(library())})
+    count, failed = 0, 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for told, difference in meet(asked.way, asked.how, asked.points, asked.seed, asked.cadence, Path(folder)):
+            count += 1
+            if difference is not None:
+                failed += 1
+                print(f"{told}\n    {difference}", flush=True)
+    print(f"{count} faults, {failed} runs differ (seed {asked.seed})")
+    return int(failed > 0 or count == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
