@@ -101,6 +101,22 @@ def read_index(path: Path, part: slice) -> Index:
     return found
 
 
+def identity(path: Path) -> bytes | None:
+    """Return what differs between two checkpoints of one path; None where there is none."""
+    try:
+        manifest.check_file(path, manifest.SUMS)
+        return (path / manifest.SUMS).read_bytes()
+    except (OSError, manifest.Damaged):
+        return None
+
+
+def replaced(path: Path, before: bytes | None) -> str | None:
+    """Return in words that a run has replaced or removed a checkpoint, which had an identity before; None if not."""
+    if identity(path) == before:
+        return None
+    return "it was replaced or removed while it was read, by a run that goes on; try again"
+
+
 def finish_changes(folder: Path) -> None:
     """Finish what a process that was killed had begun with the checkpoints in a folder, which nobody else writes to.
 

@@ -71,6 +71,7 @@ def position_of(path: Path) -> Position | None:
     Raises:
         UnfitCheckpoint: it can't be read, as far as can be told without reading its tensors.
     """
+    before = directory.identity(path)
     try:
         if foreign.is_foreign(path):
             if path.is_file() and not hub_files.is_hub(path):
@@ -79,7 +80,7 @@ def position_of(path: Path) -> Position | None:
         directory.read_index(path, _NO_TENSORS)
         return saved_position(directory.read_state(path))
     except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
-        raise unreadable(path, why(error)) from error
+        raise unreadable(path, directory.replaced(path, before) or why(error)) from error
 
 
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:

@@ -42,6 +42,8 @@ class Reader:
 
     def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
         self.path = path
+        self._files = path.resolve()  # a link, as last.ckpt, may point to another one meanwhile
+        self._identity = directory.identity(self._files)
         self._group = group
         self._index: Index | None = None
         self._loaded: dict[str, Tensor] = {}
@@ -50,7 +52,7 @@ class Reader:
             self.state = self._open()
         except (Exception, CheckpointException) as error:  # torch raises many kinds for what is no checkpoint
             problem = error
-        if told := self._first_of_all_ranks(why(problem) if problem else None):
+        if told := self._first_of_all_ranks(self._replaced() or (why(problem) if problem else None)):
             raise unreadable(path, told) from problem
 
     def _open(self) -> dict[str, Any]:
@@ -60,9 +62,13 @@ class Reader:
             self._take(weights)
             return state
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
-        self._index = directory.read_index(self.path, slice(rank, None, ranks))
+        self._index = directory.read_index(self._files, slice(rank, None, ranks))
         self.like = self._index.tensors()
-        return directory.read_state(self.path)
+        return directory.read_state(self._files)
+
+    def _replaced(self) -> str | None:
+        """Return in words that a run which goes on has replaced the checkpoint since; None if not."""
+        return directory.replaced(self._files, self._identity)
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Replace the weights of a foreign file by what a function makes of them, by name."""
@@ -91,10 +97,13 @@ class Reader:
             on_read: called with the number of bytes that were just read.
 
         Raises:
-            UnfitCheckpoint: on every rank, when a file can't be read, or holds something else than its index says.
+            UnfitCheckpoint: on every rank, when a file can't be read, holds something else than its index says, or was
+                replaced meanwhile.
         """
         if self._index is not None:
             self._load(self._index, tensors, on_read, self._group)
+            if told := self._first_of_all_ranks(self._replaced()):
+                raise unreadable(self.path, told)
             return
         for name, tensor in tensors.items():
             kept = tensor.values if isinstance(tensor, Piece) else tensor
@@ -127,7 +136,7 @@ class Reader:
                 no_dist=group is None,
             )
         except CheckpointException as error:
-            raise unreadable(self.path, why(error)) from error
+            raise unreadable(self.path, self._replaced() or why(error)) from error
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.

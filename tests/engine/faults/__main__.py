@@ -138,7 +138,9 @@ def meet(way: str, how: str, points: int, seed: int, cadence: str, folder: Path)
 
 def library() -> Path:
     """Return inject.so, compiled where that has not been done yet."""
-    made = Path(tempfile.gettempdir()) / f"lightswitch_inject_{os.getuid()}_{int((HERE / 'inject.c').stat().st_mtime)}.so"
+    made = (
+        Path(tempfile.gettempdir()) / f"lightswitch_inject_{os.getuid()}_{int((HERE / 'inject.c').stat().st_mtime)}.so"
+    )
     if not made.exists():
         beside = made.with_suffix(f".{os.getpid()}")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", beside, HERE / "inject.c", "-ldl"], check=True)

@@ -1,0 +1,59 @@
+"""A checkpoint of a run that goes on, read while the run replaces it: one, whole, or a line that says to try again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightswitch.checkpoints import directory, find
+from lightswitch.errors import UnfitCheckpoint
+from lightswitch.export.weights import Weights
+
+
+def _write(path: Path, value: float) -> None:
+    tensors = {f"model.{name}": torch.full((2,), value) for name in ("a", "b", "c")}
+    directory.write(path, tensors, {"hyper_parameters": {}}, None)
+
+
+def test_a_checkpoint_that_is_replaced_between_two_reads_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "best.ckpt"
+    _write(path, 1.0)
+    weights = Weights(path)
+    weights.read(["a"])
+    _write(path, 2.0)
+    with pytest.raises(
+        UnfitCheckpoint, match=r"replaced or removed while it was read, by a run that goes on; try again"
+    ):
+        weights.read(["b", "c"])
+
+
+def test_a_checkpoint_that_is_removed_between_two_reads_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step_1.ckpt"
+    _write(path, 1.0)
+    weights = Weights(path)
+    directory.remove(path)
+    with pytest.raises(UnfitCheckpoint, match="try again"):
+        weights.read(["a"])
+
+
+def test_a_link_that_is_moved_between_two_reads_is_read_to_the_end_where_it_led(tmp_path: Path) -> None:
+    _write(tmp_path / "step_1.ckpt", 1.0)
+    _write(tmp_path / "step_2.ckpt", 2.0)
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("step_1.ckpt")
+    weights = Weights(link)
+    link.unlink()
+    link.symlink_to("step_2.ckpt")
+    assert torch.cat(list(weights.read(["a", "b", "c"]).values())).eq(1).all()
+
+
+def test_what_a_killed_process_was_writing_is_finished_or_removed(tmp_path: Path) -> None:
+    for name in ("best.ckpt.previous", "step_1.ckpt", "step_1.ckpt.previous", "step_2.ckpt.partial", "own.ckpt.bak"):
+        _write(tmp_path / name, 1.0)
+    (tmp_path / "step_3.ckpt.partial").mkdir()  # killed before the mark
+    (tmp_path / "last.ckpt.partial").symlink_to("step_1.ckpt")
+    directory.finish_changes(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "step_1.ckpt", "own.ckpt.bak"}
+    assert find.position_of(tmp_path / "best.ckpt") is None
