@@ -142,7 +142,10 @@ def vacant(path: Path) -> Path:
     numbered = (path.with_name(f"{path.name}_{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):
         with contextlib.suppress(OSError, Refused):
-            remove_tree(candidate)
+            if candidate.is_symlink():
+                candidate.unlink()
+            else:
+                remove_tree(candidate)
         if not os.path.lexists(candidate):
             return candidate
     raise AssertionError("there is always another name")

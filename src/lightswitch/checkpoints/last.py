@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -116,6 +117,8 @@ class LastCheckpoints(Checkpoint):
             beside.symlink_to(path.name)
             directory.put(beside, self.folder / "last.ckpt")
         except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
             told = disk.describe(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):

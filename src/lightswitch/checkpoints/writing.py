@@ -175,6 +175,9 @@ class WrittenTogether(Strategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_saving()
+        if self.is_global_zero:
+            for folder in self._folders():
+                directory.finish_changes(folder)  # one that could not be removed in its time
 
     def finish_saving(self) -> None:
         """Wait until the run's last checkpoint is written.

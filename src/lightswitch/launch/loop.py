@@ -69,10 +69,10 @@ class RunLoop(_FitLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        ending = state_dict.get(_ENDING, {})
+        trainer, ending = self.trainer, state_dict.get(_ENDING, {})
         self._epoch_end_begun = ending.get("epoch_end_begun", False)
-        if ending.get("stopped_at") == _limits(self.trainer):
-            self.trainer.should_stop = True
+        if ending.get("stopped_at") == _limits(trainer):
+            trainer.should_stop = True
 
 
 def _limits(trainer: Trainer) -> list[float | None]:
