@@ -1,0 +1,1 @@
+"""Faults that were fixed once, put back one at a time, to measure what the suite catches."""
