@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant or a package of them; all by default")
     parser.add_argument("--baseline", action="store_true", help="run the tests alone that came with the mends")
     parser.add_argument("--limit-seconds", type=float, help="of tests, for a mutant")
-    parser.add_argument("--options", default="", help='of pytest, as "-n 2 -m \'not slow\'"')
+    parser.add_argument("--options", default="", help="of pytest, as \"-n 2 -m 'not slow'\"")
     given = parser.parse_args()
     kind = "baseline" if given.baseline else "suite"
     known = _results().get(kind, {})
     mutants = [it for it in listed(*given.names) if it.name in given.names or it.name not in known]
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Copy(Path(folder, "copy"))
-        unfit = copy.run(*{test for mutant in mutants for test in mutant.caught_by}).failed if given.baseline else ()
         for mutant in mutants:
             with copy.mutated(mutant) as path:
                 tests = mutant.caught_by if given.baseline else by_nearness(copy.folder, path)
                 outcome = copy.run(*tests, options=f"-x {given.options}", limit_seconds=given.limit_seconds)
-            if not given.baseline:
-                unfit = copy.run(*outcome.failed).failed if outcome.failed else ()
-            result = _judged(outcome, unfit)
+            result = _judged(copy, outcome)
             print(table.line(mutant.name, result), flush=True)
             results = _results()  # another process may have written some meanwhile
             results.setdefault(kind, {})[mutant.name] = result
@@ -56,18 +52,14 @@ def _results() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def _judged(outcome: Outcome, unfit: Collection[str]) -> dict[str, Any]:
-    """Return who has caught a mutant, or what is wrong.
-
-    Args:
-        unfit: tests that fail without it, too.
-    """
+def _judged(copy: Copy, outcome: Outcome) -> dict[str, Any]:
+    """Return who has caught a mutant, if that passes without it; else what is wrong."""
     result: dict[str, Any] = {"seconds": round(outcome.seconds, 1), "caught_by": None}
     if not outcome.failed:
         return result | {"why": "survived" if outcome.is_whole else "survived until the limit"}
-    if not (catchers := [test for test in outcome.failed if test not in unfit]):
+    if copy.run(outcome.failed[0]).failed:
         return result | {"why": f"{outcome.failed[0]} fails without the mutant, too"}
-    return result | {"caught_by": catchers[0]}
+    return result | {"caught_by": outcome.failed[0]}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import traceback
 import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import NoReturn
 
 import pytest
 
-from tests.mutants.mutants import CHECKOUT, Mutant, mutation
+from tests.mutants.mutants import CHECKOUT, Mutant, code_of, mutation
 
 # seconds, which a process that is forked for each mutant need not take again; none of ours, as that is what differs
 PRELOADED = ("hydra", "lightning.pytorch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchmetrics")
@@ -61,7 +62,7 @@ class Copy:
     @contextlib.contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[Path]:
         """Put a mutant in, and out again; yield the path of its file."""
-        change = mutation(mutant, self.folder)
+        change = mutation(mutant, code_of(self.folder))
         path = self.folder / change.path
         before = path.read_text()
         path.write_text(change.text)
@@ -73,7 +74,8 @@ class Copy:
     def run(self, *tests: str, options: str = "", limit_seconds: float | None = None) -> Outcome:
         """Run tests, in this order."""
         plugins = ("-p", "no:cacheprovider", "-p", "tests.mutants.in_order")
-        arguments = ["-q", "-rfE", "--tb=short", *plugins, *shlex.split(options), *tests]
+        known = ("-W", "ignore:Module already imported")  # plugins, by what is preloaded
+        arguments = ["-q", "-rfE", "--tb=short", *plugins, *known, *shlex.split(options), *tests]
         begin, log = time.monotonic(), self.folder.with_name("log")
         if (pid := os.fork()) == 0:
             self._run_here(arguments, log)
@@ -95,7 +97,7 @@ class Copy:
             os.dup2(1, 2)
             os.chdir(self.folder)
             programs = f"{self.python.parent}{os.pathsep}{Path(sys.executable).parent}"
-            os.environ |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "1000"}
+            os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a file may be put back within the clock's resolution
             sys.dont_write_bytecode = True
             for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
@@ -105,6 +107,8 @@ class Copy:
             sys.executable = str(self.python)
             multiprocessing.set_executable(sys.executable)
             code = pytest.main(arguments)
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(code)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Mutation:
-    path: Path  # relative to the checkout
+    path: Path  # in the checkout
     text: str  # of the whole file
 
 
@@ -41,7 +42,13 @@ def listed(*names: str) -> list[Mutant]:
     return chosen
 
 
-def mutation(mutant: Mutant, checkout: Path = CHECKOUT) -> Mutation:
+def code_of(checkout: Path = CHECKOUT) -> dict[Path, str]:
+    """Return the texts of the code that mutants change, by path in the checkout."""
+    paths = [checkout / "train.py", *sorted(checkout.glob("src/**/*.py"))]
+    return {path.relative_to(checkout): path.read_text() for path in paths}
+
+
+def mutation(mutant: Mutant, code: Mapping[Path, str]) -> Mutation:
     """Return the file that a mutant changes, as it is with it.
 
     Raises:
@@ -49,20 +56,19 @@ def mutation(mutant: Mutant, checkout: Path = CHECKOUT) -> Mutation:
     """
     lines = [re.escape(line.strip()) for line in mutant.found.strip().splitlines()]
     pattern = re.compile(r"[ \t]*\n[ \t]*".join(lines))
-    code = {path: path.read_text() for path in [*checkout.glob("src/**/*.py"), checkout / "train.py"]}
-    places = [(path, match) for path, text in sorted(code.items()) for match in pattern.finditer(text)]
+    places = [(path, match) for path, text in code.items() for match in pattern.finditer(text)]
     if len(places) != 1:
-        where = ", ".join(str(path.relative_to(checkout)) for path, _ in places) or "no file"
+        where = ", ".join(str(path) for path, _ in places) or "no file"
         raise ValueError(
-            f"mutant {mutant.name}: `found` stands once in {where}, and should in one file: where the code has changed, "
-            "write the fault as it would be there today; where the fault can't happen any more, remove the mutant"
+            f"{mutant.name}: what it calls `found` stands in {where}, and should once; where the code has changed, "
+            "write the fault as it would be there today; where it can't happen any more, remove the mutant"
         )
     ((path, match),) = places
     text = code[path]
     begin = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
     indentation = begin[: len(begin) - len(begin.lstrip())]
     replaced = textwrap.indent(textwrap.dedent(mutant.replaced).strip("\n"), indentation)[len(indentation) :]
-    return Mutation(path.relative_to(checkout), text[: match.start()] + replaced + text[match.end() :])
+    return Mutation(path, text[: match.start()] + replaced + text[match.end() :])
 
 
 def _read(path: Path) -> dict[str, dict[str, object]]:

@@ -6,7 +6,10 @@ from typing import Any
 
 from tests.mutants.mutants import HERE, Mutant
 
-TITLES = {"suite": "By the suite, the nearest tests first", "baseline": "By the tests that came with their mends, alone"}
+TITLES = {
+    "suite": "By the suite, the nearest tests first",
+    "baseline": "By the tests that came with the mends",
+}
 
 
 def line(name: str, result: dict[str, Any]) -> str:
@@ -16,7 +19,11 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 def write(results: dict[str, dict[str, Any]], mutants: list[Mutant]) -> None:
     """Write table.md."""
-    lines = ["# Which mutant is caught by what", "", "Made by `python -m tests.mutants`; seconds are of a shared machine."]
+    lines = [
+        "# Which mutant is caught by what",
+        "",
+        "Made by `python -m tests.mutants`; seconds are of a shared machine.",
+    ]
     for kind, title in TITLES.items():
         of_kind = [(mutant, results[kind][mutant.name]) for mutant in mutants if mutant.name in results.get(kind, {})]
         if not of_kind:
