@@ -5,7 +5,7 @@
     python -m tests.mutants --baseline           each by the tests that came with its mend, alone
 
 What is tried already is not tried again, unless it is named; results.json beside this file keeps it, and table.md shows
-it. A catch counts if the test that fails passes without the mutant.
+it. At the end, the tests that have caught a mutant are run without any: a catch counts if they pass then.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants import table
-from tests.mutants.copy_of import Copy, Outcome
-from tests.mutants.mutants import HERE, listed
+from tests.mutants.copy_of import Copy
+from tests.mutants.mutants import HERE, Mutant, listed
 from tests.mutants.nearness import by_nearness
 
 RESULTS = HERE / "results.json"
+Result = dict[str, Any]  # seconds; caught_by, a test or None; why, where there is none; passes: without the mutant, too
 
 
 def main() -> None:
@@ -32,34 +33,54 @@ def main() -> None:
     parser.add_argument("--options", default="", help="of pytest, as \"-n 2 -m 'not slow'\"")
     given = parser.parse_args()
     kind = "baseline" if given.baseline else "suite"
-    known = _results().get(kind, {})
-    mutants = [it for it in listed(*given.names) if it.name in given.names or it.name not in known]
+    chosen = listed(*given.names)
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        copy = Copy(Path(folder, "copy"))
-        for mutant in mutants:
-            with copy.mutated(mutant) as path:
-                tests = mutant.caught_by if given.baseline else by_nearness(copy.folder, path)
-                outcome = copy.run(*tests, options=f"-x {given.options}", limit_seconds=given.limit_seconds)
-            result = _judged(copy, outcome)
-            print(table.line(mutant.name, result), flush=True)
-            results = _results()  # another process may have written some meanwhile
-            results.setdefault(kind, {})[mutant.name] = result
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-            table.write(results, listed())
+        copy, known = Copy(Path(folder, "copy")), _results(kind)
+        for mutant in chosen:
+            if mutant.name not in known or mutant.name in given.names:
+                found = _tried(copy, mutant, given)
+                _keep(kind, {mutant.name: found})
+                print(table.line(mutant.name, found), flush=True)
+        _check(copy, kind, chosen)
 
 
-def _results() -> dict[str, dict[str, Any]]:
+def _tried(copy: Copy, mutant: Mutant, given: argparse.Namespace) -> Result:
+    with copy.mutated(mutant) as path:
+        tests = mutant.caught_by if given.baseline else by_nearness(copy.folder, path)
+        outcome = copy.run(*tests, options=f"-x {given.options}", limit_seconds=given.limit_seconds)
+    found: Result = {"seconds": round(outcome.seconds, 1), "caught_by": next(iter(outcome.failed), None)}
+    if not outcome.failed:
+        found["why"] = "survived" if outcome.is_whole else "survived until the limit"
+    return found
+
+
+def _check(copy: Copy, kind: str, chosen: list[Mutant]) -> None:
+    """Run the tests that have caught mutants, without any."""
+    kept = {name: found for name, found in _results(kind).items() if name in {mutant.name for mutant in chosen}}
+    unchecked = {name: found for name, found in kept.items() if found["caught_by"] and "passes" not in found}
+    if unchecked:
+        failed = copy.run(*sorted({found["caught_by"] for found in unchecked.values()})).failed
+        _keep(kind, {name: {**found, "passes": found["caught_by"] not in failed} for name, found in unchecked.items()})
+        for name, found in unchecked.items():
+            if found["caught_by"] in failed:
+                print(f"{name}: {found['caught_by']} fails without the mutant, too", flush=True)
+
+
+def _results(kind: str) -> dict[str, Result]:
+    known: dict[str, Result] = _all_results().get(kind, {})
+    return known
+
+
+def _all_results() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def _judged(copy: Copy, outcome: Outcome) -> dict[str, Any]:
-    """Return who has caught a mutant, if that passes without it; else what is wrong."""
-    result: dict[str, Any] = {"seconds": round(outcome.seconds, 1), "caught_by": None}
-    if not outcome.failed:
-        return result | {"why": "survived" if outcome.is_whole else "survived until the limit"}
-    if copy.run(outcome.failed[0]).failed:
-        return result | {"why": f"{outcome.failed[0]} fails without the mutant, too"}
-    return result | {"caught_by": outcome.failed[0]}
+def _keep(kind: str, found: dict[str, Result]) -> None:
+    """Write results beside those that are there, and the table; another process may write some, too."""
+    results = _all_results()
+    results.setdefault(kind, {}).update(found)
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    table.write(results, listed())
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ class Copy:
             for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
                 del sys.modules[name]
             others = (path for path in sys.path if path not in ("", str(CHECKOUT), str(CHECKOUT / "src")))
+            sys.modules["__main__"] = importlib.import_module("pytest.__main__")  # `if __name__` is not met
             sys.path[:] = [str(self.folder), str(self.folder / "src"), *others]
             sys.executable = str(self.python)
             multiprocessing.set_executable(sys.executable)

@@ -28,7 +28,7 @@ def write(results: dict[str, dict[str, Any]], mutants: list[Mutant]) -> None:
         of_kind = [(mutant, results[kind][mutant.name]) for mutant in mutants if mutant.name in results.get(kind, {})]
         if not of_kind:
             continue
-        caught = sum(bool(result["caught_by"]) for _, result in of_kind)
+        caught = sum(bool(result["caught_by"]) and result.get("passes", True) for _, result in of_kind)
         seconds = sum(result["seconds"] for _, result in of_kind)
         lines += ["", f"## {title}", "", f"{caught} of {len(of_kind)} are caught, in {seconds / 60:.0f} minutes.", ""]
         lines += ["| mutant | the sentence it breaks | caught by | s |", "| --- | --- | --- | ---: |"]
@@ -38,4 +38,8 @@ def write(results: dict[str, dict[str, Any]], mutants: list[Mutant]) -> None:
 
 
 def _caught(result: dict[str, Any]) -> str:
-    return f"`{result['caught_by']}`".replace("|", "\\|") if result["caught_by"] else f"**{result['why']}**"
+    if not result["caught_by"]:
+        return f"**{result['why']}**"
+    return f"`{result['caught_by']}`".replace("|", "\\|") + (
+        "" if result.get("passes", True) else ", **which always fails**"
+    )
