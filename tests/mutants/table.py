@@ -40,6 +40,5 @@ def write(results: dict[str, dict[str, Any]], mutants: list[Mutant]) -> None:
 def _caught(result: dict[str, Any]) -> str:
     if not result["caught_by"]:
         return f"**{result['why']}**"
-    return f"`{result['caught_by']}`".replace("|", "\\|") + (
-        "" if result.get("passes", True) else ", **which always fails**"
-    )
+    test = f"`{result['caught_by']}`".replace("|", "\\|")
+    return test if result.get("passes", True) else f"{test}, **which always fails**"
