@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,15 @@ def main() -> None:
 
 
 def _tried(copy: Copy, mutant: Mutant, given: argparse.Namespace) -> Result:
+    """Run tests up to the first that fails with a mutant; those that are near without collecting the others."""
+    seconds, left = 0.0, given.limit_seconds or math.inf
     with copy.mutated(mutant) as path:
-        tests = mutant.caught_by if given.baseline else by_nearness(copy.folder, path)
-        outcome = copy.run(*tests, options=f"-x {given.options}", limit_seconds=given.limit_seconds)
-    found: Result = {"seconds": round(outcome.seconds, 1), "caught_by": next(iter(outcome.failed), None)}
+        for tests in (mutant.caught_by,) if given.baseline else by_nearness(copy.folder, path):
+            outcome = copy.run(*tests, options=f"-x {given.options}", limit_seconds=left - seconds)
+            seconds += outcome.seconds
+            if outcome.failed or not outcome.is_whole:
+                break
+    found: Result = {"seconds": round(seconds, 1), "caught_by": next(iter(outcome.failed), None)}
     if not outcome.failed:
         found["why"] = "survived" if outcome.is_whole else "survived until the limit"
     return found

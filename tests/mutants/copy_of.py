@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import multiprocessing
 import os
 import re
@@ -71,7 +72,7 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def run(self, *tests: str, options: str = "", limit_seconds: float | None = None) -> Outcome:
+    def run(self, *tests: str, options: str = "", limit_seconds: float = math.inf) -> Outcome:
         """Run tests, in this order."""
         plugins = ("-p", "no:cacheprovider", "-p", "tests.mutants.in_order")
         known = ("-W", "ignore:Module already imported")  # plugins, by what is preloaded
@@ -82,7 +83,8 @@ class Copy:
         code, is_whole = _waited(pid, limit_seconds)
         output = log.read_text(errors="replace")
         failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
-        if is_whole and not failed and code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        fine = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if is_whole and not failed and code not in fine:
             raise RuntimeError(f"pytest ended with {code}:\n{output}")
         return Outcome(tuple(failed), time.monotonic() - begin, is_whole)
 
@@ -115,12 +117,12 @@ class Copy:
             os._exit(code)
 
 
-def _waited(pid: int, limit_seconds: float | None) -> tuple[int, bool]:
+def _waited(pid: int, limit_seconds: float) -> tuple[int, bool]:
     """Return a process's exit code once it has ended, and whether no limit has ended it; nothing of it is left."""
-    end = time.monotonic() + limit_seconds if limit_seconds else None
+    end = time.monotonic() + limit_seconds
     interrupted = False
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        if end is not None and time.monotonic() > end:
+        if time.monotonic() > end:
             os.kill(pid, signal.SIGKILL if interrupted else signal.SIGINT)
             interrupted, end = True, time.monotonic() + _PATIENCE_SECONDS
         time.sleep(0.1)

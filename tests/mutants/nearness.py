@@ -7,9 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 
-def by_nearness(checkout: Path, mutated: Path) -> list[str]:
-    """Return the paths of all files of tests: those that import the module, those in the folder of its package's name,
-    those that import what imports it, and the others."""
+def by_nearness(checkout: Path, mutated: Path) -> tuple[list[str], list[str]]:
+    """Return the paths of all files of tests in two parts: those that import a module or lie in the folder of its
+    package's name, and the others, of which those come first that import what imports it."""
     modules = {_name(path.relative_to(checkout)): path for path in _code(checkout)}
     importers = defaultdict(set)
     for name, path in modules.items():
@@ -22,12 +22,13 @@ def by_nearness(checkout: Path, mutated: Path) -> list[str]:
             distance[importer] = distance[name] + 1
             queue.append(importer)
 
-    def rank(path: Path) -> tuple[float, str]:
-        away = distance.get(_name(path), 99)
-        return (1.5 if away > 1 and path.parent.name in mutated.parts else away), str(path)
+    def away(path: Path) -> tuple[float, str]:
+        found = distance.get(_name(path), 99)
+        return (1.5 if found > 1 and path.parent.name in mutated.parts else found), str(path)
 
     tests = (path.relative_to(checkout) for path in checkout.glob("tests/**/test_*.py"))
-    return [str(path) for path in sorted(tests, key=rank) if "mutants" not in path.parts]
+    ranked = sorted(away(path) for path in tests if "mutants" not in path.parts)
+    return [path for far, path in ranked if far < 2], [path for far, path in ranked if far >= 2]
 
 
 def _code(checkout: Path) -> list[Path]:

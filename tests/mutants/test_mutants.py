@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,6 @@ def test_a_text_that_stands_nowhere_or_twice_is_refused() -> None:
 
 
 def test_the_nearest_tests_are_those_that_import_a_module() -> None:
-    order = by_nearness(CHECKOUT, Path("src/lightswitch/batches/order.py"))
-    assert order[0].startswith("tests/engine/batches/")
-    assert len(order) == len({*order}) == Counter(map(Path.exists, map(CHECKOUT.joinpath, order)))[True]
+    near, others = by_nearness(CHECKOUT, Path("src/lightswitch/batches/order.py"))
+    assert all(path.startswith("tests/engine/batches/") for path in near[-3:])
+    assert {*near, *others} == {str(path.relative_to(CHECKOUT)) for path in CHECKOUT.glob("tests/[!m]*/**/test_*.py")}
