@@ -32,22 +32,23 @@ srun() {
 """
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("script", ["multinode", "torchrun"])
-def test_what_sbatch_is_asked_for_reaches_srun(
-    script: str, options: str, slurm_cluster: Cluster, tmp_path: Path
-) -> None:
+def test_what_sbatch_is_asked_for_reaches_srun(slurm_cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
     (tmp_path / "slurm/site.sh").write_text(SITE)
     (tmp_path / "train.py").touch()
-    path = CHECKOUT / f"slurm/{script}.sh"
-    job = submit(slurm_cluster, path, "strategy=fsdp", "model.x='a b'", cwd=tmp_path, **OPTIONS[options])
-    assert job.wait() == "COMPLETED", job.output()
-    golden = GOLDEN / f"{script}_{options}.txt"
-    if "LIGHTSWITCH_WRITE_GOLDEN" in os.environ:
-        golden.write_text(job.output())
-    assert job.output() == golden.read_text()
+    jobs = {
+        GOLDEN / f"{script}_{name}.txt": submit(
+            slurm_cluster, CHECKOUT / f"slurm/{script}.sh", "strategy=fsdp", "model.x='a b'", cwd=tmp_path, **options
+        )
+        for script in ("multinode", "torchrun")
+        for name, options in OPTIONS.items()
+    }
+    for golden, job in jobs.items():
+        assert job.wait() == "COMPLETED", job.output()
+        if "LIGHTSWITCH_WRITE_GOLDEN" in os.environ:
+            golden.write_text(job.output())
+        assert job.output() == golden.read_text(), golden.name
 
 
 def test_tasks_see_what_their_node_has(slurm_cluster: Cluster, checkout: Path) -> None:

@@ -19,7 +19,7 @@ BREAKING = {
 
 @pytest.mark.parametrize("model", BREAKING)
 def test_a_model_that_breaks_a_promise_is_told_which_and_why(model: str, train: Train) -> None:
-    words = (f"model._target_=tests.engine.fork.breaking.{model}", DATA, *SHORT)
+    words = (f"model._target_=tests.nightly.fork.breaking.{model}", DATA, *SHORT)
     alone = train(*words, "strategy=single")
     if model == "Counting":
         other = train(*words, "strategy=single", f"resume={alone.run_dir}/checkpoints/step_{SAVED}.ckpt")

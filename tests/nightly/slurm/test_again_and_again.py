@@ -1,0 +1,97 @@
+"""Jobs that are preempted, time out, are interrupted, cancelled or fail, again and again."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import Finished
+from tests.engine.slurm.cluster import Cluster
+from tests.engine.slurm.jobs import Job, submit
+from tests.engine.slurm.test_preemption import (
+    PACE,
+    RUN,
+    SLURM,
+    STEPS,
+    is_whole,
+    run_of,
+    uninterrupted,
+    wait_until_training,
+    with_site,
+)
+
+__all__ = ["uninterrupted"]  # a fixture
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+def test_jobs_that_are_preempted_twenty_times_end_as_if_they_were_not(
+    slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
+) -> None:
+    moment = random.Random(0)
+    jobs = [
+        submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1) for _ in range(4)
+    ]
+    for _ in range(5):
+        for job in jobs:
+            _wait_until_running(job)
+        due = {job: time.monotonic() + moment.uniform(0.0, 12.0) for job in jobs}
+        for job in sorted(jobs, key=due.__getitem__):
+            time.sleep(max(0.0, due[job] - time.monotonic()))
+            slurm_cluster.run("scancel", "--signal=USR1", job.id)
+    for job in jobs:
+        assert job.wait(timeout_seconds=200) == "COMPLETED", job.output()
+        is_whole(checkout, job, uninterrupted)
+    assert sum(int(job.details()["Restarts"]) for job in jobs) >= 10, "most came while a run could be preempted"
+
+
+def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished) -> None:
+    # Slurm looks twice a minute: notice comes after 89 to 119 seconds, of which a busy machine starts for some
+    options = {"ntasks_per_node": 1, "time": 2, "signal": "SIGUSR1@1"}
+    run = [*RUN, *PACE[:1], "callbacks.pace.seconds=2.5", f"trainer.max_steps={STEPS // 2}", "strategy=ddp"]
+    scripts = {"multinode.sh": 2, "torchrun.sh": 1}
+    jobs = [
+        submit(slurm_cluster, SLURM / script, *run, cwd=checkout, nodes=nodes, **options)
+        for script, nodes in scripts.items()
+    ]
+    for job in jobs:
+        assert job.wait(timeout_seconds=400) == "COMPLETED", job.output()
+        assert "stopped    by SIGUSR1" in job.output()
+        assert int(job.details()["Restarts"]) >= 1
+        losses, expected = (run.column("train/loss") for run in (run_of(checkout, job), uninterrupted))
+        assert losses == pytest.approx({step: expected[step] for step in range(STEPS // 2)}, abs=1e-5)
+
+
+def test_ctrl_c_ends_a_job(slurm_cluster: Cluster, checkout: Path) -> None:
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1)
+    wait_until_training(checkout, job)
+    slurm_cluster.run("scancel", "--signal=INT", job.id)
+    assert job.wait() == "FAILED", job.output()
+    assert (job.details()["ExitCode"], job.details()["Restarts"]) == ("130:0", "0")
+
+
+def test_a_job_that_fails_each_time_is_given_up(slurm_cluster: Cluster, checkout: Path) -> None:
+    (checkout / "slurm").unlink()
+    with_site(checkout, "python=(false)\n")
+    job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=checkout, nodes=1, ntasks=1)
+    assert job.wait() == "FAILED"
+    assert "failed 4 times: not started again" in job.output()
+    assert job.details()["Restarts"] == "3"
+
+
+def test_a_job_that_its_user_cancels_is_not_started_again(slurm_cluster: Cluster, checkout: Path) -> None:
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1)
+    wait_until_training(checkout, job)
+    slurm_cluster.run("scancel", job.id)
+    assert job.wait() == "CANCELLED"
+    time.sleep(8)  # a requeued job would be pending, or running by now
+    assert (job.details()["JobState"], job.details()["Restarts"]) == ("CANCELLED", "0")
+
+
+def _wait_until_running(job: Job) -> None:
+    deadline = time.monotonic() + 120
+    while (state := job.details()["JobState"]) not in ("RUNNING", "COMPLETED"):
+        assert time.monotonic() < deadline, (state, job.output())
+        time.sleep(0.2)
