@@ -1,4 +1,4 @@
-"""The documentation site: built with nothing dead in it, and a dead link is found."""
+"""The documentation site: built with nothing dead in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.engine.conftest import CHECKOUT
 
 
-def _build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def built_in(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder / "site")],
         cwd=folder,
@@ -32,7 +32,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
-    built = _build(copy, REPOSITORY_URL="https://example.org/us/lightswitch")
+    built = built_in(copy, REPOSITORY_URL="https://example.org/us/lightswitch")
     assert built.returncode == 0, built.stderr
     home = (copy / "site" / "index.html").read_text()
     assert 'href="https://example.org/us/lightswitch/blob/main/CONTRIBUTING.md"' in home
@@ -42,19 +42,3 @@ def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
     assert '<html lang="en"' in home
     assert '<html lang="zh-Hans"' in (copy / "site" / "zh" / "strategies.html").read_text()
     assert "does not divide over" in (copy / "site" / "search" / "search_index.json").read_text()
-
-
-@pytest.mark.parametrize("link", ["gone.md", "strategies.md#gone"])
-def test_a_dead_link_or_anchor_fails(copy: Path, link: str) -> None:
-    with (copy / "docs" / "export.md").open("a") as page:
-        page.write(f"\n[more]({link})\n")
-    built = _build(copy)
-    assert built.returncode != 0
-    assert "gone" in built.stderr
-
-
-def test_a_page_that_is_not_in_the_navigation_fails(copy: Path) -> None:
-    (copy / "docs" / "lost.md").write_text("# Lost\n")
-    built = _build(copy)
-    assert built.returncode != 0
-    assert "lost.md" in built.stderr

@@ -23,14 +23,14 @@ def birdsong(clone: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def _update(folder: Path, source: str, code: int = 0) -> str:
+def update(folder: Path, source: str, code: int = 0) -> str:
     bash = f"PYTHONPATH=src exec {sys.executable} -m lightswitch.fork.update '{source}'"
     return run(["bash", "-c", bash], folder, code=code)
 
 
 @pytest.mark.parametrize("source", ["{}", "git+file://{}@main"])
 def test_a_newer_engine_replaces_the_folder_and_tells_its_news(source: str, birdsong: Path, newer: Path) -> None:
-    told = _update(birdsong, source.format(newer))
+    told = update(birdsong, source.format(newer))
     folder = birdsong / "src/lightswitch"
     manifest = json.loads((folder / "engine.json").read_text())
     assert manifest["version"] == "0.9.0"
@@ -46,7 +46,7 @@ def test_a_newer_engine_replaces_the_folder_and_tells_its_news(source: str, bird
     changed = [line[3:] for line in git(birdsong, "status", "--porcelain").splitlines()]
     assert all(path.startswith("src/lightswitch/") for path in changed)
     git(birdsong, "add", "--all")
-    assert "has nothing new" in _update(birdsong, str(newer))
+    assert "has nothing new" in update(birdsong, str(newer))
 
 
 def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Path, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Pat
     (own_clone / "pyproject.toml").write_text(pyproject)
     git(own_clone, "add", "--all")
     git(own_clone, "commit", "--quiet", "--message=Later")
-    told = _update(folder, str(own_clone)).splitlines()
+    told = update(folder, str(own_clone)).splitlines()
     assert [line for line in told if line.startswith("beside ")] == [
         "beside     conf/strategy/owls.yaml: new in lightswitch; this fork's stays as it is",
         "beside     conf/trainer/default.yaml: changed in lightswitch; this fork's stays as it is",
@@ -72,19 +72,6 @@ def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Pat
     assert all(path.startswith("src/lightswitch/") for path in changed)
 
 
-def test_a_wheel_tells_what_it_needs(birdsong: Path, newer: Path, tmp_path: Path) -> None:
-    pyproject = newer / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text().replace("\ndependencies = [\n", '\ndependencies = [\n    "owls>=1",\n'))
-    build = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    run([*build, str(tmp_path), str(newer)], tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    told = _update(birdsong, str(wheel)).splitlines()
-    assert told[0].endswith("→ 0.9.0")
-    assert [line for line in told if line.startswith("needs ")] == [
-        "needs      owls>=1: put it into the dependencies of pyproject.toml; type make constraints"
-    ]
-
-
 def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Path) -> None:
     changed = birdsong / "src/lightswitch/errors.py"
     changed.write_text(changed.read_text() + "# mine\n")
@@ -92,7 +79,7 @@ def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Pat
     git(birdsong, "add", "--all")
     git(birdsong, "commit", "--quiet", "--message=Mine")
     before = git(birdsong, "rev-parse", "HEAD")
-    told = _update(birdsong, str(newer), code=2)
+    told = update(birdsong, str(newer), code=2)
     assert "+# mine" in told
     assert "error: found changes in src/lightswitch/errors.py and 1 more, which would be lost; take them back" in told
     assert git(birdsong, "status", "--porcelain") == ""
@@ -100,7 +87,7 @@ def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Pat
     back = re.search(r"\((git checkout .*; rm .*)\)", told)
     assert back is not None
     run(["bash", "-c", back[1]], birdsong)
-    _update(birdsong, str(newer))
+    update(birdsong, str(newer))
 
 
 @pytest.mark.parametrize(
@@ -119,5 +106,5 @@ def test_what_is_no_engine_is_refused(source: str, told: str, birdsong: Path, tm
         (tmp_path / "empty").mkdir()
         source = str(tmp_path / "empty")
     source = source.replace("{birdsong}", str(birdsong))
-    assert told in _update(birdsong, source, code=2).splitlines()[-1]
+    assert told in update(birdsong, source, code=2).splitlines()[-1]
     assert git(birdsong, "status", "--porcelain") == ""

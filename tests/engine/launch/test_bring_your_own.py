@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,15 +10,13 @@ from lightning.pytorch import callbacks
 from lightswitch.config.overrides import GROUPS, key_and_value
 from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS
 from tests.engine.config.mistaken import answers
-from tests.engine.conftest import Finished, runs_in
 from tests.engine.launch import habits
-from tests.engine.launch.bring_your_own import CODE, SECTIONS, command, rows, shown_of_rows, spans, typed, words
+from tests.engine.launch.bring_your_own import CODE, SECTIONS, rows, shown_of_rows, spans, typed, words
 from tests.engine.launch.habits import HABITS
-from tests.engine.launch.migration_runs import RUNS, Elsewhere, Habit, Inside, Left, Shown
+from tests.engine.launch.migration_runs import Elsewhere, Habit, Inside, Left, Shown
 from tests.engine.launch.migrations import ROWS
 from tests.engine.launch.typed import typed_by
 
-IN_RUNS = [(row, shown) for row, _, shown in shown_of_rows() if isinstance(shown, Inside | Left)]
 ELSEWHERE = [(row, shown) for row, _, shown in shown_of_rows() if isinstance(shown, Elsewhere | Habit)]
 
 
@@ -60,37 +55,11 @@ def test_the_table_of_callbacks_is_what_the_code_does() -> None:
 # Each row's effect
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
-    """The run of a name, which is started once."""
-    folder = tmp_path_factory.mktemp("migrations")
-    train = runs_in(folder)
-
-    @cache
-    def ran(name: str) -> Finished:
-        before = RUNS[name].after
-        own = ran(before).folder if before else folder / name
-        own.mkdir(exist_ok=True)
-        RUNS[name].write(own)
-        return train(*command(name), folder=own)
-
-    return ran
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_each_row_is_shown_and_nothing_else_is(section: str) -> None:
     assert [*ROWS] == SECTIONS
     assert list(ROWS[section]) == [there for there, _ in rows(section)]
     assert all(ROWS[section].values())
-
-
-@pytest.mark.parametrize(("row", "shown"), IN_RUNS, ids=[row for row, _ in IN_RUNS])
-def test_a_row_has_its_effect(row: str, shown: Inside | Left, ran: Callable[[str], Finished]) -> None:
-    run = ran(shown.run)
-    if isinstance(shown, Left):
-        assert shown.look(run) == shown.found
-    else:
-        assert json.loads((run.folder / f"effects_{shown.run}.json").read_text())[row] == shown.found
 
 
 @pytest.mark.parametrize(("row", "shown"), ELSEWHERE, ids=[row for row, _ in ELSEWHERE])
