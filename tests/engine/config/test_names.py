@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.engine.conftest import PLAIN, Train
-from tests.engine.processes import TRAIN_PY, Start, said
+from tests.engine.config.mistaken import Answer, answers
+from tests.engine.conftest import PLAIN
 
 NO_NAMES = {
     "run_id=../../x": "run_id='../../x' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
@@ -24,38 +22,28 @@ NO_NAMES = {
 }
 
 
-@pytest.mark.parametrize("override", NO_NAMES)
-def test_what_is_no_name_is_refused_before_anything_is_written(override: str, train: Train) -> None:
-    refused = train(*PLAIN, override, check=False)
-    assert (refused.returncode, refused.err) == (2, f"error: {NO_NAMES[override]}\n")
-    assert list(refused.folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {"SLURM_JOB_ID": "../../x", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {
-            "TORCHELASTIC_RUN_ID": "../../x",
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "29500",
-        },
-    ],
-    ids=["Slurm", "torchrun"],
+NO_NAMES_OF_LAUNCHERS = (
+    "SLURM_JOB_ID=../../x SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1",
+    "TORCHELASTIC_RUN_ID=../../x RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500",
 )
-def test_a_launchers_id_is_no_way_out_either(launcher: dict[str, str], start: Start, tmp_path: Path) -> None:
-    refused = start("python", TRAIN_PY, *PLAIN, **launcher)
-    out = said(refused)
-    assert (refused.returncode, out.count("\n")) == (2, 1), out
-    assert out.startswith("error: run_id='../../x' is no valid name")
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_is_no_way_out_either(start: Start, tmp_path: Path) -> None:
-    refused = start("python", TRAIN_PY, "-m", *PLAIN, "seed=1,2", "run_id=../../x")
-    out = said(refused)
-    assert (refused.returncode, out.startswith("error: run_id='../../x' is no valid name")) == (2, True)
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    commands = {override: [*PLAIN, override] for override in NO_NAMES}
+    commands |= {exported: [*exported.split(), *PLAIN] for exported in NO_NAMES_OF_LAUNCHERS}
+    commands["a sweep"] = ["-m", *PLAIN, "seed=1,2", "run_id=../../x"]
+    return answers(commands, tmp_path_factory.mktemp("names"))
+
+
+@pytest.mark.parametrize("override", NO_NAMES)
+def test_what_is_no_name_is_refused_before_anything_is_written(override: str, answered: dict[str, Answer]) -> None:
+    answer = answered[override]
+    assert (answer.returncode, answer.err, answer.left) == (2, f"error: {NO_NAMES[override]}\n", [])
+
+
+@pytest.mark.parametrize("start", [*NO_NAMES_OF_LAUNCHERS, "a sweep"])
+def test_neither_a_launchers_id_nor_a_sweep_is_a_way_out(start: str, answered: dict[str, Answer]) -> None:
+    answer = answered[start]
+    assert (answer.returncode, answer.err.count("\n"), answer.left) == (2, 1, [])
+    assert answer.err.startswith("error: run_id='../../x' is no valid name")

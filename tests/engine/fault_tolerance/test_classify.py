@@ -63,7 +63,6 @@ def _keeps_its_traceback(failed: Finished, told: str, is_alone: bool = False, ra
 @pytest.mark.parametrize(
     ("error", "where", "told"),
     [
-        ("value", "training_step 0", "ValueError: this is no batch of mine"),
         ("value", "validation_step", "ValueError: this is no batch of mine"),
         ("of C", "setup fit", "ValueError: invalid literal for int() with base 10: 'three'"),
         ("exit", "training_step 3", "SystemExit: 2"),
@@ -105,8 +104,13 @@ def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:
     _keeps_its_traceback(failed, "ValueError: this is no batch of mine", is_alone=True)
 
 
-@pytest.mark.parametrize("where", ["__init__", "setup fit", "configure_optimizers", "sanity_check"])
-@pytest.mark.parametrize("launcher", ["one process", "fork", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "where"),
+    [
+        *(("one process", "__init__"), ("fork", "setup fit"), ("torchrun", "configure_optimizers")),
+        *(("one process", "sanity_check"), ("torchrun", "__init__"), ("fork", "sanity_check")),
+    ],
+)
 def test_what_is_raised_on_purpose_before_the_first_step_is_told_once(launcher: str, where: str, train: Train) -> None:
     arguments, ranks = LAUNCHERS[launcher]
     arguments = (*(word for word in arguments if word != "model.rank=0"), "model.rank=null")
@@ -144,7 +148,7 @@ def test_a_bug_in_a_constructor_is_none_of_its_arguments(train: Train) -> None:
     assert "Traceback" in (failed.run_dir / "train.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", ["one process", "fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["one process", "torchrun"])
 def test_what_a_loaders_worker_raises_is_told_first_and_last(launcher: str, train: Train) -> None:
     arguments, ranks = LAUNCHERS[launcher]
     arguments = tuple(word for word in arguments if word != "model.rank=0")

@@ -19,6 +19,7 @@ from lightswitch.errors import ExitCode
 from lightswitch.fault_tolerance.launchers import Scripts
 from lightswitch.process.signals import Signals
 from lightswitch.process.state import Process
+from tests.engine.config.mistaken import answers
 from tests.engine.conftest import PLAIN, Train, context
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.processes import TRAIN_PY, Start
@@ -37,43 +38,28 @@ def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
     assert not (refused.folder / "runs").exists()
 
 
-def test_srun_must_start_as_many_processes_on_each_node(start: Start) -> None:
-    tasks = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
-    tasks |= {"SLURM_NTASKS": "5", "SLURM_NODELIST": "node[1-2]", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    process = start("python", TRAIN_PY, *RUN, "run_id=mine", **tasks, SLURM_PROCID="0")
-    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 2
-    assert out == (
-        "error: slurm started 3,2 processes on 2 nodes, and each must have as many as the others; "
-        "use --ntasks-per-node=2\n"
-    )
+SLURM = (
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_NTASKS=5 "
+    "SLURM_NODELIST=node[1-2] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_PROCID=0"
+)
+TORCHRUN = (
+    "TORCHELASTIC_RUN_ID=mine WORLD_SIZE=3 GROUP_WORLD_SIZE=2 GROUP_RANK=1 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+    "MASTER_ADDR=localhost MASTER_PORT=1"
+)
+REFUSED = {  # what launchers have exported, and the line
+    SLURM: "slurm started 3,2 processes on 2 nodes, and each must have as many as the others; use --ntasks-per-node=2",
+    TORCHRUN: "torchrun started 3 (here 1) processes on 2 nodes, and each must have as many as the others; give every "
+    "torchrun the same --nproc-per-node",
+    "MASTER_ADDR=localhost MASTER_PORT=1 WORLD_SIZE=2 RANK=1": "processes started one by one: the processes can't "
+    "agree on a run directory by themselves; give each the same run_id=NAME",
+}
 
 
-def test_torchrun_must_start_as_many_processes_on_each_node(start: Start) -> None:
-    counts = {"TORCHELASTIC_RUN_ID": "mine", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1"}
-    second = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    process = start("python", TRAIN_PY, *RUN, **counts, **second)
-    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 2
-    assert out == (
-        "error: torchrun started 3 (here 1) processes on 2 nodes, and each must have as many as the others; "
-        "give every torchrun the same --nproc-per-node\n"
-    )
-
-
-def test_ranks_that_were_given_different_values_are_told_once(start: Start, tmp_path: Path, port: str) -> None:
-    (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
-    (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [start("python", TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
-    outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
-    host = socket.gethostname()
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert outs[0].endswith(
-        f"\nerror: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
-    )
-    assert outs[1] == ""
-    assert (tmp_path / "runs/plainmodel/mine/config.yaml").read_text() == "an earlier run's"
+def test_processes_that_make_no_run_are_refused_in_a_line(tmp_path: Path) -> None:
+    commands = {told: [*exported.split(), *RUN] for exported, told in REFUSED.items()}
+    assert {told: answer.err for told, answer in answers(commands, tmp_path).items()} == {
+        told: f"error: {told}\n" for told in REFUSED.values()
+    }
 
 
 BY_HAND = (*RUN, "strategy=ddp", "trainer.num_nodes=2", "cluster=manual", "run_id=mine", "meet_timeout_seconds=1")
@@ -140,19 +126,6 @@ def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port:
     told = [line for line in outs[0].splitlines() if line.startswith(("go on ", "evaluate "))]
     assert {re.sub(" +", " ", line[:17]) for line in told} == {"evaluate python", "go on python"}
     assert seen[1]["cluster"] == "ExportedEnvironment"
-
-
-def test_processes_started_one_by_one_need_a_run_id(start: Start, tmp_path: Path) -> None:
-    process = start(
-        *("python", TRAIN_PY, *RUN, "cluster=env"),
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"},
-    )
-    out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 2
-    assert out == (
-        "error: processes started one by one: the processes can't agree on a run directory by themselves; "
-        "give each the same run_id=NAME\n"
-    )
 
 
 def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
+from tests.engine.config.mistaken import answers
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
@@ -90,23 +92,35 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
     assert "states     bf16-true: parameters 0.00124 MiB, gradients 0.00124 MiB, optimizer 0.00249 MiB: " in run.out
 
 
+REFUSED = {  # before torch is imported
+    "plan.device=h300": "device=h300: there is no such device. Did you mean h200?",
+    "trainer.devices=3": "global_batch_size 16 does not divide over 3 devices",
+    "plan.deepspeed=yes": "plan.deepspeed=yes: use true or false",
+    "plan.precisions=[32-true,float8]": "there is no precision float8. Use all, or a list of 16-mixed, ",
+    "plan.precisions=fp16": "plan.precisions: there is no precision fp16. Did you mean 16-mixed?",
+    "precision=bf16-mixed plan.device=v100": "precision=bf16-mixed: V100 32 GB has no bfloat16, ",
+    "precision=16-true plan.device=h100": "AdamW divides by its eps",
+    "plan.memory_gib=-1": "plan.memory_gib=-1: use a number greater than 0",
+}
+
+
+def test_bad_input_gets_a_line_before_torch_is_imported(tmp_path: Path) -> None:
+    found = answers({words: ["mode=plan", *MODEL, *words.split()] for words in REFUSED}, tmp_path)
+    for words, told in REFUSED.items():
+        assert told in found[words].err, words
+        assert (found[words].err.count("\n"), found[words].returncode) == (1, 2)
+        assert (found[words].imported, found[words].left) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
-        (("plan.device=h300",), "device=h300: there is no such device. Did you mean h200?"),
-        ((*MODEL, "trainer.devices=3"), "global_batch_size 16 does not divide over 3 devices"),
-        ((*MODEL, "plan.deepspeed=yes"), "plan.deepspeed=yes: use true or false"),
-        (("plan.precisions=[32-true,float8]",), "there is no precision float8. Use all, or a list of 16-mixed, "),
-        (("plan.precisions=fp16",), "plan.precisions: there is no precision fp16. Did you mean 16-mixed?"),
-        ((*MODEL, "precision=bf16-mixed", "plan.device=v100"), "precision=bf16-mixed: V100 32 GB has no bfloat16, "),
-        ((*MODEL, "precision=16-true", "plan.device=h100"), "AdamW divides by its eps"),
         ((*MODEL, "plan.precisions=[16-mixed]", "strategy=ddp"), "precision=16-mixed is for GPUs"),
-        ((*MODEL, "plan.memory_gib=-1"), "plan.memory_gib=-1: use a number greater than 0"),
         ((*MODEL, "strategy=fsdp", "model.heads=3"), "a step of the model fails: "),
     ],
-)  # fmt: skip
-def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: str) -> None:
+)
+def test_what_a_step_shows_is_a_line(train: Train, words: tuple[str, ...], told: str) -> None:
     run = train("mode=plan", *words, check=False)
     assert run.returncode == 2
     assert len(run.err.strip().splitlines()) == 1

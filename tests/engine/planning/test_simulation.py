@@ -42,8 +42,10 @@ def test_any_micro_batch_follows_from_two(strategy: Callable[[], Strategy], worl
     assert found.peak_bytes(11) == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("strategy", "world"), [(Single, World(1, 1)), (DDP, World(1, 2)), (FSDP, World(2, 8))])
+@pytest.mark.parametrize(
+    ("strategy", "world", "accumulation"),
+    [(Single, World(1, 1), 2), (DDP, World(1, 2), 1), (DDP, World(1, 2), 2), (FSDP, World(2, 8), 1)],
+)
 def test_a_first_step_tells_how_memory_grows_as_a_third_does(
     strategy: Callable[[], Strategy], world: World, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
@@ -61,39 +62,42 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("request_", REFUSED)
-def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, train: Train) -> None:
-    on_cpu = () if "accelerator" in request_ else ("trainer.accelerator=cpu",)
-    refused = train(*PLAIN, *on_cpu, *request_.split(), check=False)
-    assert refused.err == f"error: {REFUSED[request_]}\n"
-    assert (refused.returncode, refused.out) == (2, "")
-    assert list(refused.folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "eps"), [("optimizer=adamw", "default eps"), ("optimizer=adam optimizer.eps=1e-5", "eps=1e-05")]
+SEVERAL = (
+    *("strategy=ddp_spawn", "trainer.num_nodes=2", "global_batch_size=63", "mode=test", "ckpt_path=nowhere.ckpt"),
+    *("~callbacks.best_checkpoint", "~callbacks.last_checkpoint", "trainer.accelerator=gqu"),
 )
-def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, eps: str, train: Train) -> None:
-    refused = train(*LANGUAGE_MODEL, TEXT, "precision=16-true", *optimizer.split(), check=False)
-    assert f"and the {eps} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4" in refused.err
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+EPS = {"optimizer=adamw": "default eps", "optimizer=adam optimizer.eps=1e-5": "eps=1e-05"}
+NO_GPU = "trainer.accelerator=gpu"
 
 
-def test_all_problems_are_told_at_once(train: Train) -> None:
-    refused = train(
-        *PLAIN,
-        "strategy=ddp_spawn",
-        "trainer.num_nodes=2",
-        "global_batch_size=63",
-        "mode=test",
-        "ckpt_path=nowhere.ckpt",
-        "~callbacks.best_checkpoint",
-        "~callbacks.last_checkpoint",
-        "trainer.accelerator=gqu",
-        check=False,
-    )
-    assert refused.returncode == 2
-    assert refused.err.splitlines() == [
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    on_cpu = "trainer.accelerator=cpu"
+    commands = {
+        request: [*PLAIN, *([] if "accelerator" in request else [on_cpu]), *request.split()] for request in REFUSED
+    }
+    commands |= {eps: [*LANGUAGE_MODEL, TEXT, "precision=16-true", *eps.split()] for eps in EPS}
+    commands |= {"several": [*PLAIN, *SEVERAL], NO_GPU: [*PLAIN, NO_GPU]}
+    return answers(commands, tmp_path_factory.mktemp("refused"))
+
+
+@pytest.mark.parametrize("request_", REFUSED)
+def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, answered: dict[str, Answer]) -> None:
+    answer = answered[request_]
+    assert answer.err == f"error: {REFUSED[request_]}\n"
+    assert (answer.returncode, answer.out, answer.left) == (2, "", [])
+
+
+@pytest.mark.parametrize("optimizer", EPS)
+def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, answered: dict[str, Answer]) -> None:
+    told = f"and the {EPS[optimizer]} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4"
+    assert told in answered[optimizer].err
+    assert (answered[optimizer].returncode, len(answered[optimizer].err.splitlines())) == (2, 1)
+
+
+def test_all_problems_are_told_at_once(answered: dict[str, Answer]) -> None:
+    assert answered["several"].returncode == 2
+    assert answered["several"].err.splitlines() == [
         "error: global_batch_size 63 does not divide over 2 devices: 63 / 2 = 31.5; use global_batch_size=62 or 64",
         f"error: {REFUSED['strategy=ddp_spawn trainer.num_nodes=2']}",
         f"error: {NO_CHECKPOINT}",
@@ -102,10 +106,9 @@ def test_all_problems_are_told_at_once(train: Train) -> None:
     ]
 
 
-def test_a_gpu_that_is_not_there_is_refused(train: Train) -> None:
-    refused = train(*PLAIN, "trainer.accelerator=gpu", check=False)
-    assert refused.err == "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
-    assert refused.returncode == 2
+def test_a_gpu_that_is_not_there_is_refused(answered: dict[str, Answer]) -> None:
+    told = "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
+    assert (answered[NO_GPU].returncode, answered[NO_GPU].err) == (2, told)
 
 
 @pytest.mark.gpu
@@ -205,13 +208,3 @@ def test_a_bug_in_a_constructor_keeps_its_traceback(train: Train, constructors: 
     assert "Traceback (most recent call last)" in failed.err
     assert '{}["missing"]' in failed.err
     assert "KeyError: 'missing'" in failed.err
-
-
-def test_a_refused_start_leaves_an_earlier_run_alone(train: Train) -> None:
-    run = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
-    first = train(*run)
-    kept = {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()}
-    assert {"config.yaml", "hydra.yaml", "overrides.yaml"} == {path.name for path in first.run_dir.glob(".hydra/*")}
-    refused = train(*run, "resume=nowhere.ckpt", folder=first.folder, check=False)
-    assert refused.returncode == 2
-    assert {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()} == kept

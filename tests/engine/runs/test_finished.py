@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from omegaconf import OmegaConf
+
+from lightswitch.runs import finished
 from tests.engine.conftest import PLAIN, Train
 
 RUN = (
@@ -22,23 +28,31 @@ UNFIT = [
 ]
 
 
+CFG = OmegaConf.create(
+    {"mode": "fit", "resume": "auto", "trainer": {"max_steps": 2, "max_epochs": None, "max_time": None}}
+)
+
+
 @pytest.mark.parametrize("content", [b"", b'{"step": 2, "lim', b"\xff\xfe\x00", b"[]", *UNFIT])
-def test_a_harmed_note_of_the_end_is_passed_over(content: bytes, train: Train) -> None:
-    first = train(*RUN)
-    first_test = first.column("test/loss")
-    (first.run_dir / "ended.json").write_bytes(content)
-    again = train(*RUN, folder=first.folder)
-    assert "runs/plainmodel/mine/ended.json can't be read; the run looks at its checkpoints instead\n" in again.out
-    assert "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2\n" in again.out
-    assert (again.err, again.column("test/loss")) == ("", first_test)
-    assert "finished   fit and test have ended at step 2;" in train(*RUN, folder=first.folder).out
+def test_a_harmed_note_of_the_end_is_passed_over(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run: Any = SimpleNamespace(run_dir=tmp_path, is_first=True)
+    finished.keep(CFG, tmp_path, 2, None)
+    assert finished.before(CFG, run)
+    (tmp_path / "ended.json").write_bytes(content)
+    assert not finished.before(CFG, run)
+    assert caplog.text.count("ended.json can't be read; the run looks at its checkpoints instead\n") == 1
 
 
 def test_a_directory_in_its_place_is_passed_over_and_kept(train: Train) -> None:
     first = train(*RUN)
+    first_test = first.column("test/loss")
     (first.run_dir / "ended.json").unlink()
     (first.run_dir / "ended.json").mkdir()
     again = train(*RUN, folder=first.folder)
+    assert "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2\n" in again.out
+    assert again.column("test/loss") == first_test
     assert again.out.count("can't be read; the run looks at its checkpoints instead\n") == 1
     assert (again.err, (first.run_dir / "ended_1.json").is_dir()) == ("", True)
     assert "finished   fit and test have ended at step 2;" in train(*RUN, folder=first.folder).out
