@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, "strategy=single")
 
 
-def test_jobs_that_slurm_preempts_are_not_counted_as_failed(
+def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
     slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished, python: Path
 ) -> None:
     contained = checkout / "contained"  # in a container, where there is no scontrol: the job script hands the job back
@@ -51,6 +51,9 @@ def test_jobs_that_slurm_preempts_are_not_counted_as_failed(
     }
     for folder, job in jobs.items():
         wait_until_training(folder, job)
+    cancelled = submit(slurm_cluster, *run, cwd=checkout, nodes=1, ntasks=1, nodelist="node3")
+    wait_until_training(checkout, cancelled)
+    slurm_cluster.run("scancel", cancelled.id)
     urgent = ("sbatch", "--partition=urgent", "--exclusive", "--nodelist=node1,node2", "--nodes=2", "--wrap=true")
     assert slurm_cluster.run(*urgent, cwd=checkout).returncode == 0
     for folder, job in jobs.items():
@@ -59,6 +62,7 @@ def test_jobs_that_slurm_preempts_are_not_counted_as_failed(
         assert "failed with exit code" not in job.output()
         assert ("requeued   job" in job.output()) == (folder == checkout)
         is_whole(folder, job, uninterrupted)
+    assert (cancelled.details()["JobState"], cancelled.details()["Restarts"]) == ("CANCELLED", "0")
 
 
 def test_a_job_that_fails_is_started_again_and_goes_on(

@@ -26,7 +26,8 @@ OPTIONS = {
 SITE = """
 unset OMP_NUM_THREADS
 srun() {
-  echo "srun $*" | sed "s#[^ ]*/python #python #; s/:2[0-9]\\{4\\}/:PORT/; s/--rdzv-id=[0-9]*/--rdzv-id=JOB/"
+  echo "srun $*" |
+    sed "s#[^ ]*/python #python #; s/node[0-9]:2[0-9]\\{4\\}/FIRST:PORT/; s/--rdzv-id=[0-9]*/--rdzv-id=JOB/"
   echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"
 }
 """

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -109,6 +110,19 @@ def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Pat
 def test_a_harmed_record_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_bytes(content)
     assert record.read(tmp_path) is None
+
+
+def test_a_task_that_failed_is_not_overwritten_by_another_of_the_same_start(tmp_path: Path) -> None:
+    failed = record.Record(0, [], "runs/x/0", record.FAILED, start="first")
+    states = []
+    for written in (
+        failed,
+        replace(failed, state=record.FINISHED),
+        replace(failed, state=record.RUNNING, start="next"),
+    ):
+        record.write(written, tmp_path)
+        states.append(record.read(tmp_path).state)
+    assert states == [record.FAILED, record.FAILED, record.RUNNING]
 
 
 def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

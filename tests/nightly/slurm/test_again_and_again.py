@@ -81,15 +81,6 @@ def test_a_job_that_fails_each_time_is_given_up(slurm_cluster: Cluster, checkout
     assert job.details()["Restarts"] == "3"
 
 
-def test_a_job_that_its_user_cancels_is_not_started_again(slurm_cluster: Cluster, checkout: Path) -> None:
-    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1)
-    wait_until_training(checkout, job)
-    slurm_cluster.run("scancel", job.id)
-    assert job.wait() == "CANCELLED"
-    time.sleep(8)  # a requeued job would be pending, or running by now
-    assert (job.details()["JobState"], job.details()["Restarts"]) == ("CANCELLED", "0")
-
-
 def _wait_until_running(job: Job) -> None:
     deadline = time.monotonic() + 120
     while (state := job.details()["JobState"]) not in ("RUNNING", "COMPLETED"):
