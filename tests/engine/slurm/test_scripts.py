@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.engine.slurm.jobs import submit
 pytestmark = pytest.mark.slurm
 
 GOLDEN = Path(__file__).parent / "golden"
+SCRIPTS = ("multinode", "torchrun")
 OPTIONS = {
     "defaults": {},
     "four_nodes_of_one_gpu": {"nodes": 4, "gpus_per_node": 1},
@@ -34,16 +37,20 @@ srun() {
 
 
 def test_what_sbatch_is_asked_for_reaches_srun(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
-    (tmp_path / "slurm/site.sh").write_text(SITE)
-    (tmp_path / "train.py").touch()
+    """Each option by one script; by the other at night."""
+    reaches_srun(SCRIPTS, slurm_cluster, tmp_path)
+
+
+def reaches_srun(scripts: Sequence[str], cluster: Cluster, folder: Path) -> None:
+    """With the options in turn, all submitted at once."""
+    (folder / "slurm").mkdir()
+    (folder / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
+    (folder / "slurm/site.sh").write_text(SITE)
+    (folder / "train.py").touch()
+    words = ("strategy=fsdp", "model.x='a b'")
     jobs = {
-        GOLDEN / f"{script}_{name}.txt": submit(
-            slurm_cluster, CHECKOUT / f"slurm/{script}.sh", "strategy=fsdp", "model.x='a b'", cwd=tmp_path, **options
-        )
-        for script in ("multinode", "torchrun")
-        for name, options in OPTIONS.items()
+        GOLDEN / f"{script}_{name}.txt": submit(cluster, CHECKOUT / f"slurm/{script}.sh", *words, cwd=folder, **options)
+        for script, (name, options) in zip(cycle(scripts), OPTIONS.items(), strict=False)
     }
     for golden, job in jobs.items():
         assert job.wait() == "COMPLETED", job.output()
