@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 CONF = Path(__file__).parents[1] / "conf"
-MODULES = ["lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard"]
+MODULES = ["pytest", "lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard"]
 MODULES += [f"lightswitch.launch.{name}" for name in ("auto", "build", "dry_run", "ending", "entry")]
 MODULES += ["lightswitch.preflight.check"]
 MODULES += ["sklearn.datasets", "transformers", "peft"]  # seconds
