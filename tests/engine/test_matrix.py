@@ -1,41 +1,61 @@
-"""Promise 1: what docs/strategies.md says of every strategy at every precision still holds on CPUs."""
+"""Promise 1: what docs/strategies.md says of every strategy at every precision still holds on CPUs, by any launcher.
+
+Requests are checked here in one process; what trains is trained in tours/test_pairs.py.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import Train
-from tests.engine.tables.matrix import CELLS, PRECISIONS, STRATEGIES, cell, devices
+from lightswitch.cluster.placement import Placement
+from tests.engine.requests import composed, composing, problems
+from tests.engine.tables.matrix import CELLS, EXTRA, PRECISIONS, RUN, STRATEGIES
 
 TABLE = json.loads(CELLS.read_text())["cpu"]
-REFUSED = [(s, p) for s, row in TABLE.items() for p, found in row.items() if found != "trains"]
-# each strategy once, and the precisions in turn
-TRAINED = [
-    (strategy, trains[index % len(trains)])
-    for index, strategy in enumerate(TABLE)
-    if (trains := [precision for precision, found in TABLE[strategy].items() if found == "trains"])
-]
+PLACES = {  # the launcher's processes, and those asked for where there is none
+    "one": (Placement("local"), 1),
+    "two": (Placement("local"), 2),
+    "torchrun": (Placement("torchrun", 1, 4), 4),
+    "srun": (Placement("slurm", 2, 4), 4),
+    "env": (Placement("env", 2, 2), 2),
+}
 
 
 def test_the_table_is_of_all_strategies_and_precisions() -> None:
     assert list(TABLE) == STRATEGIES
-    assert {strategy for strategy, _ in TRAINED} == {*STRATEGIES}
     assert all(tuple(row) == PRECISIONS for row in TABLE.values())
 
 
 def test_nothing_fails_or_diverges() -> None:
     """A cell trains, or is refused by preflight; anything else would begin so."""
     odd = ("fails: ", "its loss is not finite")
-    assert [(s, p, TABLE[s][p]) for s, p in REFUSED if TABLE[s][p].startswith(odd)] == []
+    assert [found for row in TABLE.values() for found in row.values() if found.startswith(odd)] == []
 
 
-@pytest.mark.parametrize(("strategy", "precision"), REFUSED)
-def test_a_refusal_is_the_same_line_before_anything_starts(strategy: str, precision: str, train: Train) -> None:
-    assert cell(train, "cpu", strategy, precision, devices(strategy)) == TABLE[strategy][precision]
+def _refused_by_place(strategy: str, nodes: int, devices: int) -> set[str]:
+    """At any precision."""
+    if strategy == "single" and nodes * devices > 1:
+        return {f"strategy=single is one device, and {nodes} × {devices} are asked for; use strategy=ddp"}
+    if strategy in ("ddp_fork", "ddp_spawn") and nodes > 1:
+        return {f"strategy {strategy} starts processes on one node, and trainer.num_nodes={nodes}; use strategy=ddp"}
+    if strategy == "fsdp_hybrid" and devices < 2:
+        return {"trainer.strategy.shard_size=2 does not divide 1 devices; use one of 1"}
+    if strategy == "fsdp_tp" and devices < 2:
+        told = "does not divide 1 × 1 devices; use trainer.devices=2 or a multiple of it"
+        return {f"trainer.strategy.tensor_parallel_size=2 {told}"}
+    return set()
 
 
-@pytest.mark.parametrize(("strategy", "precision"), TRAINED)
-def test_what_trains_still_does(strategy: str, precision: str, train: Train) -> None:
-    assert cell(train, "cpu", strategy, precision, devices(strategy)) == "trains"
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(strategy: str, tmp_path: Path) -> None:
+    with composing():
+        asked = (f"strategy={strategy}", "trainer.accelerator=cpu", *EXTRA.get(strategy, ()))
+        request = composed(*RUN, *asked, into=tmp_path)
+        for precision, found in TABLE[strategy].items():
+            for name, (place, devices) in PLACES.items():
+                request.cfg.trainer.update(precision=precision, devices=devices)
+                expected = _refused_by_place(strategy, place.nodes, devices) | {found} - {"trains"}
+                assert problems(request, place) == expected, f"{precision}, {name}"

@@ -13,13 +13,16 @@ import lightning.pytorch as pl
 
 
 class Kill(pl.Callback):
-    """SIGKILL within a few steps: between steps, in one, in a validation, while a checkpoint is written."""
+    """SIGKILL within a few steps: between steps, in one, in a validation, while a checkpoint is written.
 
-    def __init__(self, attempt: int) -> None:
-        self.moment = random.Random(attempt)
+    Five steps are two saves of a run that saves every second one, and the second waits until the first is written.
+    """
+
+    def __init__(self, seed: int | str) -> None:
+        self.moment = random.Random(seed)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.step = trainer.global_step + self.moment.randrange(1, 10)
+        self.step = trainer.global_step + self.moment.randrange(5, 13)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         time.sleep(0.01)  # or a run would be over before a checkpoint is written

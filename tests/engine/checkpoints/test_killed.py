@@ -40,7 +40,7 @@ def test_a_run_killed_over_and_over_is_the_uninterrupted_one_to_the_bit(way: str
     for attempt in range(KILLS):
         kill = (
             "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill",
-            f"callbacks.kill.attempt={len(way) + attempt}",
+            f"callbacks.kill.seed={len(way) + attempt}",
         )
         killed = train(*RUN, *switches, *kill, ranks=ranks, folder=folder, check=False)
         assert killed.returncode == -9, killed.err

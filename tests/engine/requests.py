@@ -1,0 +1,62 @@
+"""What preflight says of a request, in this process: composed as train.py does, and checked without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightswitch.cluster.placement import Placement
+from lightswitch.config.overrides import normalised
+from lightswitch.context import RunContext
+from lightswitch.errors import RefusedRequest
+from lightswitch.launch import resolvers
+from lightswitch.preflight.check import check
+from lightswitch.process.signals import Signals
+from lightswitch.process.state import Process
+from tests.runs import CHECKOUT
+
+ALONE = Placement("local")
+
+
+@dataclass(frozen=True)
+class Request:
+    cfg: DictConfig
+    hydra: HydraConf
+
+
+@contextmanager
+def composing() -> Iterator[None]:
+    """Let `composed` read conf/."""
+    with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
+        try:
+            yield
+        finally:
+            HydraConfig.instance().cfg = None
+
+
+def composed(*words: str, into: Path) -> Request:
+    """Return the request that train.py would get of these words, of a run whose directory would be `into`."""
+    resolvers.register(ALONE)
+    fixed = ("run_id=composed", f"hydra.runtime.output_dir={into}")
+    cfg = compose("config", [*normalised([*words]), *fixed], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_struct(cfg, False)
+    return Request(cfg, cfg.pop("hydra"))
+
+
+def problems(request: Request, placement: Placement = ALONE) -> set[str]:
+    """Return the lines with which the last composed request is refused; none where it would run."""
+    resolvers.register(placement)
+    process = Process()
+    try:
+        check(request.cfg, RunContext.of(request.cfg, request.hydra, placement, process, Signals(process)))
+    except RefusedRequest as refused:
+        return set(refused.problems)
+    return set()

@@ -1,0 +1,65 @@
+"""Promises 2 and 3 for each way to train, from start to export: it has the curve of one process, which is killed at a
+random moment, goes on under another way, and is evaluated and exported there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightswitch.export.__main__ import main as export
+from tests.engine.conftest import Finished, Train, runs_in
+from tests.engine.curves import largest_difference, predictions
+from tests.engine.tiny import LANGUAGE
+from tests.engine.tours.ring import RING, SEED, next_way
+from tests.engine.ways import WAYS
+
+STEPS = 16
+RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
+RUN += ("trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
+KILL = "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill"
+
+
+@dataclass(frozen=True)
+class Tour:
+    """What a run that has ended gave, and what is read from its best checkpoint under the same way."""
+
+    run: Finished
+    validated: Finished
+    predicted: torch.Tensor
+    exported: dict[str, torch.Tensor]
+
+
+def _ended(train: Train, way: str, folder: Path | None) -> Tour:
+    run = train(*RUN, *RING[way].switches, ranks=RING[way].ranks, folder=folder)
+    switches, ranks = (RING[way] if RING[way].ranks else WAYS["ddp × 2"]).switches, RING[way].ranks or 2
+    reads = (*LANGUAGE, *switches, "trainer.accelerator=cpu", f"ckpt_path={run.run_dir}/checkpoints/best.ckpt")
+    validated = train(*reads, "mode=validate", ranks=ranks)
+    predicted = predictions(train(*reads, "mode=predict", ranks=ranks))
+    file = run.folder / "model.safetensors"
+    export([str(run.run_dir), "-o", str(file)])
+    return Tour(run, validated, predicted, load_file(file))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Tour:
+    return _ended(runs_in(tmp_path_factory.mktemp("alone")), "single", None)
+
+
+@pytest.mark.parametrize("way", RING)
+def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(way: str, alone: Tour, train: Train) -> None:
+    print(f"from {way} to {next_way(way)}: TOUR_SEED={SEED}")
+    kill = (KILL, f"callbacks.kill.seed='{SEED} {way}'")
+    killed = train(*RUN, *RING[way].switches, *kill, ranks=RING[way].ranks, check=False)
+    assert killed.returncode != 0
+    tour = _ended(train, next_way(way), killed.folder)
+    assert "\nresumes    runs/languagemodel/mine/checkpoints/" in tour.run.out
+    assert list(tour.run.column("train/loss")) == list(range(STEPS))
+    for metric in ("train/loss", "val/loss", "test/loss", "samples"):
+        assert largest_difference(tour.run, alone.run, metric) <= 1e-5, metric
+    assert largest_difference(tour.validated, alone.validated, "val/loss") <= 1e-5
+    torch.testing.assert_close(tour.predicted, alone.predicted, rtol=0, atol=1e-3)
+    torch.testing.assert_close(tour.exported, alone.exported, rtol=0, atol=1e-4)
