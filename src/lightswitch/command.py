@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 from typing import NoReturn
 
-from lightswitch.errors import ExitCode
+from lightswitch.errors import ExitCode, printable
 
 
 class Command(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ class Command(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with the message, and without argparse's lines of usage."""
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {printable(message)}", file=sys.stderr)
         raise SystemExit(ExitCode.REFUSED)
 
 

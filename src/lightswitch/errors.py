@@ -10,7 +10,8 @@
     │   ├── ToldElsewhere          another process of the run prints it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
-    │   └── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
+    │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
+    │   └── IrregularFile          a pipe, a device or a link where a file was expected (also an OSError)
     ├── BatchError                 a global batch that does not divide (a ValueError)
     ├── NeedsValues                a step asks for values where a plan has none (a RuntimeError)
     ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -125,6 +127,10 @@ class UnwrittenCheckpoint(Refused, OSError):
     """A checkpoint that could not be written. The one before it is unchanged."""
 
 
+class IrregularFile(Refused, OSError):
+    """A pipe, a device, a directory or a link in the place of a file that is to be read or written."""
+
+
 class BatchError(ValueError):
     """A global batch that does not divide over devices, accumulation and micro batches; the text has the equation."""
 
@@ -212,3 +218,8 @@ def shown(path: Path) -> str:
     """Return a path as it can be pasted: relative where it lies below the working directory."""
     here = os.getcwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal acts on: control characters, and those that turn the order of letters."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)

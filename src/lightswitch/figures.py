@@ -14,6 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightswitch import regular_files
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -69,8 +71,8 @@ class Picture:
     def save(self, path: Path) -> tuple[Path, Path]:
         """Write `<path>` and, beside it, `<stem>_dark.svg`; return both."""
         dark = path.with_name(f"{path.stem}_dark{path.suffix}")
-        path.write_text(self._told(self.light), encoding="utf-8")
-        dark.write_text(self._told(self.dark), encoding="utf-8")
+        regular_files.write_text(path, self._told(self.light))
+        regular_files.write_text(dark, self._told(self.dark))
         return path, dark
 
     def _told(self, svg: str) -> str:

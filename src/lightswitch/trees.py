@@ -1,4 +1,4 @@
-"""Directories that this project makes, and is therefore allowed to remove; files that are written whole or not."""
+"""Directories that this project makes, and is therefore allowed to remove with all that is in them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,6 @@ def remove_tree(path: Path) -> None:
         elif child.name != MARK:
             child.unlink()
     shutil.rmtree(path)  # the mark last: a removal that was killed can be done again
-
-
-def put_text(path: Path, text: str) -> None:
-    """Write a small file beside ``path`` and rename it into place: a killed process leaves the old one or the new."""
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def _why_not(path: Path) -> str | None:

@@ -35,7 +35,7 @@ PACKAGES = (
     ),
     *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
     *("command", "figures", "hooked_strategy", "gathering", "mixins"),  # files beside the packages
-    *("patches", "trees", "versions", "errors"),
+    *("patches", "trees", "versions", "regular_files", "errors"),
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
@@ -71,6 +71,7 @@ WITHOUT_TORCH = (
     "lightswitch.deepspeed.ops",
     "lightswitch.preflight.strategies",
     "lightswitch.figures",
+    "lightswitch.regular_files",
     "lightswitch.compare.__main__",
     "lightswitch.fork.__main__",
 )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightswitch import figures
+from lightswitch import figures, regular_files
 from lightswitch.compare import page, pictures, run, tables, text
 from lightswitch.compare.comparison import Comparison
 from lightswitch.errors import Refused, shown
@@ -38,9 +38,9 @@ def write(paths: list[Path], file: Path | None = None) -> Iterator[str]:
         "A step, in ms": None if lacking else pictures.steps(comparison),
     }
     pictured = {above: picture for above, picture in drawn.items() if picture is not None}
-    file.write_text(page.page(title, told, summary, pictured), encoding="utf-8")
+    regular_files.write_text(file, page.page(title, told, summary, pictured))
     beside = file.with_suffix(".md")
-    beside.write_text(text.markdown(title, told, summary), encoding="utf-8")
+    regular_files.write_text(beside, text.markdown(title, told, summary))
     yield f"page       {shown(file.resolve())}"
     yield f"markdown   {shown(beside.resolve())}"
 

@@ -11,6 +11,7 @@ from lightswitch import figures
 from lightswitch.compare.comparison import Comparison
 from lightswitch.compare.run import Curve, Run
 from lightswitch.compare.tables import milliseconds
+from lightswitch.errors import printable
 from lightswitch.figures import Picture, Theme
 from lightswitch.monitoring.step_times import PHASES, StepTimes
 
@@ -53,9 +54,13 @@ def _color(theme: Theme, index: int) -> str:
 
 
 def _label(run: Run) -> str:
-    """Return a run's label, cut to the room there is, and with its dollars as they are: matplotlib reads formulas."""
-    text = run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}…"
-    return text.replace("$", r"\$")
+    """Return a run's label, cut to the room there is."""
+    return _plain(run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}…")
+
+
+def _plain(text: str) -> str:
+    """Return a text as one line with its dollars as they are: matplotlib reads formulas."""
+    return " ".join(printable(text).split()).replace("$", r"\$")
 
 
 def _legend_columns(runs: Sequence[Run]) -> int:
@@ -70,7 +75,7 @@ def _draw_curves(
     for column, metric in enumerate(metrics):
         of_runs = comparison.with_metric(metric)
         above, below = axes[0][column], axes[1][column]
-        above.set_title(metric)
+        above.set_title(_plain(metric))
         for run in of_runs:
             _draw_curve(above, theme, run, metric, drawn.index(run), len(drawn) - 1)
         _draw_distances(below, theme, drawn, metric, of_runs)

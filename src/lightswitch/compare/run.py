@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightswitch import regular_files
 from lightswitch.compare import planned
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, shown
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.runs import finished, saved
@@ -22,6 +24,8 @@ from lightswitch.sweeps.record import FAILED, FINISHED, RUNNING, Record
 
 Curve = dict[int, float]  # by step, counted from 0
 
+_MOST_BYTES = 1 << 30  # of a table of metrics
+_LARGEST = 1e100
 _CALL = re.compile(r"\$\{\w+:")  # of a resolver, whose value may differ from run to run
 
 
@@ -57,7 +61,8 @@ class Run:
         if self.times is not None:
             return self.times.world_size
         counts = [self.config.get(f"trainer.{key}", "") for key in ("devices", "num_nodes")]
-        return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
+        is_known = all(re.fullmatch(r"\d{1,6}", count, re.ASCII) for count in counts)
+        return int(counts[0]) * int(counts[1]) if is_known else None
 
     @property
     def steps(self) -> int | None:
@@ -125,15 +130,22 @@ def _ending(run_dir: Path, job: Record | None) -> tuple[str, str | None]:
         return FINISHED, None
     reports = sorted(run_dir.glob("crash/*/failure.txt"))
     if reports:
-        lines = reports[-1].read_text(errors="replace").splitlines()
-        return FAILED, lines[0] if lines else "it was killed"
+        return FAILED, _first_line(reports[-1]) or "it was killed"
     return ("not finished" if job is None or job.state == RUNNING else job.state), None
+
+
+def _first_line(report: Path) -> str:
+    try:
+        return regular_files.read_text(report, "replace").partition("\n")[0]
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def _chosen(written: Any, resolved: dict[str, Any]) -> dict[str, str]:
     """Return the resolved values of what is written as a value, or as a resolver's call; other interpolations follow
     from these."""
-    own = str((resolved.get("trainer") or {}).get("default_root_dir", ""))
+    trainer = resolved.get("trainer")
+    own = str(trainer.get("default_root_dir", "")) if isinstance(trainer, dict) else ""
     values = dict(_leaves(resolved))
     texts = dict(_leaves(written)) if isinstance(written, dict) else values
     kept = (key for key, text in texts.items() if "${" not in text or _CALL.search(text))
@@ -160,14 +172,21 @@ def _text(value: Any) -> str:
 
 
 def _curves(path: Path) -> dict[str, Curve]:
-    """Read metrics.csv; a line that is still being written is left out."""
+    """Read metrics.csv; a line that is still being written is left out.
+
+    Raises:
+        Refused: it is no table of numbers, or too large.
+    """
     found: dict[str, Curve] = defaultdict(dict)
     try:
-        text = path.read_text(errors="replace")
-    except OSError:
+        text = regular_files.read_text(path, "replace", _MOST_BYTES)
+        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+    except FileNotFoundError:
         return {}
-    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
-        if not (row.get("step") or "").isdecimal():
+    except (OSError, ValueError, csv.Error) as error:
+        raise Refused(f"{shown(path)} can't be read as the metrics of a run: {error}") from error
+    for row in rows:
+        if not re.fullmatch(r"\d{1,15}", row.get("step") or "", re.ASCII):
             continue
         for name, value in row.items():
             if name and value and (number := _number(value)) is not None:
@@ -176,10 +195,13 @@ def _curves(path: Path) -> dict[str, Curve]:
 
 
 def _number(text: Any) -> float | None:
+    """Return a number; one that no run computes in 32 bits, and that arithmetic would take beyond its range, as
+    infinite."""
     try:
-        return float(text)
+        number = float(text)
     except (TypeError, ValueError):
         return None
+    return math.copysign(math.inf, number) if abs(number) > _LARGEST else number
 
 
 def _labels(run_dirs: Sequence[Path], jobs: Sequence[Record | None]) -> list[str]:

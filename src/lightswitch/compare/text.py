@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightswitch.compare.tables import Table
-from lightswitch.monitoring.summary import aligned
+from lightswitch.errors import printable
+from lightswitch.monitoring.summary import aligned, escaped
 
 
 def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
     """Return tables in aligned columns, and the summary below them."""
-    return "\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n"
+    return printable("\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n")
 
 
 def _aligned(table: Table) -> str:
@@ -21,13 +22,13 @@ def _aligned(table: Table) -> str:
 
 def markdown(title: str, tables: Sequence[Table], summary: Sequence[str]) -> str:
     """Return the same as a Markdown document."""
-    parts = [f"# {title}", *summary]
+    parts = [f"# {escaped(title)}", *map(escaped, summary)]
     for table in tables:
-        parts += [f"## {table.title}", *(["\n".join(_rows(table))] if table.rows else []), *table.notes]
+        parts += [f"## {table.title}", *(["\n".join(_rows(table))] if table.rows else []), *map(escaped, table.notes)]
     return "\n\n".join(parts) + "\n"
 
 
 def _rows(table: Table) -> list[str]:
     rules = ("---:" if side == "r" else "---" for side in table.alignment)
     cells = [table.columns, tuple(rules), *table.rows]
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+    return [f"| {' | '.join(map(escaped, row))} |" for row in cells]

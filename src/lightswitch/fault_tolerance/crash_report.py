@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightswitch import versions
+from lightswitch import regular_files, versions
 from lightswitch.cluster import variables
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure
@@ -83,8 +83,10 @@ class CrashReport:
         run_log.begin()
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text.rstrip(), (), None)
         for path in self.logs:
-            with contextlib.suppress(OSError), path.open("a") as file:
-                file.write(_FORMAT.format(record) + "\n")
+            with contextlib.suppress(OSError):
+                descriptor = regular_files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                with open(descriptor, "a") as file:
+                    file.write(_FORMAT.format(record) + "\n")
 
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
         """Write a rank's file: its location in training, its own error, stacks and environment; and NCCL's trace."""
@@ -99,7 +101,8 @@ class CrashReport:
         for folder in (self.folder.parent, self.folder):
             folder.mkdir(exist_ok=True)
             folder.chmod(0o700)
-        with open(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o600), "wb") as file:
+        descriptor = regular_files.open_own(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o600)
+        with open(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)  # whatever the umask
             file.write(content)
 

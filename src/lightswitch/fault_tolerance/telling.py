@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, printable
 from lightswitch.process import signals
 from lightswitch.trees import make_tree, remove_tree
 
@@ -25,7 +25,7 @@ def print_once(lines: str) -> bool:
     The first process makes a folder in the working directory, and waits until the others have seen it: once a process
     ends, its launcher kills the rest, and their exit codes are lost.
     """
-    processes = _started_together(os.environ)
+    lines, processes = printable(lines), _started_together(os.environ)
     if processes is None:
         print(lines, file=sys.stderr, flush=True)
         return True

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest, shown
@@ -46,7 +47,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     log.info("\n%s\n", page(found))
     results.write(run.run_dir, _metrics(found.first.estimate))
     path = run.run_dir / FILE
-    path.write_text(json.dumps(as_data(found), indent=1, default=str))
+    regular_files.write_text(path, json.dumps(as_data(found), indent=1, default=str))
     log.info("dry run    %s", shown(path))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from lightswitch import figures
+from lightswitch import figures, regular_files
 from lightswitch.config import groups
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
@@ -69,7 +69,7 @@ def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused:
     log.info("start      %s", commands.planned(run.placement, words_of(estimates[0])))
     path = run.run_dir / "plan.json"
     data = report.as_data(estimates, request.device, {" ".join(words): why for words, why in refused.items()})
-    path.write_text(json.dumps(data, indent=1))
+    regular_files.write_text(path, json.dumps(data, indent=1))
     log.info("plan       %s", shown(path))
     if (missing := figures.missing()) is not None:
         log.info("%s", missing)

@@ -17,6 +17,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightswitch import regular_files
+
 log = logging.getLogger(__name__)
 
 FIRST_COLUMNS = ("step", "samples", "epoch")
@@ -150,7 +152,7 @@ class Table:
         # A merged row is nearly always longer than the one it replaces: then a single call writes it, and a
         # process killed around that leaves the old line or the new one.
         line = _csv(self._columns, [self._last]).encode()
-        file = os.open(self._path, os.O_WRONLY)
+        file = regular_files.open_own(self._path, os.O_WRONLY)
         try:
             if self._last_start + len(line) < self._size:
                 os.ftruncate(file, self._last_start)
@@ -164,7 +166,7 @@ class Table:
         header = dict(zip(self._columns, self._columns, strict=True))
         temporary = self._path.with_name(self._path.name + ".tmp")
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(_csv(self._columns, [header, *rows]).encode())
+        regular_files.create_text(temporary, _csv(self._columns, [header, *rows]))
         os.replace(temporary, self._path)
         self._load()
 

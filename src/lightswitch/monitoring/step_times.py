@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lightswitch.trees import put_text
+from lightswitch import regular_files
 
 FILE = "step_times.json"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
+_LONGEST_SECONDS = 1e9
 
 Interval = tuple[float, float]  # start and end, in seconds
 Mark = tuple[float, str]  # when a phase begins, and its name; one that is not of PHASES is left out
@@ -52,15 +53,17 @@ class StepTimes:
 
 def write(run_dir: Path, times: StepTimes) -> None:
     """Write the times to step_times.json."""
-    put_text(run_dir / FILE, json.dumps(asdict(times), indent=2) + "\n")
+    regular_files.write_text(run_dir / FILE, json.dumps(asdict(times), indent=2) + "\n")
 
 
 def read(run_dir: Path) -> StepTimes | None:
     """Read the times; None if there are none, or the file is damaged."""
     try:
-        return StepTimes(**json.loads((run_dir / FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+        found = regular_files.read_record(run_dir / FILE, StepTimes)
+    except (OSError, ValueError):
         return None
+    seconds = (found.startup_seconds, found.saving_seconds, *found.seconds.values(), *found.overlapped_seconds.values())
+    return found if all(0 <= one < _LONGEST_SECONDS for one in seconds) else None
 
 
 def split(

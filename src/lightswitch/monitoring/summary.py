@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from lightswitch.errors import printable
 from lightswitch.monitoring.quantities import clock
 
 
@@ -26,6 +27,14 @@ def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def escaped(text: str) -> str:
+    """Return a text as one line of Markdown, in which no HTML, link or image begins, and no cell of a table ends."""
+    line = " ".join(printable(text).split())
+    for mark, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("](", "]\\(")):
+        line = line.replace(mark, instead)
+    return line
 
 
 def _cell(value: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightswitch import figures
+from lightswitch import figures, regular_files
 from lightswitch.monitoring.quantities import compact
 from lightswitch.monitoring.summary import aligned
 from lightswitch.planning import report, scaling_picture
@@ -31,7 +31,7 @@ def of_sweep(folder: Path) -> Iterator[str]:
     for strategy in dict.fromkeys(line.strategy for line in lines):
         yield f"{strategy}\n{table([line for line in lines if line.strategy == strategy])}\n"
     path = folder / "scaling.json"
-    path.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    regular_files.write_text(path, json.dumps([asdict(line) for line in lines], indent=1))
     yield f"scaling    {os.path.relpath(path)}"
     if (missing := figures.missing()) is not None:
         yield missing

@@ -12,10 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch import regular_files
 from lightswitch.context import RunContext
 from lightswitch.runs import changes
 from lightswitch.runs.saved import set_aside
-from lightswitch.trees import put_text
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     Args:
         go_on: the command that continues the run under higher limits.
     """
-    put_text(run_dir / _FILE, json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
+    regular_files.write_text(run_dir / _FILE, json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
 
 
 def is_marked(run_dir: Path) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lightswitch import regular_files
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Holder:
 def parse(text: str) -> Holder | None:
     """Read a lock file's text; None if it is cut short: then the file's flock has to tell."""
     try:
-        return Holder(**json.loads(text))
-    except (ValueError, TypeError):
+        return regular_files.as_record(regular_files.parse_json(text, "the lock"), Holder)
+    except ValueError:
         return None
 
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from lightswitch.errors import Refused, shown
+from lightswitch import regular_files
+from lightswitch.errors import IrregularFile, Refused, shown
 from lightswitch.runs import holder
 from lightswitch.runs.holder import Holder
 
@@ -50,8 +51,8 @@ class Lock:
         if self._released.is_set() or self._pid != os.getpid():  # a forked process is not the holder
             return
         self._released.set()
-        with contextlib.suppress(OSError):
-            if self.path.read_text() == self._text:
+        with contextlib.suppress(OSError, ValueError):
+            if regular_files.read_text(self.path) == self._text:
                 self.path.unlink()
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for forked processes
         os.close(self.descriptor)
@@ -61,12 +62,12 @@ class Lock:
         pause_seconds = _SETTLE_SECONDS
         while not self._released.wait(pause_seconds):
             pause_seconds = _BEAT_SECONDS
-            with contextlib.suppress(OSError):  # a file system that is away for a while
-                text = self.path.read_text()
+            with contextlib.suppress(OSError, ValueError):  # a file system that is away for a while
+                text = regular_files.read_text(self.path)
                 if text != self._text and (other := holder.parse(text)) is not None:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
-                os.utime(self.path)
+                os.utime(self.path, follow_symlinks=False)
 
 
 def take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Lock:
@@ -76,10 +77,12 @@ def take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, st
         on_lost: called with a line, in another thread, if another process takes the lock over.
 
     Raises:
-        Refused: another process has the lock, or the file can't be written.
+        Refused: another process has the lock, or the file can't be written, or is a link.
     """
     try:
         return _take(run_dir, on_lost, environ)
+    except IrregularFile:
+        raise
     except OSError as error:
         raise Refused(f"{shown(run_dir)} can't be written: {error.strerror or error}") from error
 
@@ -163,7 +166,7 @@ def _is_silent(path: Path, other: Holder) -> bool:
 
 def _beat_of(path: Path) -> float:
     """Return the time of the last heartbeat. Opening the file makes NFS ask the server, not its cache."""
-    with path.open() as file:
+    with regular_files.check(path).open() as file:
         return os.fstat(file.fileno()).st_mtime
 
 
@@ -171,7 +174,7 @@ def _opened(path: Path) -> int:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another start, refused, has removed the empty directory
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return regular_files.open_own(path, os.O_RDWR | os.O_CREAT)
 
 
 def _flock(descriptor: int) -> bool | None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
+
+from lightswitch import regular_files
 
 
 class RunLog(logging.FileHandler):
@@ -16,6 +20,10 @@ class RunLog(logging.FileHandler):
         super().__init__(filename, mode, encoding, delay=True)
         self._held: list[str] | None = []
         self._size_before = _size(self.baseFilename)
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = regular_files.open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
 
     @property
     def has_begun(self) -> bool:
@@ -80,6 +88,11 @@ def follow() -> None:
     """Call `RunLog.follow` of this process's handlers."""
     for handler in _handlers():
         handler.follow()
+
+
+def files() -> list[Path]:
+    """Return the files that this process's handlers write."""
+    return [Path(handler.baseFilename) for handler in _handlers()]
 
 
 def held() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import versions
+from lightswitch import regular_files, versions
 from lightswitch.checkpoints import directory
 from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
@@ -30,6 +29,7 @@ from lightswitch.runs.hyperparameters import log_hyperparameters
 from lightswitch.runs.saved import set_aside
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
+_IN_PLACE = (results.FILE, "metrics.csv", "hparams.yaml")  # files that are written later
 _LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in the run directory as they are opened
 
 
@@ -130,7 +130,8 @@ class RunRecord(Callback):
 
     def _write(self) -> None:
         files = {self.run_dir / name: text for name, text in self.files.items()}
-        _refuse_to_replace([*files, self.run_dir / results.FILE])
+        for path in (*files, *(self.run_dir / name for name in _IN_PLACE), *run_log.files()):
+            regular_files.check_own(path)
         _write_all(files)
         if self.mode == "fit":
             finished.forget(self.run_dir)
@@ -166,17 +167,6 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     return (errors.UsageError,) if errors is not None else ()
 
 
-def _refuse_to_replace(paths: list[Path]) -> None:
-    """Check that files can be written at these paths, before any is.
-
-    Raises:
-        Refused: a path is a directory, or anything else that is no file.
-    """
-    for path in paths:
-        if path.exists() and not path.is_file():
-            raise Refused(f"{os.path.relpath(path)} is not a file, and the run has to write one there; remove it")
-
-
 def _write_all(files: dict[Path, str]) -> None:
     """Write all files or, if that fails, none.
 
@@ -187,7 +177,7 @@ def _write_all(files: dict[Path, str]) -> None:
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside[path].write_text(text)
+            regular_files.create_text(beside[path], text)
         for path, partial in beside.items():
             partial.replace(path)
     except OSError as error:

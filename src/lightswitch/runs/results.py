@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lightswitch.trees import put_text
+from lightswitch import regular_files
 
 FILE = "results.json"
 
 
 def write(run_dir: Path, metrics: dict[str, float]) -> None:
     """Write the metrics to results.json."""
-    put_text(run_dir / FILE, json.dumps(metrics, indent=2) + "\n")
+    regular_files.write_text(run_dir / FILE, json.dumps(metrics, indent=2) + "\n")
 
 
 def read(run_dir: Path) -> dict[str, float]:
     """Read the metrics; none if the run has not ended, or the file is damaged."""
     try:
-        return dict(json.loads((run_dir / FILE).read_text()))
+        return dict(regular_files.read_json(run_dir / FILE))
     except (OSError, ValueError, TypeError):
         return {}

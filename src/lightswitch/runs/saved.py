@@ -6,16 +6,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML has no types of its own
+from lightswitch import regular_files
 
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file; None if it does not exist or is damaged."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return regular_files.read_yaml(path)
+    except (OSError, ValueError):
         return None
 
 

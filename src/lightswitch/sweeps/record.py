@@ -9,7 +9,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightswitch import regular_files
 from lightswitch.config.overrides import key_and_value
+from lightswitch.errors import IrregularFile
 from lightswitch.runs import saved
 
 _FILE = "job.json"
@@ -64,18 +66,18 @@ def write(record: Record, folder: Path) -> None:
 def read(folder: Path) -> Record | None:
     """Read a job's record, or make one from its run's overrides if the file is damaged; None if there is none."""
     try:
-        return Record(**json.loads((folder / _FILE).read_text()))
+        return regular_files.read_record(folder / _FILE, Record)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):  # empty, cut short, or no text
+    except (ValueError, IrregularFile):  # empty, cut short, or no text
         return _of_its_run(folder)
 
 
 def is_damaged(folder: Path) -> bool:
     """Return whether there is a record that can't be read."""
     try:
-        Record(**json.loads((folder / _FILE).read_text()))
-    except (ValueError, TypeError):
+        regular_files.read_record(folder / _FILE, Record)
+    except (ValueError, IrregularFile):
         return True
     except FileNotFoundError:
         pass

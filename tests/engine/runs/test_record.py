@@ -92,9 +92,40 @@ def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
     (copied.run_dir / name).mkdir()
     before = _state(copied.run_dir)
     refused = train(*RUN, MORE, folder=copied.folder, check=False)
-    told = f"error: runs/plain/mine/{name} is not a file, and the run has to write one there; remove it\n"
-    assert (refused.returncode, refused.err) == (2, told)
+    assert (refused.returncode, refused.err) == (2, _told(name, "a directory"))
     assert _state(copied.run_dir) == before
+
+
+def _told(name: str, what: str) -> str:
+    return (
+        f"error: runs/plain/mine/{name} is {what}, expected a file of the run's own; put a copy there, or remove it\n"
+    )
+
+
+@pytest.mark.parametrize("name", [".lock", "train.log", "metrics.csv", "hparams.yaml", "results.json"])
+def test_what_leads_out_of_the_run_directory_is_refused_and_left_as_it_is(
+    name: str, copied: Finished, train: Train
+) -> None:
+    others = copied.folder / "others"
+    kinds = {"a link": Path.symlink_to, "a file with another name elsewhere": Path.hardlink_to, "a pipe": _mkfifo}
+    for what, make in kinds.items():
+        others.write_text("of somebody else")
+        (copied.run_dir / name).unlink(missing_ok=True)
+        make(copied.run_dir / name, others)
+        refused = train(*RUN, MORE, folder=copied.folder, check=False)
+        assert (refused.returncode, refused.err) == (2, _told(name, what))
+        assert others.read_text() == "of somebody else"
+
+
+def _mkfifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def test_a_file_that_is_written_anew_leaves_what_a_link_leads_to(copied: Finished, train: Train) -> None:
+    (copied.folder / "others").write_text("of somebody else")
+    (copied.run_dir / "config.yaml.partial").symlink_to(copied.folder / "others")
+    train(*RUN, MORE, folder=copied.folder)
+    assert (copied.folder / "others").read_text() == "of somebody else"
 
 
 @pytest.mark.parametrize("in_the_way", ["config.yaml.partial", ".hydra"])

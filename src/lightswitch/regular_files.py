@@ -1,0 +1,218 @@
+"""Files that may come from anywhere, read only where they are regular, and no larger or deeper than a run writes them.
+
+A pipe in the place of a file would be waited for, a device never ends, and a few bytes of YAML can stand for gigabytes.
+What a run writes, it writes into files of its own directory alone: a link there may lead anywhere. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightswitch.errors import IrregularFile, shown
+
+_MOST_BYTES = 32 << 20  # of a JSON file: the index of a model with a hundred thousand tensors has a third of it
+_MOST_YAML_BYTES = 256 << 10  # it takes seconds to parse
+_MOST_LEVELS = 64  # of mappings and lists in one another
+_LARGEST = 1 << 63  # of an integer
+_MOST_INTERPOLATIONS = 32  # of one value: OmegaConf takes milliseconds for each
+_KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISDIR: "a directory",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISLNK: "a link",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+_Scanner = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built with it
+Kind = TypeVar("Kind")
+
+
+def check(path: Path) -> Path:
+    """Return the path of a file that can be read to its end.
+
+    Raises:
+        IrregularFile: it is a pipe, a device, a socket or a directory.
+        OSError: it does not exist, or can't be looked at.
+    """
+    return _checked(path, path.stat(), "a regular file")
+
+
+def check_own(path: Path) -> None:
+    """Check that a run may write a file: there is none, or a regular one that has no other name.
+
+    Raises:
+        IrregularFile: it is something else, as a link that leads out of the run's directory.
+    """
+    if os.path.lexists(path):
+        _check_own(path, path.lstat())
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file for writing as `os.open` does, if it is one that `check_own` lets a run write.
+
+    Raises:
+        IrregularFile: it is not.
+        OSError: it can't be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads, a socket
+            check_own(path)
+        raise
+    try:
+        _check_own(path, os.fstat(descriptor))
+    except IrregularFile:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def create_text(path: Path, text: str) -> None:
+    """Write a new file in the place of any other: what a link there leads to stays as it is."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place, and rename it: it is complete, or the one before."""
+    partial = path.with_name(f"{path.name}.partial")
+    create_text(partial, text)
+    partial.replace(path)
+
+
+def read_text(path: Path, errors: str = "strict", most_bytes: int = _MOST_BYTES) -> str:
+    """Return the text of a file.
+
+    Args:
+        errors: as of `bytes.decode`.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is too large, or no text.
+    """
+    with check(path).open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"{path.name} is larger than {most_bytes >> 10} KiB, the most that is read of such a file")
+    return content.decode(errors=errors)
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no JSON, too large, or too deep.
+    """
+    return parse_json(read_text(path), path.name)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Return what a text of JSON stands for (see `read_json`)."""
+    try:
+        return _shallow(json.loads(text))
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deep") from error
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def read_yaml(path: Path, resolve: bool = False) -> Any:
+    """Return what a YAML file holds, in plain types.
+
+    Args:
+        resolve: interpolations, which may call whatever is registered as a resolver.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no YAML, too large, too deep, or has aliases, of which a few can stand for billions.
+    """
+    text = read_text(path, most_bytes=_MOST_YAML_BYTES)
+    try:
+        for token in yaml.scan(text, _Scanner):
+            if isinstance(token, yaml.AliasToken):
+                raise ValueError("it has YAML aliases, and no run writes any")
+            if isinstance(token, yaml.ScalarToken) and token.value.count("${") > _MOST_INTERPOLATIONS:
+                raise ValueError(f"a value has more than {_MOST_INTERPOLATIONS} interpolations")
+        return _shallow(OmegaConf.to_container(OmegaConf.create(text), resolve=resolve))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AttributeError) as error:
+        raise ValueError(f"{path.name}: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deep") from error
+
+
+def read_record(path: Path, kind: type[Kind]) -> Kind:
+    """Return the dataclass that a JSON file holds the fields of (see `read_json` and `as_record`)."""
+    return as_record(read_json(path), kind)
+
+
+def as_record(found: Any, kind: type[Kind]) -> Kind:
+    """Return a dataclass made of a mapping.
+
+    Raises:
+        ValueError: a field is unknown, missing, or of another type.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(found, dict) or not all(
+        name in hints and _is_a(value, hints[name]) for name, value in found.items()
+    ):
+        raise ValueError(f"expected the fields of a {kind.__name__}")
+    try:
+        return kind(**found)
+    except TypeError as error:  # a field is missing
+        raise ValueError(str(error)) from error
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON is of a type: a class, a list or a dict of one, or a union of these."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_a(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(item, inner[1]) for item in value.values())
+    if type(value) is int:
+        return hint in (int, float) and abs(value) < _LARGEST
+    return type(value) is hint
+
+
+def _shallow(value: Any) -> Any:
+    """Return a value of mappings and lists that are not nested too deep for those who walk through it."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deep")
+
+
+def _children(node: Any) -> Iterator[Any]:
+    if isinstance(node, dict):
+        yield from node.values()
+    elif isinstance(node, list):
+        yield from node
+
+
+def _check_own(path: Path, found: os.stat_result) -> None:
+    _checked(path, found, "a file of the run's own", "a file with another name elsewhere" if found.st_nlink > 1 else "")
+
+
+def _checked(path: Path, found: os.stat_result, expected: str, other: str = "") -> Path:
+    what = next((name for is_it, name in _KINDS.items() if is_it(found.st_mode)), other)
+    if what:
+        raise IrregularFile(f"{shown(path)} is {what}, expected {expected}; put a copy there, or remove it")
+    return path
