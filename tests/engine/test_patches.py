@@ -33,6 +33,8 @@ ALLOWED = {
     "cfg.trainer.strategy": "a config is data",
     "cfg.micro_batch_size": "a config is data",
     "sys.excepthook": "Python documents it: as it was before torch set it",
+    "threading.excepthook": "Python documents it: who is told of a thread's error",
+    "process.disk_error": "of Process, the engine's",
     "logger.propagate": "Python's logging documents it",
     "limit.daemon": "threading.Timer takes it in no other way",
     "timer.daemon": "threading.Timer takes it in no other way",

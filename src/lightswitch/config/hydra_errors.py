@@ -7,6 +7,8 @@ import shlex
 import sys
 import traceback
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +28,9 @@ from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS
 from lightswitch.errors import RefusedRequest, listed, nearest
 
+_SHOWN = 80  # characters of a setting that is too long
+_DEEPEST = 32  # brackets in brackets: Hydra's parser recurses
+_MOST_DIGITS = 4300  # that Python makes a number of
 NO_YAML = (YAMLError, UnicodeDecodeError)  # what a file of the config raises where Hydra reads it
 
 _STRATEGIES = {  # that Lightning knows by these names: what to type here
@@ -66,13 +71,28 @@ _OF_EXTRAS = {  # plugins of Hydra, and the extra that installs each
 
 
 def check_flags(arguments: list[str]) -> None:
-    """Check the command line's flags, to report a problem without Hydra's usage of several lines.
+    """Check the command line's words, to report a problem without Hydra's usage of several lines, or its traceback.
 
     Raises:
-        RefusedRequest: a flag does not exist, or lacks its value.
+        RefusedRequest: a flag does not exist, or lacks what belongs to it; a setting is beyond what Hydra reads.
     """
 
-    _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
+    found = _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
+    if found.resolve and not found.cfg:
+        raise RefusedRequest(["--resolve: found no --cfg, which it belongs to; type --cfg job --resolve"])
+    if problems := [problem for override in found.overrides for problem in _beyond_reading(override)]:
+        raise RefusedRequest(problems)
+
+
+def _beyond_reading(override: str) -> Iterator[str]:
+    start = override[:_SHOWN] + ("" if len(override) <= _SHOWN else "…")
+    if re.match(r"[+~]*=", override):
+        yield f"{start}: found no key; a setting is KEY=VALUE"
+    depths = accumulate((mark in "[{(") - (mark in "]})") for mark in override)
+    if max(depths, default=0) > _DEEPEST:
+        yield f"{start}: found brackets in more than {_DEEPEST} brackets; type a flatter value"
+    if re.search(rf"\d{{{_MOST_DIGITS + 1}}}", override):
+        yield f"{start}: found a number of more than {_MOST_DIGITS} digits; type a smaller one"
 
 
 class _Flags(ArgumentParser):

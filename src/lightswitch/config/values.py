@@ -1,6 +1,9 @@
 """The words that a key at the top of a config may be set to, where they are few, and the types of values."""
 
 AUTO = "auto"
+LARGEST_INTEGER = 2**63 - 1  # torch and NumPy count in 64 bits
+LEAST_SECONDS = {"watch.lost_after_seconds": 5}  # a rank may be silent for some seconds, as while it compiles
+LEAST_SECONDS_OF_OTHERS, MOST_SECONDS = 1, 2_000_000  # 23 days; sockets and gloo count milliseconds in 32 bits
 
 ALLOWED = {
     "mode": ("fit", "validate", "test", "predict", "plan", "dry_run"),

@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import dis
 import errno
+import io
 import os
+import select
 import sys
+import threading
+import traceback
 from dataclasses import replace
 from itertools import takewhile
 from types import FrameType
@@ -21,8 +25,15 @@ from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused
 from lightswitch.fault_tolerance.crash_report import CrashReport
 from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback, node_name, one_line
+from lightswitch.process.state import Process
 
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_OF_DISKS = {  # errors of what a run writes or reads, which the user can mend
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EIO: "the disk fails",
+    errno.EROFS: "the disk takes no writes",
+    errno.EACCES: "a permission is missing",
+}
 _SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
 _SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # of Lightning, which steps one by itself
 _INTERVAL = "val_check_interval"  # of Lightning's loop, once it knows how many batches there are
@@ -48,13 +59,15 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
     """Return a line for each problem that the user can fix; none for a bug.
 
     The engine refuses by `Refused`. The code of the model and the data addresses the user by a `raise` statement of its
-    own, of a ValueError or a missing file, before the first step. An error of other code, of Python itself, or from a
-    later step is a bug.
+    own, of a ValueError or a missing file, before the first step, and that of the data also later, of a file that it
+    reads then. An error of other code, of Python itself, or of the model in a later step is a bug.
     """
     if isinstance(error, Refused):
         return error.problems
-    if isinstance(error, OSError) and error.errno in _FULL_DISK:
-        return [f"the disk is full: {error.strerror}{f': {error.filename}' if error.filename else ''}"]
+    if isinstance(error, OSError) and is_of_disk(error):
+        return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}: {_file_of(error)}; mend it, and start the run again"]
+    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+        return ["stdout: found no reader any more, as after `| head`; lead it into a file, and start the run again"]
     frame = raised_in(error)
     if frame is not None and frame.f_code.co_name == _SEVERAL_OPTIMIZERS:
         return [
@@ -67,12 +80,54 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
             f"trainer.{_INTERVAL}={interval} is more steps than an epoch has; type fewer, or "
             "trainer.check_val_every_n_epoch=null, which counts them over the epochs"
         ]
-    if steps_have_begun or type(error) not in _ON_PURPOSE:
+    if type(error) not in _ON_PURPOSE:
         return []
     if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
         return ["data: a DataLoader that shuffles has no samples, as its dataset is empty"]
     node = _owner(str(frame.f_globals.get("__name__")), cfg) if frame is not None else None
-    return [f"{node}: {' '.join(str(error).split())}"] if node is not None else []
+    if node is None or (steps_have_begun and node != "data"):
+        return []
+    return [f"{node}: {' '.join(str(error).split())}"]
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Return whether an error is the disk's, and of a file that is known: a bug may be refused other things."""
+    return isinstance(error, OSError) and error.errno in _OF_DISKS and _file_of(error) is not None
+
+
+def keep_disk_errors_of_threads(process: Process) -> None:
+    """Keep what a library's thread is told by the disk, as TensorBoard's, in place of the traceback that Python prints.
+
+    The main thread may meet it, too; else it is raised where the run ends.
+    """
+    tell = threading.excepthook
+
+    def keep(raised: threading.ExceptHookArgs) -> None:
+        if raised.exc_value is not None and is_of_disk(raised.exc_value):
+            process.disk_error = process.disk_error or raised.exc_value
+        else:
+            tell(raised)
+
+    threading.excepthook = keep
+
+
+def _file_of(error: OSError) -> str | None:
+    """Return the file that an error is of: its own, or the open one of the innermost call that has one."""
+    if error.filename:
+        return str(error.filename)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        owner = frame.f_locals.get("self")
+        for value in (*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()):
+            name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
+            if isinstance(name, str) and not name.startswith("<"):
+                return name
+    return None
+
+
+def _stdout_has_no_reader() -> bool:
+    looking = select.poll()
+    looking.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in looking.poll(0))
 
 
 def raised_in(error: BaseException) -> FrameType | None:
@@ -118,5 +173,5 @@ def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
     world, node, local = (
         int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
     )
-    nodes = OmegaConf.select(cfg, "trainer.num_nodes", default=1)
-    return Rank(node * (world // max(1, nodes)) + local, world, node_name(), os.getpid())
+    per_node = world // cfg.trainer.num_nodes if world > 1 else 0  # of one that rank 0 has started, its config is right
+    return Rank(node * per_node + local, world, node_name(), os.getpid())

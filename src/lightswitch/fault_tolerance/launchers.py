@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Refused, Stopped
+from lightswitch.fault_tolerance import classify
 from lightswitch.fault_tolerance.failure import node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
@@ -157,7 +158,9 @@ class Workers(_MultiProcessingLauncher):
         if self._already_fit:  # by other processes
             self._process.steps_have_begun.set()
         try:
+            classify.keep_disk_errors_of_threads(self._process)
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+            self._process.raise_disk_error()
         except (Stopped, Ended):
             raise
         except BaseException as error:

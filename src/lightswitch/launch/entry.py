@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
     def decorate(main: Main) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
+            _open_closed_streams()
             first_line.show(sys.argv[1:])
             try:
                 from lightswitch.launch.hydra_entry import Entry  # Hydra takes as long as a reader of that line
@@ -35,3 +37,11 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
+
+
+def _open_closed_streams() -> None:
+    """Lead stdout and stderr nowhere where they were closed: the next file to be opened would get their place."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number, which is the one that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))

@@ -24,7 +24,7 @@ from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_co
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
-from lightswitch.fault_tolerance import requeue
+from lightswitch.fault_tolerance import classify, requeue
 from lightswitch.launch import commands, ending, resolvers
 from lightswitch.preflight import environment
 from lightswitch.process import signals
@@ -71,8 +71,7 @@ class Entry:
             if self.is_composed:
                 raise
             if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, sys.stdout.fileno())  # Python still flushes stdout as it exits
+                _leave_stdout()
                 return
             ending.exit_with(problems_of_composition(error))
         finally:
@@ -106,11 +105,13 @@ class Entry:
             gc.enable()
             return job.run(self.typed, cfg, found)
         self.is_composed = True
+        classify.keep_disk_errors_of_threads(self.process)
         run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
         if not OmegaConf.is_missing(run.hydra.job, "num"):
             self.process.failure_file = job.failure_file(run.run_dir, found)
         try:
             self.main(cfg, run)
+            run.process.raise_disk_error()
             ending.leave_watchdog(run.process)
         except Stopped as stopped:
             _stop(stopped, cfg, run)
@@ -121,6 +122,11 @@ class Entry:
         except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
             _answer(error, cfg, run)
         return None
+
+
+def _leave_stdout() -> None:
+    """Lead stdout nowhere: Python still flushes it as it exits, and its reader is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _of_jobs(cfg: DictConfig, sweep: Path) -> Iterator[str]:
@@ -141,6 +147,8 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
         ending.log(error, cfg, run)
         _stop(stopped, cfg, run)
     code = ending.answer(error, cfg, run)
+    if isinstance(error, BrokenPipeError):
+        _leave_stdout()
     signals.ignore()  # of the launcher, which ends the remaining ranks when one has ended
     run.process.end_ranks()
     run.process.release_locks()

@@ -77,12 +77,16 @@ def typed_problems(cfg: dict[str, Any], typed: list[str]) -> list[str]:
     """
     given = {key: cfg.get(key) for key in ("name", "run_id")}
     typed_keys = {key_and_value(override)[0] for override in typed}
-    return [
-        *names.problems(given),
-        *root_keys.misspelt(cfg, typed),
-        *root_keys.wrong(cfg),
-        *targets.problems(cfg, _nodes(typed)),
-    ] or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
+    return (
+        [*root_keys.beyond_integers(cfg)]
+        or [
+            *names.problems(given),
+            *root_keys.misspelt(cfg, typed),
+            *root_keys.wrong(cfg),
+            *targets.problems(cfg, _nodes(typed)),
+        ]
+        or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
+    )
 
 
 def _nodes(typed: list[str]) -> set[str]:
@@ -195,12 +199,12 @@ def _loggers(cfg: dict[str, Any]) -> Iterator[str]:
     if _targets(cfg.get("logger")):
         return
     for name, node in (cfg.get("callbacks") or {}).items():
-        if str((node or {}).get("_target_")).endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
+        if isinstance(node, dict) and str(node.get("_target_")).endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
             yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"
 
 
 def _targets(nodes: dict[str, Any] | None) -> list[str]:
-    return [str(node.get("_target_")) for node in (nodes or {}).values() if node]
+    return [str(node.get("_target_")) for node in (nodes or {}).values() if isinstance(node, dict)]
 
 
 def _run_directory(run_dir: Path) -> Iterator[str]:

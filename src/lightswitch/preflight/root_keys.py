@@ -10,7 +10,15 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.plan import scaled_learning_rate
 from lightswitch.config import aliases
 from lightswitch.config.overrides import GROUPS, key_and_value
-from lightswitch.config.values import ALLOWED, KINDS, WORDS
+from lightswitch.config.values import (
+    ALLOWED,
+    KINDS,
+    LARGEST_INTEGER,
+    LEAST_SECONDS,
+    LEAST_SECONDS_OF_OTHERS,
+    MOST_SECONDS,
+    WORDS,
+)
 from lightswitch.errors import nearest
 from lightswitch.preflight import targets
 
@@ -72,9 +80,32 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     if type(lr) not in (int, float) or not lr >= 0:
         yield f"optimizer.lr={lr}: a learning rate is a number, at least 0"
     for key in _WATCH_KEYS:
-        seconds = cfg["watch"][key]
-        if type(seconds) not in (int, float) or seconds <= 0:
-            yield f"watch.{key}={seconds}: it is a time in seconds, above 0"
+        if type(seconds := cfg["watch"][key]) not in (int, float):
+            yield f"watch.{key}={seconds}: found {type(seconds).__name__}, expected float or int"
+    yield from _beyond_seconds(cfg)
+
+
+def beyond_integers(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield each whole number, anywhere in a resolved config, that 64 bits do not hold."""
+    for key, value in _leaves(cfg):
+        if type(value) is int and abs(value) > LARGEST_INTEGER:
+            yield f"{key}: found a number of {len(str(abs(value)))} digits; use one of at most {LARGEST_INTEGER}"
+
+
+def _beyond_seconds(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield each time that is too short to work, or too long to be counted; those of model and data are their own."""
+    for key, value in _leaves({name: node for name, node in cfg.items() if name not in ("model", "data")}):
+        least = LEAST_SECONDS.get(key, LEAST_SECONDS_OF_OTHERS)
+        if key.endswith("_seconds") and type(value) in (int, float) and not least <= value <= MOST_SECONDS:
+            yield f"{key}={value}: use a number of seconds from {least} to {MOST_SECONDS}"
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict | list):
+        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves(child, f"{key}.{name}".lstrip("."))
+    else:
+        yield key, node
 
 
 def no_switch(key: str, value: object) -> Iterator[str]:

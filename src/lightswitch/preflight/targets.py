@@ -38,7 +38,7 @@ def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
 
 
 def _unfinished_nodes(group: str, nodes: dict[str, Any]) -> Iterator[str]:
-    whole = [name for name, node in nodes.items() if node is None or "_target_" in node]
+    whole = [name for name, node in nodes.items() if node is None or (isinstance(node, dict) and "_target_" in node)]
     for name in (name for name in nodes if name not in whole):
         yield f"{group}.{name} is not switched on.{nearest(name, whole)} To switch it on: {group}=[default,{name}]"
 

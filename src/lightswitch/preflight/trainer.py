@@ -36,6 +36,9 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
             yield f"trainer.{argument}={_shown(trainer[argument])}: {reason}"
     if isinstance(steps := trainer.get("max_steps"), int) and (steps == 0 or steps < -1):
         yield f"trainer.max_steps={steps}: use a number from 1, or -1 with trainer.max_epochs=N"
+    for argument in ("val_check_interval", "check_val_every_n_epoch"):
+        if (interval := trainer.get(argument)) == 0 and type(interval) is not float:
+            yield f"trainer.{argument}=0: use a number from 1; trainer.limit_val_batches=0 leaves validation out"
     if "trainer.default_root_dir" in typed:
         yield "trainer.default_root_dir: a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 

@@ -50,6 +50,7 @@ class Process:
         refusal: why this start may not write its run directory; the other ranks learn it when they connect.
         locks: on run directories, released when this process ends.
         crash_folder: of this start's crash report, the same in all ranks once they have connected.
+        disk_error: what a library's thread could not write; the run has failed by it.
         decided: overrides that follow from this machine, and that the ranks which this process starts are given.
         failure_file: where the sweep that has started this run reads its failure; None in any other run.
     """
@@ -64,6 +65,7 @@ class Process:
         self.locks: list[Lock] = []
         self.crash_folder: Path | None = None
         self.failure_file: Path | None = None
+        self.disk_error: BaseException | None = None
         self.decided: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,6 +89,11 @@ class Process:
         if self.watchdog is not None:
             self.watchdog.leave()
         self._forget_watchdog()
+
+    def raise_disk_error(self) -> None:
+        """Raise `disk_error`, if there is one that the main thread has not met."""
+        if self.disk_error is not None:
+            raise self.disk_error
 
     def withdraw_from_watchdog(self) -> None:
         """Leave the watchdog without waiting for other ranks: the run was asked to stop."""

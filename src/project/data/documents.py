@@ -1,10 +1,12 @@
 """Documents of text files, JSON lines and Parquet files."""
 
 import json
+import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from project.data.files import File, opened
 
@@ -148,7 +150,7 @@ def between(piece: Piece, mark: bytes | None) -> Iterator[tuple[int, int, bytes]
     with opened(piece.address) as file:
         file.seek(piece.begin)
         begin, rest = piece.begin, b""
-        while block := file.read(bytes_left(piece, begin + len(rest)) if mark else -1):
+        while block := readable(file, piece.address, bytes_left(piece, begin + len(rest)) if mark else -1):
             *whole, rest = (rest + block).split(mark) if mark else (block,)
             for found in whole:
                 end = begin + len(found) + len(mark or b"")
@@ -156,6 +158,19 @@ def between(piece: Piece, mark: bytes | None) -> Iterator[tuple[int, int, bytes]
                 begin = end
         if rest:
             yield begin, begin + len(rest), rest
+
+
+def readable(file: IO[bytes], address: str, size: int) -> bytes:
+    """The next bytes. Raises ValueError, with the file, where what they are decompressed from is cut or damaged."""
+    try:
+        return file.read(size)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; a format's own has no number
+            raise
+        raise ValueError(
+            f"{address}: found a compressed file that is damaged or was cut short ({error}); write it again, or leave "
+            "it out"
+        ) from error
 
 
 def bytes_left(piece: Piece, at: int) -> int:

@@ -12,7 +12,7 @@ CPU = (*NO_CHECKPOINTS, "trainer.accelerator=cpu", "trainer.devices=2")
 OPTIONS = {
     "ddp static_graph=true find_unused_parameters=true": "trainer.strategy.static_graph finds unused parameters "
     "itself; leave find_unused_parameters out",
-    "ddp timeout_seconds=0": "trainer.strategy.timeout_seconds=0: use a number greater than 0, or leave it out",
+    "ddp timeout_seconds=0": "trainer.strategy.timeout_seconds=0: use a number of seconds from 1 to 2000000",
     "ddp process_group_backend=nccl": "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the "
     "CPU; use gloo",
     "ddp process_group_backend=mpi": "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; "

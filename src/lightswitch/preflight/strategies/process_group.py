@@ -9,9 +9,6 @@ from lightswitch.preflight.strategies.request import Request
 
 def problems(request: Request) -> Iterator[str]:
     """Yield why torch can't form the process group that is asked for."""
-    timeout = request.strategy.get("timeout_seconds", 1)
-    if timeout <= 0:
-        yield f"trainer.strategy.timeout_seconds={timeout}: use a number greater than 0, or leave it out"
     backend = request.strategy.get("process_group_backend")
     if backend == "nccl" and not request.on_gpu:
         yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
