@@ -82,7 +82,7 @@ def test_an_error_names_its_rank_and_leaves_the_others_usable(pool: Pool) -> Non
 
 
 def test_a_rank_that_ends_is_replaced(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match="^rank 1: its process has ended with 7"):
+    with pytest.raises(RankFailed, match=r"^rank 1: its process has ended with 7"):
         pool(2)(ending, 1)
     assert pool(2)(whole, 1.0)[0][1] == 3.0
 

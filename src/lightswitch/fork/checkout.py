@@ -36,20 +36,37 @@ def git(root: Path, *arguments: str, given: str | None = None) -> str:
         raise Refused("found no git; install it") from None
     if done.returncode:
         told = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        line = next((line for line in told if line.startswith(("fatal:", "error:"))), told[-1])
+        at = next((at for at, line in enumerate(told) if line.startswith(("fatal:", "error:"))), len(told) - 1)
+        line = (
+            " ".join(map(str.strip, told[at : at + 2])) if told[at].endswith(":") else told[at]
+        )  # the first of a list
         raise Refused(f"git {arguments[0]}: {line.removeprefix('fatal: ').removeprefix('error: ')}")
     return done.stdout
 
 
 def check_clean(root: Path) -> None:
-    """Check that a fork of the last commit is a fork of what is here.
+    """Check that a fork of the last commit is a fork of what is here, whatever git is told to leave out.
 
     Raises:
-        Refused: something is not committed.
+        Refused: something is not committed, or git was told not to look at it.
     """
-    if changes := git(root, "status", "--porcelain").splitlines():
+    listed_by_git = git(root, "ls-files", "-v", "-z").split("\0")
+    if unseen := [entry[2:] for entry in listed_by_git if entry and (entry[0] == "S" or entry[0].islower())]:
+        back = "git update-index --no-skip-worktree --no-assume-unchanged"
+        raise Refused(f"git does not look at {listed(unseen, shown=1)}; type {back} {unseen[0]}, then commit it")
+    if changes := git(root, "status", "--porcelain", "--untracked-files=normal").splitlines():
         paths = listed([change[3:] for change in changes], shown=1)
         raise Refused(f"found changes that are not committed: {paths}; commit or stash them")
+
+
+def check_kept(root: Path) -> None:
+    """Check that a branch or a tag keeps the commits that are checked out, once another branch is.
+
+    Raises:
+        Refused: HEAD is detached, and none has them.
+    """
+    if not git(root, "branch", "--show-current").strip() and not git(root, "for-each-ref", "--contains=HEAD").strip():
+        raise Refused("found commits that are on no branch; name one for them first: git branch NAME")
 
 
 def tracked(root: Path) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightswitch.errors import Refused
-from lightswitch.fork.checkout import git
+from lightswitch.fork.checkout import check_kept, git
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,39 @@ def check_empty(into: Path, root: Path) -> None:
         raise Refused(f"{into} is not empty; name a folder that is not there yet")
 
 
-def create(into: Path, name: str, files: Mapping[str, File]) -> None:
-    """Make a repository of one commit that holds the files."""
+def create(into: Path, name: str, files: Mapping[str, File], of: Path | None = None) -> None:
+    """Make a repository of one commit that holds the files.
+
+    Args:
+        of: the repository whose author it is by; None for its own.
+    """
     into.mkdir(parents=True, exist_ok=True)
     git(into, "init", "--quiet", "--initial-branch=main")
-    _commit(into, name, files)
+    write(into, files)
+    git(into, "add", "--force", "--pathspec-from-file=-", "--pathspec-file-nul", given="\0".join(files))
+    author = _author(of or into, name)
+    git(into, *author, "commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
 
 
 def replace(root: Path, name: str, files: Mapping[str, File]) -> None:
-    """Commit the files on a branch without a past; the one that was checked out stays as it is.
+    """Check the files out on a branch without a past; the one that was checked out stays as it is.
+
+    The commit is made elsewhere, so that git, which checks it out, knows all that it would write over before it does.
 
     Raises:
-        Refused: there is such a branch already.
+        Refused: there is such a branch already, a file in the way, or a commit that no branch has; nothing is changed.
     """
+    check_kept(root)
     before = git(root, "ls-files", "-z").split("\0")
-    git(root, "checkout", "--quiet", "--orphan", name)
-    git(root, "rm", "-r", "--quiet", "--force", ".")
+    with tempfile.TemporaryDirectory() as space:
+        create(Path(space), name, files, of=root)
+        git(root, "fetch", "--quiet", "--no-tags", space, f"main:{name}")
+    try:
+        git(root, "checkout", "--quiet", "--no-overwrite-ignore", name)
+    except Refused as refused:
+        git(root, "branch", "--quiet", "--delete", "--force", name)
+        raise Refused(f"{refused}; move it elsewhere") from refused
     _remove_bytecode(root, {Path(path).parent for path in before if path.endswith(".py")})
-    _commit(root, name, files)
 
 
 def write(root: Path, files: Mapping[str, File]) -> None:
@@ -61,19 +78,14 @@ def write(root: Path, files: Mapping[str, File]) -> None:
         where.chmod(0o755 if file.is_executable else 0o644)
 
 
-def _commit(root: Path, name: str, files: Mapping[str, File]) -> None:
-    write(root, files)
-    git(root, "add", "--force", "--pathspec-from-file=-", "--pathspec-file-nul", given="\0".join(files))
-    git(root, *_identity(root, name), "commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
-
-
-def _identity(root: Path, name: str) -> list[str]:
-    """Return git's options that name an author, where it knows none."""
+def _author(root: Path, name: str) -> list[str]:
+    """Return git's options that name the author of a repository; one of that name where git knows none."""
     try:
-        git(root, "var", "GIT_COMMITTER_IDENT")
+        found = re.match(r"(.*) <(.*)> ", git(root, "var", "GIT_COMMITTER_IDENT"))
     except Refused:
-        return ["-c", f"user.name={name}", "-c", f"user.email={name}@localhost"]
-    return []
+        found = None
+    author, address = found.groups() if found else (name, f"{name}@localhost")
+    return ["-c", f"user.name={author}", "-c", f"user.email={address}"]
 
 
 def _remove_bytecode(root: Path, folders: set[Path]) -> None:

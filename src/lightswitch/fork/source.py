@@ -91,6 +91,8 @@ def _wheel(path: Path) -> Source:
         }
         if "__init__.py" not in files:
             raise Refused(f"{path} is no wheel of lightswitch")
+        if outside := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
+            raise Refused(f"{path} would write {outside[0]}, outside of the engine; take one that pip has built")
         metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         fields = Parser().parsestr(wheel.read(metadata).decode(), headersonly=True)
     requirements = [field for field in fields.get_all("Requires-Dist", []) if "extra ==" not in field]

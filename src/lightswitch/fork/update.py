@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -28,6 +28,7 @@ from lightswitch.fork.news import news
 from lightswitch.fork.repository import File, write
 from lightswitch.fork.source import Source
 from lightswitch.fork.text import with_pin
+from lightswitch.trees import make_tree, remove_tree
 
 
 def main() -> None:
@@ -60,16 +61,34 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
     _refuse_changed(folder, fork)
     manifest = json.loads((folder / engine.MANIFEST).read_text())
     before = engine.read(folder)
-    for path in before.keys() - new.files.keys():
-        (folder / path).unlink()
+    advice = [*_requirements(new, (fork / "pyproject.toml").read_text()), *_beside(new, manifest["commit"], fork)]
+    if new.train and _code(new.train) != _code((fork / "train.py").read_text()):
+        advice.append(
+            "train.py   is not as the new engine's; take over what differs from the one beside the new engine"
+        )
     files = {**new.files, engine.MANIFEST: engine.manifest(new.files, new.version, new.commit)}
-    write(folder, {path: File(content) for path, content in files.items()})
+    _exchange(folder, {path: File(content) for path, content in files.items()})
     print(f"engine     {_named(manifest['version'], manifest['commit'])} → {_named(new.version, new.commit)}")
     _tell_news(*(content.get(engine.CHANGELOG, b"").decode() for content in (before, new.files)))
-    for line in (*_requirements(new, (fork / "pyproject.toml").read_text()), *_beside(new, manifest["commit"], fork)):
+    for line in advice:
         print(line)
-    if new.train and _code(new.train) != _code((fork / "train.py").read_text()):
-        print("train.py   is not as the new engine's; take over what differs from the one beside the new engine")
+
+
+def _exchange(folder: Path, files: Mapping[str, File]) -> None:
+    """Write the files beside a folder, and rename them to it once they are whole: a full disk or a kill takes
+    nothing."""
+    space = folder.parent / f".{folder.name}_update"
+    if space.exists():  # of an update that was killed
+        remove_tree(space)
+    make_tree(space)
+    try:
+        write(space / "new", files)
+        folder.rename(space / "old")
+        (space / "new").rename(folder)
+    finally:
+        if not folder.exists():
+            (space / "old").rename(folder)
+        remove_tree(space)
 
 
 def _refuse_changed(folder: Path, fork: Path) -> None:
@@ -104,7 +123,9 @@ def _replace_pin(given: str, pyproject: Path) -> None:
     command += ["--no-build-isolation", "--force-reinstall", pin]
     if subprocess.run(command).returncode:
         raise Refused(f"pip could not install {pin}; the requirement stays as it was")
-    pyproject.write_text(with_pin(before, pin))
+    beside = pyproject.with_name(f"{pyproject.name}.new")
+    beside.write_text(with_pin(before, pin))
+    beside.replace(pyproject)
     print(f"engine     {pin}")
     _tell_news(news_before, _installed_changelog())
 

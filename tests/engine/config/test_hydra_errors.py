@@ -103,8 +103,8 @@ MISTAKES = {
     "leaves validation out",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch=0: use a number from 1; "
     "trainer.limit_val_batches=0 leaves validation out",
-    f"trainer.gradient_clip_val={'9' * 400}": "trainer.gradient_clip_val: found a number of 400 digits; use one of at most "
-    "9223372036854775807",
+    f"trainer.gradient_clip_val={'9' * 400}": "trainer.gradient_clip_val: found a number of 400 digits; use one of "
+    "at most 9223372036854775807",
     f"seed={'9' * 5000}": f"seed={'9' * 75}…: found a number of more than 4300 digits; type a smaller one",
     f"+data.x={'[' * 500}{']' * 500}": f"+data.x={'[' * 72}…: found brackets in more than 32 brackets; type a flatter "
     "value",

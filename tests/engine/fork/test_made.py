@@ -148,6 +148,39 @@ def test_a_checkout_with_changes_is_refused_and_its_branch_can_be_the_project(ow
     assert "found no checkout of lightswitch" in again.stderr
 
 
+@pytest.mark.parametrize("mark", ["skip-worktree", "assume-unchanged", "showUntrackedFiles"])
+def test_what_git_was_told_not_to_look_at_is_refused_before_anything_is_written(mark: str, own_clone: Path) -> None:
+    if mark == "showUntrackedFiles":
+        git(own_clone, "config", "status.showUntrackedFiles", "no")
+        (own_clone / "mine.txt").write_text("mine")
+    else:
+        git(own_clone, "update-index", f"--{mark}", "train.py")
+        (own_clone / "train.py").write_text("mine")
+    refused = fork(own_clone, "birdsong", ".", "--bare")
+    assert refused.returncode == 2
+    assert ("mine.txt" if mark == "showUntrackedFiles" else "train.py") in refused.stderr
+    assert (git(own_clone, "branch", "--format=%(refname:short)"), git(own_clone, "status", "-s")) == ("main\n", "")
+
+
+def test_an_ignored_file_in_the_way_of_a_fork_stays(own_clone: Path) -> None:
+    (own_clone / ".git/info/exclude").write_text("src/birdsong/\n")
+    (mine := own_clone / "src/birdsong/__init__.py").parent.mkdir()
+    mine.write_text("mine")
+    refused = fork(own_clone, "birdsong", ".", "--bare")
+    assert (refused.returncode, mine.read_text()) == (2, "mine")
+    assert refused.stderr.endswith("src/birdsong/__init__.py; move it elsewhere\n")
+    assert (git(own_clone, "branch", "--format=%(refname:short)"), git(own_clone, "status", "-s")) == ("main\n", "")
+
+
+def test_commits_that_no_branch_has_are_not_left_behind(own_clone: Path) -> None:
+    git(own_clone, "checkout", "--quiet", "--detach")
+    git(own_clone, "commit", "--quiet", "--allow-empty", "--message=Mine")
+    refused = fork(own_clone, "birdsong", ".", "--bare")
+    told = "error: found commits that are on no branch; name one for them first: git branch NAME\n"
+    assert (refused.returncode, refused.stderr) == (2, told)
+    assert git(own_clone, "log", "-1", "--format=%s") == "Mine\n"
+
+
 def test_a_fork_trains(clone: Path, tmp_path: Path) -> None:
     folder = made(clone, tmp_path / "birdsong", "--bare")
     assert "test/accuracy" in run(["env", f"PYTHONPATH={folder}/src", "python", "train.py", "debug=limit"], folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,28 @@ def test_what_is_no_engine_is_refused(source: str, told: str, birdsong: Path, tm
     source = source.replace("{birdsong}", str(birdsong))
     assert told in update(birdsong, source, code=2).splitlines()[-1]
     assert git(birdsong, "status", "--porcelain") == ""
+
+
+def _wheel(folder: Path, **files: str) -> Path:
+    path = folder / "lightswitch-0.9.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("lightswitch-0.9.0.dist-info/METADATA", "Version: 0.9.0\n")
+        for name, content in {"__init__.py": "", **files}.items():
+            wheel.writestr(f"lightswitch/{name}", content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["../mine.py", "/mine.py", "a/../../mine.py"])
+def test_a_wheel_that_would_write_elsewhere_is_refused(name: str, birdsong: Path, tmp_path: Path) -> None:
+    told = _update(birdsong, str(_wheel(tmp_path, **{name: "mine"})), code=2)
+    assert f"would write {name}, outside of the engine; take one that pip has built" in told
+    assert git(birdsong, "status", "--porcelain") == ""
+    assert not Path("/mine.py").exists()
+
+
+def test_an_update_that_the_disk_does_not_take_leaves_the_old_engine_whole(birdsong: Path, tmp_path: Path) -> None:
+    wheel = _wheel(tmp_path, **{"early.py": "", "large.py": "#" * 200_000})
+    bash = f"ulimit -f 100; PYTHONPATH=src exec {sys.executable} -m lightswitch.fork.update '{wheel}'"
+    told = run(["bash", "-c", bash], birdsong, code=2)
+    assert "File too large" in told
+    assert git(birdsong, "status", "--porcelain", "--ignored") == ""
