@@ -122,7 +122,7 @@ def _wheel(folder: Path, **files: str) -> Path:
 
 @pytest.mark.parametrize("name", ["../mine.py", "/mine.py", "a/../../mine.py"])
 def test_a_wheel_that_would_write_elsewhere_is_refused(name: str, birdsong: Path, tmp_path: Path) -> None:
-    told = _update(birdsong, str(_wheel(tmp_path, **{name: "mine"})), code=2)
+    told = update(birdsong, str(_wheel(tmp_path, **{name: "mine"})), code=2)
     assert f"would write {name}, outside of the engine; take one that pip has built" in told
     assert git(birdsong, "status", "--porcelain") == ""
     assert not Path("/mine.py").exists()
