@@ -98,7 +98,7 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
-    Patch("lightning.pytorch.Trainer", "fit_loop", "_FitLoop", f"{_LOOP}; it leaves a run that is cut off at its end"),
+    Patch("lightning.pytorch.Trainer", "fit_loop", "_FitLoop", "a run that was cut off at its end is ended when it is resumed: Lightning returns at once"),
     Patch("lightning.pytorch.Trainer", "callbacks", "list", _TESTED),
     Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
     Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
@@ -118,6 +118,7 @@ PATCHES = (
         "(self)",
         "does nothing: at each batch, over the GPUs, it asks for signals that are handled elsewhere",
     ),
+    Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
     Patch("lightning.pytorch.loops._TrainingEpochLoop", "on_advance_end", "(self, data_fetcher)", _SAVED),
     Patch("lightning.pytorch.loops._FitLoop", "on_advance_end", "(self)", _SAVED),
     Patch(

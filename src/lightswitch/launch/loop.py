@@ -33,7 +33,8 @@ def replace_loops(trainer: Trainer) -> None:
     """Give a Trainer the engine's loops over epochs and batches; hooks, their order and their arguments stay."""
     given = trainer.fit_loop
     loop = RunLoop(trainer, given.min_epochs, given.max_epochs)
-    loop.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps)
+    batches = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps)
+    patches.replace(loop, "epoch_loop", batches)
     patches.replace(trainer, "fit_loop", loop)
 
 
