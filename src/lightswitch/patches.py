@@ -333,6 +333,7 @@ OVERRIDES = (
     "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
     "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
+    "torch.distributed.checkpoint.filesystem.FileSystemReader._slice_file",
 )
 
 

@@ -25,9 +25,13 @@ def folder_of(name: str, key: str, download: bool = False, asking: str = "model.
 
     Raises:
         FileNotFoundError: there is neither, or the download failed.
+        ValueError: it holds a pipe or a device, for which a reader would wait.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        for path in folder.iterdir():
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ValueError(f"{key}={name}: {path.name} is a pipe or a device, expected files; remove it")
         return folder
     from huggingface_hub import constants, snapshot_download
 
@@ -48,6 +52,8 @@ def check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     try:
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        if outside := [file for file in files if Path(file).name != file]:
+            raise ValueError(f"its index names a file outside of it, {outside[0]}")
         for file in sorted(files):
             with safe_open(folder / file, "pt"):
                 pass
@@ -55,7 +61,7 @@ def check_weights(folder: Path) -> None:
         raise ValueError(
             f"model.pretrained: {folder} has no {file}; expected what save_pretrained writes, and no pickles"
         ) from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"model.pretrained: {folder} has weights that can't be read: {error}") from error
 
 
@@ -64,6 +70,6 @@ def read_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer: {folder} has none that can be read; {str(error).splitlines()[0]}") from error

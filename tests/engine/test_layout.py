@@ -31,9 +31,10 @@ PACKAGES = (
         "planning",
         "fault_tolerance",
         "runs",
+        "export",
         "config",
     ),
-    *("export", "deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
+    *("deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
     *("command", "figures", "hooked_strategy", "gathering", "mixins"),  # files beside the packages
     *("patches", "trees", "versions", "regular_files", "errors"),
 )

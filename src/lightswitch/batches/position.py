@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from types import NoneType
 from typing import Any
 
 KEY = "position"  # of a checkpoint
@@ -59,6 +60,12 @@ class Position:
         return None
 
 
+_KINDS: dict[str, Any] = {
+    **{field.name: type(field.default) for field in fields(Position)},  # of numbers and switches
+    **dict.fromkeys(("dataset", "optimizer_steps"), (int, NoneType)),
+}
+
+
 def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
     """Return the position that a checkpoint holds; None for a checkpoint that was not written by this engine.
 
@@ -68,7 +75,10 @@ def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
     if KEY not in checkpoint:
         return None
     counts = checkpoint[KEY]
-    if not isinstance(counts, dict) or not all(isinstance(count, int | None) for count in counts.values()):
+    if not isinstance(counts, dict) or not all(
+        name in _KINDS and isinstance(count, _KINDS[name]) and 0 <= (count or 0) < 1 << 62
+        for name, count in counts.items()
+    ):
         raise ValueError(f"its {KEY} is damaged")
     return Position(**counts)
 

@@ -76,10 +76,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, or would run code.
     """
-    state = safe.load(path / STATE)
-    if not isinstance(state, dict):
-        raise manifest.Damaged(f"{STATE} holds no state of a run")
-    return state
+    return safe.checked_state(safe.load(path / STATE), STATE)
 
 
 def read_index(path: Path, part: slice) -> Index:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
+
+from lightswitch import regular_files
+from lightswitch.checkpoints.manifest import is_plain_name
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -22,20 +24,19 @@ def weights(path: Path) -> dict[str, Tensor]:
 
     Raises:
         ValueError: the index names a file elsewhere, or is none.
-        OSError, SafetensorError: a file can't be read.
+        OSError, SafetensorError: a file can't be read, or is a pipe or a device.
     """
     file = _in(path) or path
     if file.suffix != ".json":
-        return load_file(file)
-    index: Any = json.loads(file.read_text(encoding="utf-8"))
+        return load_file(regular_files.check(file))
+    index: Any = regular_files.read_json(file)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ValueError(f"{file.name} is not an index of safetensors")
-    if outside := next((name for name in shards.values() if Path(name).name != name), None):
+    if outside := next((name for name in shards.values() if not is_plain_name(name)), None):
         raise ValueError(f"{file.name} names a file outside of its folder: {outside}")
-    found = {
-        name: value for shard in sorted(set(shards.values())) for name, value in load_file(file.parent / shard).items()
-    }
+    files = [regular_files.check(file.parent / shard) for shard in sorted(set(shards.values()))]
+    found = {name: value for shard in files for name, value in load_file(shard).items()}
     if missing := sorted(shards.keys() - found.keys()):
         raise ValueError(f"{file.name} names {missing[0]}, which its files lack")
     return found

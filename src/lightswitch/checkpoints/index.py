@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightswitch.checkpoints import safe
 from lightswitch.checkpoints.manifest import Damaged, check_file, is_plain_name
 
 INDEX = ".metadata"
@@ -37,6 +39,7 @@ _RECORDS = {
     "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enum
     *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
+_PACKED = re.compile(r"torch\.(q|bit|u?int[1-7]$)")  # dtypes whose numbers are no whole bytes, or need a scale
 _BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}
 
 
@@ -85,6 +88,13 @@ class _Reader(FileSystemReader):
     def __init__(self, index: Index) -> None:
         super().__init__(index.path)
         self._metadata = index.metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
+        """Return the part of a file that holds a tensor, where `torch.load` will not take more memory than it has."""
+        part = super()._slice_file(file, sinfo)
+        safe.check_zip(part, sinfo.length, sinfo.relative_path)
+        part.seek(0)
+        return part
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -177,6 +187,8 @@ def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
     chunks = _field(record, "chunks")
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
         raise Damaged(f"{INDEX} is not an index of tensors")
+    if _PACKED.match(str(dtype)):
+        raise Damaged(f"{INDEX} has {name} as {dtype}, which no checkpoint of lightswitch or Lightning has")
     parts = [ChunkStorageMetadata(_sizes(_field(c, "offsets")), _sizes(_field(c, "sizes"))) for c in chunks]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _sizes(_field(record, "size")), parts)
 
@@ -204,9 +216,34 @@ def _compared(
             yield key
         if numbers != math.prod(tensor.size):
             raise Damaged(f"{INDEX} has {numbers} of the {math.prod(tensor.size)} numbers of {name}")
+        if not _fill([chunk for chunk in tensor.chunks if math.prod(chunk.sizes)], 2 * len(tensor.size)):
+            raise Damaged(f"{INDEX} has parts of {name} that overlap, and so leave a hole")
         claimed_bytes += numbers * tensor.properties.dtype.itemsize
     if claimed_bytes > sum(file_bytes.values()):
         raise Damaged(f"{INDEX} claims {claimed_bytes} bytes, and the files have {sum(file_bytes.values())}")
+
+
+def _fill(chunks: list[ChunkStorageMetadata], most_cuts: int) -> bool:
+    """Return whether parts that have as many numbers as their tensor fill it: no two of them overlap.
+
+    Straight cuts take them apart, as the shards of a mesh and the slices of a flat buffer; no pairs are compared.
+
+    Args:
+        most_cuts: through what an earlier one has left together.
+    """
+    if len(chunks) < 2:
+        return True
+    for dimension in range(len(chunks[0].sizes) if most_cuts else 0):
+        groups: list[list[ChunkStorageMetadata]] = []
+        end = -1
+        for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):
+            if chunk.offsets[dimension] >= end:
+                groups.append([])
+            groups[-1].append(chunk)
+            end = max(end, chunk.offsets[dimension] + chunk.sizes[dimension])
+        if len(groups) > 1:
+            return all(_fill(group, most_cuts - 1) for group in groups)
+    return False
 
 
 def _check_part(

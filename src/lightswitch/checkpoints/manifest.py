@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightswitch import regular_files
+
 SUMS = "SHA256SUMS"
 
 
@@ -32,7 +34,7 @@ def read(folder: Path) -> dict[str, str]:
     """
     try:
         check_file(folder, SUMS)
-        lines = [line.split("  ") for line in (folder / SUMS).read_text().splitlines()]
+        lines = [line.split("  ") for line in regular_files.read_text(folder / SUMS).splitlines()]
         sums = {name: digest for digest, name in lines}
     except OSError as error:
         raise Damaged(f"{SUMS} can't be read: {error.strerror}") from error

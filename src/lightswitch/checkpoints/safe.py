@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+_MOST_LEVELS = 64  # of mappings and lists in one another
+_STATE: dict[str, type] = {  # what a checkpoint holds, if it does
+    **dict.fromkeys(("epoch", "global_step"), int),
+    **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    "pytorch-lightning_version": str,
+}
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 
 
@@ -46,11 +54,16 @@ def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
     if not path.is_file():  # a pipe would be waited for
         raise UnsafeFile(f"{path.name} is not a regular file")
     try:
-        is_zip = _is_zip(path)
+        if is_zip := _is_zip(path):
+            check_zip(path, path.stat().st_size, path.name)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and is_zip else []
         stand_ins: list[Any] = [(Inert, name) for name in named if name.startswith(f"{inert}.")]
         with torch.serialization.safe_globals(stand_ins):
-            return torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
+            found = torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
+        _check_sizes(found, path)
+        return found
+    except UnsafeFile:
+        raise
     except OSError as error:
         raise UnsafeFile(f"{path.name} can't be read: {error.strerror}") from error
     except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
@@ -60,6 +73,70 @@ def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
 def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
+
+
+def check_zip(file: Any, most_bytes: int, name: str) -> None:
+    """Check that an archive's files are no larger than it is: torch compresses none, and a few bytes can be gigabytes.
+
+    Args:
+        file: a path, or a file that is open.
+
+    Raises:
+        UnsafeFile: they are, or there is no archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bytes_in_all = sum(part.file_size for part in archive.infolist())
+    except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise UnsafeFile(f"{name} is damaged, or was not written by torch.save") from error
+    if bytes_in_all > most_bytes:
+        raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, and has {most_bytes}")
+
+
+def _check_sizes(found: Any, path: Path) -> None:
+    """Check that no tensor claims more than the file has, as a view of one number can, and that nothing is nested deep.
+
+    Raises:
+        UnsafeFile: one does, or it is.
+    """
+    file_bytes = path.stat().st_size
+    level = [found]
+    for _ in range(_MOST_LEVELS):
+        for value in level:
+            if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > file_bytes:
+                raise UnsafeFile(f"{path.name} claims a tensor of {tuple(value.shape)}, and has {file_bytes} bytes")
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise UnsafeFile(f"{path.name} is nested too deep")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
+
+
+def checked_state(state: Any, name: str) -> dict[str, Any]:
+    """Return the state of a run, if it holds under each name what Lightning and the engine keep there.
+
+    Raises:
+        UnsafeFile: it is something else.
+    """
+    if not isinstance(state, dict):
+        raise UnsafeFile(f"{name} holds no state of a run")
+    for key, kind in _STATE.items():
+        if key in state and type(state[key]) is not kind:
+            raise UnsafeFile(f"{name} has a {type(state[key]).__name__} as {key}, expected a {kind.__name__}")
+        if kind is int and key in state and not 0 <= state[key] < 1 << 62:
+            raise UnsafeFile(f"{name} has {state[key]} as {key}")
+    if not all(
+        isinstance(part, dict) for part in (*state.get("optimizer_states", ()), *state.get("lr_schedulers", ()))
+    ):
+        raise UnsafeFile(f"{name} has no states of optimizers and schedulers")
+    if not re.match(r"\d+(\.\d+)*", state.get("pytorch-lightning_version", "0")):
+        raise UnsafeFile(f"{name} names no version of Lightning")
+    return state
 
 
 def called(error: BaseException) -> str | None:

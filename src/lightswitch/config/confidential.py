@@ -19,8 +19,12 @@ from lightswitch.cluster.sealed import Values
 
 Path = tuple[str | int, ...]  # of a value, from the config's root
 
-_LIKE_A_SECRET = re.compile(r"key|token|secret|passw|pwd|credential|auth|jwt|cookie|private|bearer", re.IGNORECASE)
+_LIKE_A_SECRET = re.compile(
+    r"key|token(?!i[sz]er)|secret|passw|pwd|credential|auth|jwt|cookie|private|bearer", re.IGNORECASE
+)
+_FROM_ENVIRONMENT = re.compile(r"""['"]?\$\{oc\.env:[^{}]*\}['"]?""")
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another value of the config
+_LEAST_DIGITS = 4  # of a number that is replaced wherever it stands
 _LEAST_LENGTH = 8  # characters of a value to replace inside of other text: a shorter one may be there by chance
 
 
@@ -107,6 +111,17 @@ def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
     return Values(flat, frozenset(hidden))
 
 
+def without_secret(override: str) -> str:
+    """Return an override with *** for a value that reads like a secret, by its key, or as a URL with a user in it.
+
+    What it takes from the environment stays.
+    """
+    key, equals, value = override.partition("=")
+    names = [key.rpartition(".")[2], *re.findall(r"(\w+)['\"]?\s*:", value)]
+    is_secret = any(map(_LIKE_A_SECRET.search, names)) or re.search(r"://[^/\s]*@", value)
+    return f"{key}=***" if equals and is_secret and not _FROM_ENVIRONMENT.fullmatch(value) else override
+
+
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, dict) and node:
         for name, child in node.items():
@@ -122,14 +137,18 @@ class Cleaner:
     Args:
         texts: pairs of a value, in each form that an error shows it in, and its interpolation; the longest first, as
             one may contain another.
+        others: values that are no text, as a number or a list, each with its key in the config and its interpolation.
     """
 
     texts: tuple[tuple[str, str], ...]
+    others: tuple[tuple[str, Any, str], ...] = ()
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Cleaner:
         """Make a cleaner of all values that a config takes from the environment, except existing paths."""
-        outside = from_environment(cfg).values()
+        found = from_environment(cfg)
+        outside = found.values()
+        others = ((_key(path), _plain(one.value), one.interpolation) for path, one in found.items())
         whole = {one.value: one.interpolation for one in outside if isinstance(one.value, str)}
         parts = {value: f"${{oc.env:{name}}}" for one in outside for name, value in one.parts.items()}
         whole, parts = (
@@ -142,16 +161,27 @@ class Cleaner:
             for form in _forms(value, written)
             if len(form) >= _LEAST_LENGTH
         }
-        return cls(tuple(sorted((shown | whole).items(), key=lambda pair: -len(pair[0]))))
+        return cls(
+            tuple(sorted((shown | whole).items(), key=lambda pair: -len(pair[0]))),
+            tuple(other for other in others if other[1] is not None and not isinstance(other[1], str)),
+        )
 
-    def cleaned(self, value: Any) -> Any:
-        """Return a text, or dicts, lists and tuples of texts, with the values replaced."""
+    def cleaned(self, value: Any, key: str = "") -> Any:
+        """Return a text, a number, or dicts, lists and tuples of these, with the values replaced.
+
+        Args:
+            key: under which it stands. A number of few digits under another one is there by chance.
+        """
         if isinstance(value, str):
             return self._text(value)
+        for own, secret, written in self.others:
+            is_rare = not isinstance(value, bool) and len(str(value)) >= _LEAST_DIGITS
+            if type(secret) is type(value) and secret == value and (is_rare or own == key):
+                return written
         if isinstance(value, dict):
-            return type(value)({key: self.cleaned(item) for key, item in value.items()})
+            return type(value)({name: self.cleaned(item, str(name)) for name, item in value.items()})
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(self.cleaned(item) for item in value)
+            return type(value)(self.cleaned(item, key) for item in value)
         return value
 
     def _text(self, text: str) -> str:
@@ -161,6 +191,15 @@ class Cleaner:
             if len(value) >= _LEAST_LENGTH:
                 text = text.replace(value, written)
         return text
+
+
+def _key(path: Path) -> str:
+    """Return the last key of a path, without the places in a list below it."""
+    return next((part for part in reversed(path) if isinstance(part, str)), "")
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
 
 def _forms(value: str, written: str) -> Iterator[str]:

@@ -74,10 +74,17 @@ def check_flags(arguments: list[str]) -> None:
     """Check the command line's words, to report a problem without Hydra's usage of several lines, or its traceback.
 
     Raises:
-        RefusedRequest: a flag does not exist, or lacks what belongs to it; a setting is beyond what Hydra reads.
+        RefusedRequest: a flag does not exist, lacks what belongs to it, or has Hydra unpickle a file; a setting is beyond
+            what Hydra reads.
     """
-
     found = _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
+    if found.experimental_rerun is not None:
+        raise RefusedRequest(
+            [
+                f"--experimental-rerun={found.experimental_rerun} unpickles a file, which may run code; "
+                "type the command that run.json has"
+            ]
+        )
     if found.resolve and not found.cfg:
         raise RefusedRequest(["--resolve: found no --cfg, which it belongs to; type --cfg job --resolve"])
     if problems := [problem for override in found.overrides for problem in _beyond_reading(override)]:

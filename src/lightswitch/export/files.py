@@ -172,6 +172,8 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
                 torch.save(state, file)
         else:
             save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries ask for the format
+    except KeyError as error:  # safetensors' own, of a dtype that it does not know
+        raise Refused(f"safetensors hold no {error.args[0]}; use -o NAME.pt") from error
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = error if isinstance(error, OSError) else error.__context__ or error  # torch keeps a full disk there
         raise OSError(f"{path.name} can't be written: {reason}") from error

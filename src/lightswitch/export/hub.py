@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
-from lightswitch import versions
+from lightswitch import regular_files, versions
 from lightswitch.checkpoints import directory
-from lightswitch.errors import Refused
+from lightswitch.config.confidential import without_secret
+from lightswitch.errors import Refused, printable
 from lightswitch.export import files
 from lightswitch.export.model import load
+from lightswitch.monitoring.summary import escaped
 from lightswitch.trees import MARK, make_tree, remove_tree
 
 CARD = "README.md"
@@ -93,19 +96,21 @@ def _card(checkpoint: Path, model: Any) -> str:
 def _lines(name: str, record: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
     yield from ("---", "library_name: transformers", "tags: [lightswitch]", "---", f"# {name}", "")
     version = versions.of(["lightswitch"]).get("lightswitch", "")
-    overrides = " ".join(map(str, record.get("overrides", ())))
-    commit = f" at commit {record['commit']}" if record.get("commit") else ""
-    yield from (f"Trained with lightswitch {version}{commit}:", "", f"    python train.py {overrides}", "")
+    typed = record.get("overrides")
+    overrides = shlex.join(without_secret(str(one)) for one in typed) if isinstance(typed, list) else ""
+    commit = f" at commit {escaped(str(record['commit']))}" if record.get("commit") else ""
+    command = " ".join(printable(f"python train.py {overrides}").split())
+    yield from (f"Trained with lightswitch {version}{commit}:", "", f"<pre>{escape(command, quote=False)}</pre>", "")
     if results:
         yield from ("| metric | last value |", "| --- | --- |")
         yield from (
-            f"| {metric} | {value:.4g} |" for metric, value in results.items() if isinstance(value, int | float)
+            f"| {escaped(metric)} | {value:.4g} |" for metric, value in results.items() if isinstance(value, float)
         )
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = regular_files.read_json(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from lightswitch import regular_files
 from lightswitch.errors import UnfitCheckpoint
 
 CONFIG = "config.yaml"
@@ -72,12 +69,9 @@ def read_config(path: Path, key: str | None = None, trust: bool = False) -> Mode
         UnfitCheckpoint: the file can't be read, or has no such node.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few can expand to billions
-            raise UnfitCheckpoint(f"{path} can't be read as a config: it has YAML aliases, and no run writes any")
-        node: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=trust)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
-        raise UnfitCheckpoint(f"{path} can't be read as a config: {' '.join(str(error).split())}") from error
+        node: Any = regular_files.read_yaml(path, resolve=trust)
+    except (OSError, ValueError) as error:
+        raise UnfitCheckpoint(f"{path} can't be read as a config: {error}") from error
     if key is not None:
         node = node.get(key) if isinstance(node, dict) else None
     if not isinstance(node, dict) or "_target_" not in node:

@@ -16,13 +16,14 @@ import threading
 import traceback
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 from types import FrameType
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
-from lightswitch.errors import ExitCode, Failure, LostRank, Refused
+from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
 from lightswitch.fault_tolerance.crash_report import CrashReport
 from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback, node_name, one_line
 from lightswitch.process.state import Process
@@ -37,6 +38,9 @@ _OF_DISKS = {  # errors of what a run writes or reads, which the user can mend
 _SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
 _SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # of Lightning, which steps one by itself
 _INTERVAL = "val_check_interval"  # of Lightning's loop, once it knows how many batches there are
+_RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+_LIBRARIES = (_RESTORING.partition(".")[0], "torch", "packaging", __name__.partition(".")[0])
+_OF_ODD_STATE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
@@ -79,6 +83,11 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return [
             f"trainer.{_INTERVAL}={interval} is more steps than an epoch has; type fewer, or "
             "trainer.check_val_every_n_epoch=null, which counts them over the epochs"
+        ]
+    if not steps_have_begun and (checkpoint := _restored_by_libraries(error)) is not None:
+        return [
+            f"{checkpoint} can't be read as a checkpoint: {one_line(error)}; start anew with resume=never, or go on "
+            "from another with resume=PATH"
         ]
     if type(error) not in _ON_PURPOSE:
         return []
@@ -128,6 +137,23 @@ def _stdout_has_no_reader() -> bool:
     looking = select.poll()
     looking.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in looking.poll(0))
+
+
+def _restored_by_libraries(error: BaseException) -> str | None:
+    """Return the checkpoint in which Lightning, torch or the engine met what they did not expect; None elsewhere.
+
+    An error of other code that is given its state, as the module's own `on_load_checkpoint`, is that code's.
+    """
+    if not isinstance(error, _OF_ODD_STATE):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    if _RESTORING not in modules:
+        return None
+    first = modules.index(_RESTORING)
+    path = getattr(getattr(frames[first].f_locals.get("self"), "trainer", None), "ckpt_path", None)
+    is_theirs = all(module.partition(".")[0] in _LIBRARIES for module in modules[first:])
+    return shown(Path(path)) if path and is_theirs and "dump" not in frames[first].f_code.co_name else None
 
 
 def raised_in(error: BaseException) -> FrameType | None:

@@ -69,10 +69,12 @@ def read(folder: Path) -> Packed:
     file = folder / MANIFEST
     try:
         content = json.loads(file.read_text())
-        shards = tuple(Shard(**shard) for shard in content["shards"])
+        shards = tuple(checked(Shard(**shard)) for shard in content["shards"])
         known = {name: content[name] for name in ("tokenizer", "vocab_size", "document_end")}
         version = content["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not all(type(known[name]) is int and 0 <= known[name] < 2**32 for name in ("vocab_size", "document_end")):
+            raise ValueError("vocab_size or document_end is no number of a token")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} can't be read ({error!r}); pack into another folder") from error
     if version != FORMAT:
         raise ValueError(f"{file} has format {version}; expected {FORMAT}; pack again into another folder")
@@ -81,6 +83,15 @@ def read(folder: Path) -> Packed:
         if problem := wrong_size(packed, shard):
             raise ValueError(problem)
     return packed
+
+
+def checked(shard: Shard) -> Shard:
+    """Raises ValueError for a shard that no packing writes, as one that lies outside of the folder."""
+    if Path(str(shard.name)).name != shard.name or "\0" in shard.name:
+        raise ValueError(f"it names a file outside of the folder, {shard.name}")
+    if not all(type(count) is int and 0 <= count < 2**60 for count in (shard.tokens, shard.documents)):
+        raise ValueError(f"{shard.name} has no number of tokens")
+    return shard
 
 
 def write(packed: Packed) -> None:

@@ -77,6 +77,7 @@ class HFCausalLM(LanguageModel):
                 config=self.config,
                 dtype=torch.get_default_dtype(),
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
             )
         self.model = (with_lora(model, self.adapters) if self.adapters else model).train()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 
 def read_config(folder: Any, changes: dict[str, Any]) -> Any:
     """The model's config: a folder's with changes, or a new one of a `model_type`."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     if folder is None and "model_type" not in changes:
         raise ValueError("model names no weights and no config; type model.pretrained=FOLDER, or a hub's name")
     if folder is None:
         check_type(changes["model_type"])
+    from_folder = partial(AutoConfig.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
     try:
-        known = AutoConfig.from_pretrained(folder, local_files_only=True) if folder else AutoConfig.for_model(**changes)
-        check_type(known.model_type)
+        if folder is not None:  # before code that its auto_map names would be asked for
+            check_type(str(PretrainedConfig.get_config_dict(folder, local_files_only=True)[0].get("model_type")))
+        known = from_folder() if folder else AutoConfig.for_model(**changes)
         check_keys(known, changes)
-        return AutoConfig.from_pretrained(folder, local_files_only=True, **changes) if folder else known
+        return from_folder(**changes) if folder else known
     except (OSError, StrictDataclassError) as error:  # the last line is about the value
         raise ValueError(f"model.config: {str(error).strip().splitlines()[-1].strip()}") from error
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size
 
-from lightswitch.checkpoints import directory
+from lightswitch.checkpoints import directory, index
 from lightswitch.checkpoints.piece import Piece
 from lightswitch.checkpoints.reader import Reader
 
@@ -38,3 +39,12 @@ def test_a_piece_is_written_and_read_alone_also_of_what_is_empty(tmp_path: Path)
     assert read.values.equal(whole.flatten()[7:16])
     assert reader.read("model.flat").equal(torch.arange(12.0).view(3, 4))
     assert reader.like["model.none"].shape == (0, 3)
+
+
+@given(SHAPES, st.lists(st.floats(0, 1), max_size=4))
+def test_pieces_of_any_sizes_are_known_to_fill_their_tensor(shape: Size, cuts: list[float]) -> None:
+    ends = sorted({int(part * prod(shape)) for part in (0, *cuts, 1)})
+    pieces = [Piece(torch.arange(*ends), shape, ends[0]) for ends in pairwise(ends)]
+    chunks = [item.tensor_data.chunk for piece in pieces for item in piece.__create_write_items__("x", piece)]
+    assert index._fill(chunks, 2 * len(shape))
+    assert not index._fill([*chunks, chunks[0]], 2 * len(shape))

@@ -17,7 +17,7 @@ from tests.engine.plain import PlainData
 class SecretModel(FailingModel):
     """Is given a token and a key of several lines, has them among its hyperparameters, and tells them in its error."""
 
-    def __init__(self, token: str, pem: str = "", **rest: object) -> None:
+    def __init__(self, token: str, pem: str = "", pin: int = 0, **rest: object) -> None:
         super().__init__(**rest)  # type: ignore[arg-type]
         self.token, self.pem = token, pem
         self.save_hyperparameters()

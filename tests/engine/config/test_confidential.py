@@ -25,10 +25,12 @@ from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 SECRET = "hunter2-correct-horse"
 KEY = "MIIEvQIBADANBgkqhkiG9w0"
 PEM = f"-----BEGIN KEY-----\n{KEY}+/A\n'{KEY}'\n-----END KEY-----\n"
+PIN = 4711081
 HIDDEN = ("SLURM_JWT", "DB_PASSWD", "HF_AUTH", "token", "CUDA_TOKEN", "NCCL_AUTH", "TORCH_PASSWORD", "WANDB_API_KEY")
 ENVIRONMENT = {
     "API_TOKEN": SECRET,
     "PEM": PEM,
+    "PIN": str(PIN),
     **{name: f"{SECRET}-{name}" for name in HIDDEN},
     "NCCL_NET": f"http://me:{SECRET}@x",
 }
@@ -38,6 +40,7 @@ RUN = (
         "+model.token=${oc.env:API_TOKEN}",
         "+model.how=raises",
         "+model.pem=${oc.env:PEM}",
+        "+model.pin='${oc.decode:${oc.env:PIN}}'",
     ),
     *(
         "data._target_=tests.engine.config.secretive.SecretData",
@@ -71,7 +74,8 @@ def test_no_file_of_a_run_holds_a_secret_of_its_environment(failed: Finished) ->
     files = [path for path in failed.folder.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "run.json", "train.log", "hparams.yaml", "trainer.pt", "failure.txt", "rank_1.txt"} <= names
-    assert [path for path in files if re.search(f"{SECRET}|{KEY}".encode(), path.read_bytes())] == []
+    secrets = re.compile(f"{SECRET}|{KEY}|{PIN}|".encode() + re.escape(PIN.to_bytes(4, "little")))  # in a pickle, too
+    assert [path for path in files if secrets.search(path.read_bytes())] == []
 
 
 def test_neither_the_terminal_nor_torchrun_is_told_one(failed: Finished, seen: Path) -> None:
@@ -113,8 +117,10 @@ def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pyte
     assert OmegaConf.to_container(config)["model"]["token"] == "${oc.env:API_TOKEN}"
     saved = torch.load(failed.run_dir / "checkpoints" / "last.ckpt" / "trainer.pt", weights_only=True)
     assert saved["hyper_parameters"]["token"] == "${oc.env:API_TOKEN}"
+    assert saved["hyper_parameters"]["pin"] == "${oc.decode:${oc.env:PIN}}"
     monkeypatch.setenv("API_TOKEN", "another")
     monkeypatch.setenv("PEM", PEM)
+    monkeypatch.setenv("PIN", str(PIN))
     assert lightswitch.load(failed.run_dir / "checkpoints" / "last.ckpt").token == "another"
     monkeypatch.delenv("API_TOKEN")
     with pytest.raises(Refused, match="Environment variable 'API_TOKEN' not found"):
@@ -170,6 +176,18 @@ def test_a_variable_is_known_where_the_value_is_more_than_it(value: str, monkeyp
     monkeypatch.setenv("API_KEY", "marker123456")
     cleaner = Cleaner.of(OmegaConf.create({"token": value}))
     assert cleaner.cleaned("login failed for marker123456") == "login failed for ${oc.env:API_KEY}"
+
+
+def test_what_is_no_text_is_known_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PIN": "4711", "AUTH": "{user: me, pin: 12}", "SMALL": "7", "FLAG": "true"}.items():
+        monkeypatch.setenv(name, value)
+    names = ("PIN", "AUTH", "SMALL", "FLAG")
+    cfg = OmegaConf.create({name.lower(): f"${{oc.decode:${{oc.env:{name}}}}}" for name in names})
+    cleaned = Cleaner.of(cfg).cleaned
+    saved = {"pin": 4711, "other": [4711, 0.5], "auth": {"user": "me", "pin": 12}, "small": 7, "flag": True}
+    written: Any = OmegaConf.to_container(cfg, resolve=False)
+    assert cleaned(saved) == {**written, "other": [written["pin"], 0.5]}
+    assert cleaned({"layers": 7, "bias": True}) == {"layers": 7, "bias": True}
 
 
 def test_a_short_value_stays_in_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
