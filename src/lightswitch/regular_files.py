@@ -148,7 +148,7 @@ def read_yaml(path: Path, resolve: bool = False) -> Any:
             if isinstance(token, yaml.ScalarToken) and token.value.count("${") > _MOST_INTERPOLATIONS:
                 raise ValueError(f"a value has more than {_MOST_INTERPOLATIONS} interpolations")
         return _shallow(OmegaConf.to_container(OmegaConf.create(text), resolve=resolve))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AttributeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:  # the last of a bare number
         raise ValueError(f"{path.name}: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deep") from error

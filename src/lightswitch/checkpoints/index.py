@@ -7,6 +7,7 @@ and becomes a record without behaviour; all that is taken from the records is ch
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -92,12 +93,25 @@ class _Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         """Return the part of a file that holds a tensor, where `torch.load` will not take more memory than it has."""
         part = super()._slice_file(file, sinfo)
-        safe.check_zip(part, sinfo.length, sinfo.relative_path)
+        safe.check_zip(_FromItsEnd(part, sinfo.length), sinfo.length, sinfo.relative_path)
         part.seek(0)
         return part
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+
+class _FromItsEnd:
+    """Part of a file that can be sought from its end: torch's own view takes the distance with the wrong sign."""
+
+    def __init__(self, part: Any, length: int) -> None:
+        self.part, self.length = part, length
+        self.read, self.tell = part.read, part.tell
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> Any:
+        if whence == os.SEEK_END:
+            offset, whence = self.length + offset, os.SEEK_SET
+        return self.part.seek(offset, whence)
 
 
 class _Record:

@@ -121,10 +121,11 @@ def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pyte
     monkeypatch.setenv("API_TOKEN", "another")
     monkeypatch.setenv("PEM", PEM)
     monkeypatch.setenv("PIN", str(PIN))
-    assert lightswitch.load(failed.run_dir / "checkpoints" / "last.ckpt").token == "another"
+    last = failed.run_dir / "checkpoints" / "last.ckpt"
+    assert lightswitch.load(last, trust=True).token == "another"  # it trusts the decoder of the pin
     monkeypatch.delenv("API_TOKEN")
     with pytest.raises(Refused, match="Environment variable 'API_TOKEN' not found"):
-        lightswitch.load(failed.run_dir / "checkpoints" / "last.ckpt")
+        lightswitch.load(last, trust=True)
 
 
 def test_a_rank_with_another_secret_is_named_without_it(train: Train) -> None:

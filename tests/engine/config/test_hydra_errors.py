@@ -129,6 +129,11 @@ MISTAKES = {
     "trainer.max_steps": "trainer.max_steps: it has no value; type trainer.max_steps=VALUE",
     "strategy": "strategy: it has no value; type strategy=VALUE",
     "--nosuch": "unrecognized arguments: --nosuch; a setting is KEY=VALUE, and --help lists what there is",
+    **{
+        f"{flag}=job.pickle": "--experimental-rerun=job.pickle unpickles a file, which may run code; type the command "
+        "that run.json has"
+        for flag in ("--experimental-rerun", "--experimental-r")
+    },
     "--resolve=yes": "argument --resolve: ignored explicit argument 'yes'; "
     "a setting is KEY=VALUE, and --help lists what there is",
     "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",

@@ -16,6 +16,7 @@ import lightswitch
 from lightswitch.export.__main__ import main
 from lightswitch.export.weights import Weights
 from project.data.text import TextFiles
+from project.hub import check_weights, read_tokenizer
 from project.models.hf_causal_lm import HFCausalLM
 from tests.runs import CHECKOUT, Train
 
@@ -279,3 +280,29 @@ def _kill_once_saved(folder: Path):
             one.kill()
 
     return kill
+
+
+def test_code_in_a_folder_of_the_hub_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a user answers the question that transformers would ask."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    config = {"model_type": "mystery", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model_type=mystery is no causal language model of transformers"):
+        HFCausalLM(32, ADAMW, pretrained=str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
+    with pytest.raises(ValueError, match="tokenizer: "):
+        read_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pipe_in_a_folder_of_the_hub_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"config\.json is a pipe or a device, expected files; remove it"):
+        HFCausalLM(32, ADAMW, pretrained=str(tmp_path))
+
+
+def test_weights_outside_of_a_folder_of_the_hub_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../model.safetensors"}}')
+    with pytest.raises(ValueError, match=r"its index names a file outside of it, \.\./model\.safetensors"):
+        check_weights(tmp_path)

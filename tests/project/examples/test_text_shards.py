@@ -319,6 +319,15 @@ def shown_on_terminal(function: Callable[..., str], *arguments: object, **option
     return shown
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x.bin", "a/b.bin", 5, ""])
+def test_a_manifest_names_files_of_its_folder_alone(name: object, tmp_path: Path) -> None:
+    shard = {"name": name, "split": "train", "tokens": 1, "documents": 1, "sha256": ""}
+    content = {"format": 1, "tokenizer": "bytes", "vocab_size": 257, "document_end": 256, "shards": [shard]}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"it names a file outside of the folder"):
+        packed.read(tmp_path)
+
+
 def test_damage_is_found_and_only_what_is_missing_is_packed_again(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "packed"
     pack_into(folder, f"{corpus}/*.jsonl")
