@@ -37,7 +37,9 @@ def test_what_is_no_regular_file_is_not_waited_for(kind: str, tmp_path: Path, mo
             read(place)
 
 
-@pytest.mark.parametrize("text", ["5", BOMB, "a: " + "[" * 500 + "]" * 500, "a: '" + "${" * 5000 + "'", "a: " + "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["5", BOMB, "a: " + "[" * 500 + "]" * 500, "a: '" + "${" * 5000 + "'", "a: " + "9" * 5000]
+)
 def test_a_bomb_of_yaml_is_a_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"^x\.yaml[ :][^\n]*$"):

@@ -21,7 +21,8 @@ _MOST_LEVELS = 64  # of mappings and lists in one another
 _STATE: dict[str, type] = {  # what a checkpoint holds, if it does
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    **dict.fromkeys(("frozen_since", "plateau", "epoch_end"), dict),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks"), list),
     "pytorch-lightning_version": str,
 }
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
@@ -134,6 +135,9 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
         isinstance(part, dict) for part in (*state.get("optimizer_states", ()), *state.get("lr_schedulers", ()))
     ):
         raise UnsafeFile(f"{name} has no states of optimizers and schedulers")
+    tied = state.get("names_of_tied", {})
+    if not all(isinstance(one, str) for one in (*tied, *tied.values(), *state.get("left_out", ()))):
+        raise UnsafeFile(f"{name} has a name of a tensor that is no text")
     if not re.match(r"\d+(\.\d+)*", state.get("pytorch-lightning_version", "0")):
         raise UnsafeFile(f"{name} names no version of Lightning")
     return state

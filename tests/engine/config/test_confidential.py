@@ -121,6 +121,7 @@ def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pyte
     monkeypatch.setenv("API_TOKEN", "another")
     monkeypatch.setenv("PEM", PEM)
     monkeypatch.setenv("PIN", str(PIN))
+    monkeypatch.setenv("SEEN", str(failed.folder))
     last = failed.run_dir / "checkpoints" / "last.ckpt"
     assert lightswitch.load(last, trust=True).token == "another"  # it trusts the decoder of the pin
     monkeypatch.delenv("API_TOKEN")
