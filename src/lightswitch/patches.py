@@ -98,7 +98,12 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
-    Patch("lightning.pytorch.Trainer", "fit_loop", "_FitLoop", "a run that was cut off at its end is ended when it is resumed: Lightning returns at once"),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "fit_loop",
+        "_FitLoop",
+        "a run that was cut off at its end is ended when it is resumed: Lightning returns at once",
+    ),
     Patch("lightning.pytorch.Trainer", "callbacks", "list", _TESTED),
     Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
     Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),

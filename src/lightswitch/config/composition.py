@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch import patches
 from lightswitch.config import names
+from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import asks_for_a_sweep
 from lightswitch.errors import RefusedRequest
 
@@ -47,4 +48,4 @@ def check_names(cfg: DictConfig) -> None:
     except OmegaConfBaseException:  # the run will report it
         return
     if problems := list(names.problems(given)):
-        raise RefusedRequest(problems)
+        raise RefusedRequest(Cleaner.of(cfg).cleaned(problems))

@@ -152,8 +152,8 @@ class Cleaner:
         whole = {one.value: one.interpolation for one in outside if isinstance(one.value, str)}
         parts = {value: f"${{oc.env:{name}}}" for one in outside for name, value in one.parts.items()}
         whole, parts = (
-            {value: written for value, written in found.items() if value and not _is_path(value)}
-            for found in (whole, parts)
+            {value: written for value, written in pairs.items() if value and not _is_path(value)}
+            for pairs in (whole, parts)
         )
         shown = {
             form: written
@@ -161,8 +161,13 @@ class Cleaner:
             for form in _forms(value, written)
             if len(form) >= _LEAST_LENGTH
         }
+        keyed = {  # as refusals show them: there also a short value, or a number, is not there by chance
+            f"{'.'.join(map(str, path))}={form}": f"{'.'.join(map(str, path))}={one.interpolation}"
+            for path, one in found.items()
+            for form in (str(one.value), repr(one.value))
+        }
         return cls(
-            tuple(sorted((shown | whole).items(), key=lambda pair: -len(pair[0]))),
+            tuple(sorted((shown | whole | keyed).items(), key=lambda pair: -len(pair[0]))),
             tuple(other for other in others if other[1] is not None and not isinstance(other[1], str)),
         )
 
@@ -188,7 +193,7 @@ class Cleaner:
         for value, written in self.texts:
             if text == value:
                 return written
-            if len(value) >= _LEAST_LENGTH:
+            if len(value) >= _LEAST_LENGTH or "=" in value:
                 text = text.replace(value, written)
         return text
 

@@ -116,7 +116,9 @@ def problems_of_composition(error: BaseException) -> list[str]:
     if isinstance(error, NO_YAML):
         return [_no_yaml(error)]
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's are OSErrors
-        return [f"the run directory can't be made: {error}"]
+        typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
+        told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error has the variable's value
+        return [f"the run directory can't be made: {told}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):

@@ -18,7 +18,9 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
@@ -49,7 +51,8 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
 
     Values that the config takes from the environment are replaced in its text.
     """
-    cleaned = Cleaner.of(cfg).cleaned
+    whole: Any = HydraConfig.instance().cfg or cfg  # with Hydra's own part: hydra.run.dir
+    cleaned = Cleaner.of(whole).cleaned
     if not (problems := problems_of(error, cfg, steps_have_begun)):
         bug = Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from lightswitch import regular_files
 
+_LARGEST_PID = 2**31 - 1  # that the kernel takes
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -62,11 +64,12 @@ class Holder:
 
 
 def parse(text: str) -> Holder | None:
-    """Read a lock file's text; None if it is cut short: then the file's flock has to tell."""
+    """Read a lock file's text; None if it is cut short or damaged: then the file's flock has to tell."""
     try:
-        return regular_files.as_record(regular_files.parse_json(text, "the lock"), Holder)
+        found = regular_files.as_record(regular_files.parse_json(text, "the lock"), Holder)
     except ValueError:
         return None
+    return found if 0 < found.pid <= _LARGEST_PID else None
 
 
 def this_process(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:

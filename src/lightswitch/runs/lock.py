@@ -152,7 +152,7 @@ def _is_silent(path: Path, other: Holder) -> bool:
     try:
         beat, start = _beat_of(path), time.monotonic()
         with tempfile.TemporaryFile(dir=path.parent) as now:
-            silent_seconds = os.fstat(now.fileno()).st_mtime - beat
+            silent_seconds = max(0.0, os.fstat(now.fileno()).st_mtime - beat)  # a clock may have been set back since
         if silent_seconds < _SILENT_SECONDS:
             log.info("waiting    for %.0f s at most, to see whether %s lives", _SILENT_SECONDS - silent_seconds, other)
         while silent_seconds + time.monotonic() - start < _SILENT_SECONDS:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.config import moved
+from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.preflight import check
 
@@ -78,9 +79,10 @@ def _problems(job: DictConfig) -> list[str]:
     for key, value in place.items():
         OmegaConf.update(job, f"hydra.{key}", value, force_add=True)
     HydraConfig.instance().set_config(job)
-    typed = typed_overrides(job.hydra)
+    typed, cleaner = typed_overrides(job.hydra), Cleaner.of(job)
     with open_dict(job):
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    return check.typed_problems(plain, typed)
+    problems: list[str] = cleaner.cleaned(check.typed_problems(plain, typed))
+    return problems

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.config.composition import check_names
+from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import quoted
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import root_keys
@@ -42,8 +43,11 @@ def patch_multirun(process: Process, of_jobs: Callable[[DictConfig, Path], Itera
         with_log_configuration: bool = True,
     ) -> None:
         cfg = self.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
-        _check(cfg, partial(self.config_loader.load_sweep_config, cfg))
-        folder = _claimed(cfg, process)
+        try:
+            _check(cfg, partial(self.config_loader.load_sweep_config, cfg))
+            folder = _claimed(cfg, process)
+        except RefusedRequest as refused:
+            raise RefusedRequest(Cleaner.of(cfg).cleaned(refused.problems)) from refused
         pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
         arguments = (config_name, task_function, [*overrides, pinned], with_log_configuration)
         try:

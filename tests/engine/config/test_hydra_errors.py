@@ -297,6 +297,15 @@ MISTAKES |= {
     "scheduler._target_=torch.optim.lr_scheduler.StepLR": "scheduler.step_size: StepLR needs it; give "
     "scheduler.step_size=VALUE",
 }
+# What reads a variable of the environment, and what the line says in its place
+FROM_ENVIRONMENT = {
+    "run_id=${oc.env:PIN}": "error: run_id=${oc.env:PIN} is no valid name",
+    "seed=${oc.env:PIN}": "error: seed=${oc.env:PIN}: found str, expected int",
+    "-m seed=${oc.env:PIN} model.width=2,3": "error: seed=${oc.env:PIN}: found str, expected int",
+    "-m run_id=${oc.env:PIN} seed=1,2": "error: run_id=${oc.env:PIN} is no valid name",
+    "hydra.run.dir=/proc/${oc.env:PIN}234": "error: the run directory can't be made: "
+    "hydra.run.dir=/proc/${oc.env:PIN}234: No such file or directory",
+}
 # What a file of the config may hold that can't be read, and the line
 FILES = {
     "bracket": (b"x: 1\nsizes: [1, 2\n", ", line 3, column 1: while parsing a flow sequence, expected ',' or ']', but"),
@@ -322,6 +331,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     commands |= {mistake: [*PLAIN, mistake] for mistake in WITH_SPACES}
     commands["several"] = [*PLAIN, "trainer.max_stps=1", "seed=x", "mode=train", "model.wdth=3"]
     commands["from the environment"] = ["API_KEY=marker123456", *PLAIN, "strategy=${oc.env:API_KEY}"]
+    commands |= {f"from the environment {words}": ["PIN=a/b7c", *PLAIN, *words.split()] for words in FROM_ENVIRONMENT}
     (mine := tmp_path_factory.mktemp("mine") / "data").mkdir()
     for name, (content, _) in FILES.items():
         (mine / f"{name}.yaml").write_bytes(content)
@@ -349,6 +359,15 @@ def test_a_file_of_the_config_that_cannot_be_read_is_named_with_its_line(
     answer = answered[f"file {name}"]
     assert re.match(rf"error: /\S+/data/{name}\.yaml{re.escape(FILES[name][1])}", answer.err), answer.err
     assert (answer.err.count("\n"), answer.returncode, answer.imported, answer.left) == (1, 2, [], [])
+
+
+@pytest.mark.parametrize("words", FROM_ENVIRONMENT)
+def test_a_refusal_prints_what_was_typed_and_not_the_variable(words: str, answered: dict[str, Answer]) -> None:
+    refused = answered[f"from the environment {words}"]
+    assert (refused.returncode, refused.left) == (2, [])
+    assert FROM_ENVIRONMENT[words] in refused.err
+    assert "a/b7c" not in refused.err
+    assert "/proc/a'" not in refused.err
 
 
 def test_a_choice_that_names_no_class_is_told(answered: dict[str, Answer]) -> None:

@@ -210,6 +210,23 @@ def test_one_that_was_cut_short_is_nobodys(content: bytes, tmp_path: Path) -> No
     lock.take(tmp_path, on_lost=_never).release()
 
 
+@pytest.mark.parametrize("pid", ["abc", None, -1, 0, 1.5, 2**70, [17]])
+def test_one_with_a_damaged_process_id_is_nobodys(pid: object, tmp_path: Path) -> None:
+    _left_by(tmp_path, pid=pid)
+    lock.take(tmp_path, on_lost=_never).release()
+
+
+def test_a_heartbeat_in_the_future_is_waited_for_no_longer_than_one_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_SILENT_SECONDS", 2.0)
+    path = _left_by(tmp_path, host="far", boot="another")
+    os.utime(path, (time.time() + 30,) * 2)
+    start = time.monotonic()
+    lock.take(tmp_path, on_lost=_never).release()
+    assert 1.5 < time.monotonic() - start < 10
+
+
 def test_a_process_that_stands_still_keeps_it(takers: list[Taker], tmp_path: Path) -> None:
     assert takers[0].take(tmp_path) == "taken"
     takers[0].process.send_signal(signal.SIGSTOP)
