@@ -80,12 +80,13 @@ class Scripts(_SubprocessScriptLauncher):
                     self._end_with(rank, process.pid, code)
 
     def _end_with(self, rank: int, pid: int, code: int) -> None:
-        process, is_stopped = self.run.process, stopped_with(code) is not None
-        if is_stopped:
+        process = self.run.process
+        if stopped := stopped_with(code):
             time.sleep(_SIGNAL_SECONDS)
-            if self.run.signals.received is not None:
-                return
-        if code < 0 or is_stopped:  # else it has printed its error itself
+            if self.run.signals.received is None and not process.is_watched.is_set():
+                os.kill(os.getpid(), stopped.by)  # which this process passes on to the other ranks
+            return
+        if code < 0:  # else it has printed its error itself
             line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
             process.note_failure(line)
             print(line, file=sys.stderr, flush=True)

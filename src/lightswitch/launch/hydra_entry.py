@@ -164,11 +164,12 @@ def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
     """Return the signal behind an error, received by this process or a rank that it spawned; None without one."""
     if run.signals.received is not None:
         return Stopped(run.signals.received)
-    return stopped_with(error.exit_code) if isinstance(error, RanksFailed) else None
+    codes = [error.exit_code] if isinstance(error, RanksFailed) else [rank.poll() for rank in run.process.ranks]
+    return next(filter(None, map(stopped_with, codes)), None)
 
 
 def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
-    run.process.withdraw_from_watchdog()
+    run.process.stop_all_ranks(stopped)
     run.process.end_ranks()
     if run.is_first:
         log.info("stopped    by %s", stopped.by.name)

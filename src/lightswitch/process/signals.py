@@ -46,13 +46,14 @@ class Signals:
     Attributes:
         received: the first signal that asked this process to end.
         is_first: whether this is rank 0, which reports for all ranks that a signal has ended them.
+        is_deferred: whether all ranks agree on what they have received, before one of them ends by it.
     """
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.received: signal.Signals | None = None
         self.is_first = False
-        self._is_deferred = False
+        self.is_deferred = False
         self._is_forwarded = False
         self._pid = 0  # of the process that listens
 
@@ -79,7 +80,7 @@ class Signals:
 
     def defer(self) -> None:
         """Let signals wait until a caller reads `received`."""
-        self._is_deferred = True
+        self.is_deferred = True
 
     def obey(self) -> None:
         """Let signals end the process at once again, also one that was deferred.
@@ -87,7 +88,7 @@ class Signals:
         Raises:
             Stopped: a signal has been received.
         """
-        self._is_deferred = False
+        self.is_deferred = False
         if self.received is not None:
             raise Stopped(self.received)
 
@@ -110,7 +111,7 @@ class Signals:
         if self._is_forwarded:
             for process in multiprocessing.active_children():
                 process.terminate()
-        if again or not (self._is_deferred or self._is_forwarded):
+        if again or not (self.is_deferred or self._is_forwarded):
             raise Stopped(self.received)
 
     def _listen(self) -> None:
@@ -126,11 +127,11 @@ class Signals:
         while numbers := heard.recv(64):
             interrupts += numbers.count(signal.SIGINT)
             asked = [number for number in numbers if number in CAUGHT]
-            if interrupts == 1 and self._is_deferred and self.is_first and sys.stderr.isatty():
+            if interrupts == 1 and self.is_deferred and self.is_first and sys.stderr.isatty():
                 self._say("stopping   at the end of this step; Ctrl+C again stops at once")
-            if asked and not failed.is_set() and (interrupts > 1 or not (self._is_deferred or self._is_forwarded)):
+            if asked and not failed.is_set() and (interrupts > 1 or not (self.is_deferred or self._is_forwarded)):
                 time.sleep(_PATIENCE_SECONDS)
-                if (interrupts > 1 or not self._is_deferred) and not failed.is_set():
+                if (interrupts > 1 or not self.is_deferred) and not failed.is_set():
                     by = self.received or signal.Signals(asked[0])
                     if self.is_first:
                         self._say(f"stopped    by {by.name}, at once")
@@ -142,7 +143,7 @@ class Signals:
         os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
 
     def _in_forked_child(self) -> None:
-        self._is_deferred = self._is_forwarded = False
+        self.is_deferred = self._is_forwarded = False
         signal.set_wakeup_fd(-1)
         for number in (*REQUEUED, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from lightswitch.errors import ExitCode
+from lightswitch.errors import ExitCode, Stopped
 
 _PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
 _GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
@@ -26,8 +26,8 @@ class WatchdogMember(Protocol):
     def leave(self) -> None:
         """End the watchdog with all ranks, once the run is done."""
 
-    def withdraw(self) -> None:
-        """Leave the watchdog without waiting: that this rank ends is no failure."""
+    def stop(self, stopped: Stopped) -> None:
+        """Have all ranks end as this one does, by a signal that it alone may have received."""
 
 
 class Lock(Protocol):
@@ -95,11 +95,10 @@ class Process:
         if self.disk_error is not None:
             raise self.disk_error
 
-    def withdraw_from_watchdog(self) -> None:
-        """Leave the watchdog without waiting for other ranks: the run was asked to stop."""
+    def stop_all_ranks(self, stopped: Stopped) -> None:
+        """Have the watchdog, if there is one, end the other ranks as this one is ended."""
         if self.watchdog is not None and not self.has_failed.is_set():
-            self.watchdog.withdraw()
-            self._forget_watchdog()
+            self.watchdog.stop(stopped)
 
     def _forget_watchdog(self) -> None:
         self.watchdog = None

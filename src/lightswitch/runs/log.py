@@ -1,4 +1,4 @@
-"""The handler of train.log, which keeps lines in memory until the run has begun to train or evaluate."""
+"""The handlers of the terminal and of train.log, which keeps lines in memory until the run has begun."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import sys
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
+
+
+class Terminal(logging.StreamHandler[TextIO]):
+    """A stream handler that says nothing of a terminal that is gone: what prints there ends the run in a line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 from lightswitch import regular_files
 

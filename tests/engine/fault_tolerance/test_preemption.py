@@ -115,6 +115,20 @@ def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train) -> No
     assert "Traceback" not in stopped.err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp trainer.devices=2", 0), ("ddp_fork trainer.devices=2", 0), ("fsdp", 2)]
+)
+def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
+    strategy: str, ranks: int, rank: int, train: Train
+) -> None:
+    asks = ("callbacks.asks._target_=tests.engine.fault_tolerance.pace.AsksRank", f"callbacks.asks.rank={rank}")
+    stopped = train(*RUN, FAST, *asks, *f"strategy={strategy}".split(), ranks=ranks, check=False, timeout_seconds=60)
+    assert stopped.returncode == 143, stopped.err
+    assert (stopped.out + stopped.err).count("stopped    by SIGTERM") == 1
+    assert "Traceback" not in stopped.err
+
+
 def test_ctrl_c_twice_does_not_wait_for_the_step(train: Train, tmp_path: Path) -> None:
     asks = Asks(signal.SIGINT, file=tmp_path / "1/runs/plainmodel/mine/config.yaml", seconds=3, times=2)
     began = time.monotonic()

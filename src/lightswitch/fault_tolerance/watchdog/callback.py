@@ -26,6 +26,7 @@ from lightswitch.fault_tolerance.watchdog import sockets
 from lightswitch.fault_tolerance.watchdog.member import Member
 from lightswitch.fault_tolerance.watchdog.sockets import Route
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
+from lightswitch.process.signals import stopped_with
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +85,10 @@ class Watchdog(Callback):
         self._moved()  # preparing the data may have taken long
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Stopped):
+        if isinstance(exception, Stopped) and self.run.signals.is_deferred:  # the ranks have agreed on it
             self.run.process.leave_watchdog()
+        elif isinstance(exception, Stopped):
+            self.run.process.stop_all_ranks(exception)
         elif self._member is not None and not isinstance(exception, Ended):
             self.failure(exception, trainer)
         elif trainer.world_size == 1 and not isinstance(exception, RanksFailed):
@@ -159,7 +162,7 @@ class Watchdog(Callback):
             advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
             self.report.print_failure(replace(failure, details=advice + failure.details))
             self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
-        elif failure.rank == member.rank.number:
+        elif failure.rank == member.rank.number and not (self.run.is_first and stopped_with(failure.exit_code)):
             self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
             self.report.log_details(failure.details)

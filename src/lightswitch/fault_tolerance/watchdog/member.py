@@ -11,7 +11,7 @@ from dataclasses import asdict
 from threading import Event, Thread, Timer
 from typing import Any, TypeVar
 
-from lightswitch.errors import Ended, Failure
+from lightswitch.errors import Ended, Failure, Stopped
 from lightswitch.fault_tolerance.failure import Rank, shortened
 from lightswitch.fault_tolerance.stacks import oom_kills, thread_position
 from lightswitch.fault_tolerance.watchdog import sockets
@@ -45,6 +45,7 @@ class Member:
         self._answer = answer
         self._done = Event()
         self._hub: Hub | None = None
+        self._timer: Timer | None = None
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="watchdog", daemon=True).start()
 
@@ -93,12 +94,11 @@ class Member:
             raise Ended(self.verdict.exit_code)
         self._do(self._close())
 
-    def withdraw(self) -> None:
-        """Leave without waiting for the others, and without counting as a failure."""
-        self._do(self._say(leaves=True))
-        if self._hub is not None:
-            self._loop.call_soon_threadsafe(self._hub.close)
-        self._do(self._close())
+    def stop(self, stopped: Stopped) -> None:
+        """Have all ranks end as this one does, by a signal that it alone may have received."""
+        self.fail(Failure(f"stopped    by {stopped.by.name}", exit_code=stopped.exit_code, rank=self.rank.number))
+        if self._timer is not None:  # this rank ends by itself
+            self._timer.cancel()
 
     def _do(self, what: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(2 * _CONNECT_SECONDS)
@@ -163,9 +163,9 @@ class Member:
         self.verdict = failure
         self.process.has_failed.set()
         # whatever blocks, here or in the main thread
-        timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
-        timer.daemon = True
-        timer.start()
+        self._timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
+        self._timer.daemon = True
+        self._timer.start()
         Thread(target=self._tell, name="crash report", daemon=True).start()  # in rank 0, this thread serves the hub
 
     def _tell(self) -> None:
