@@ -29,7 +29,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,10 +41,6 @@ from tests.runs import CHECKOUT, as_torchrun, context
 TIMEOUT_SECONDS = 60.0
 _SETTLE_SECONDS = 3.0  # after the first error, for the other ranks, which may wait for the one that has failed
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_KEPT_IN_MODULES = (  # what DeepSpeed stores of its process groups and of the model it shards, for its whole process
-    *("deepspeed.comm.comm", "deepspeed.utils.groups", "deepspeed.runtime.zero.partition_parameters"),
-    *("deepspeed.runtime.zero.parameter_offload", "deepspeed.runtime.zero.linear", "deepspeed.runtime.zero.utils"),
-)
 
 
 class RankFailed(Exception):
@@ -119,10 +114,12 @@ class Pool:
             for index in [index for index, rank in left.items() if rank.connection.poll()]:
                 rank = left.pop(index)
                 try:
-                    has_returned, answer = rank.connection.recv()
+                    has_returned, answer, is_spent = rank.connection.recv()
                 except (EOFError, ConnectionResetError):
                     failure = RankFailed(index, self._ended(rank))
                 else:
+                    if is_spent:
+                        _kill(rank.process)
                     if has_returned:
                         answers[index] = answer
                         continue
@@ -179,8 +176,14 @@ def _serve(connection: Connection, output: Path) -> None:
                 warnings.filters[:] = filters  # type: ignore[index]  # a list, whatever its stub says
                 answer = _answer(call)
             faulthandler.cancel_dump_traceback_later()
-            connection.send(answer)
+            connection.send((*answer, _has_run_deepspeed()))
     os._exit(0)
+
+
+def _has_run_deepspeed() -> bool:
+    """Return whether DeepSpeed has numbered parameters and stored groups for this process, of which ranks must agree."""
+    comm = sys.modules.get("deepspeed.comm.comm")
+    return comm is not None and comm.cdb is not None
 
 
 def _answer(call: bytes) -> tuple[bool, Any]:
@@ -211,7 +214,6 @@ def state_as_before() -> Iterator[None]:
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         *(partial(signal.signal, number, signal.getsignal(number)) for number in _SIGNALS),
         *(partial(vars(logger).update, _settings(logger)) for logger in _loggers()),
-        *(_put_back(module) for name in _KEPT_IN_MODULES if (module := sys.modules.get(name))),
         *(partial(setattr, owner, "excepthook", owner.excepthook) for owner in (sys, threading)),
     ]
     with warnings.catch_warnings():
@@ -239,8 +241,3 @@ def _loggers() -> list[logging.Logger]:
 
 def _settings(logger: logging.Logger) -> dict[str, Any]:
     return {**vars(logger), "handlers": list(logger.handlers), "filters": list(logger.filters)}
-
-
-def _put_back(module: ModuleType) -> Callable[[], None]:
-    before = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    return partial(vars(module).update, before)

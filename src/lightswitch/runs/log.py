@@ -19,6 +19,7 @@ class Terminal(logging.StreamHandler[TextIO]):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
+
 from lightswitch import regular_files
 
 

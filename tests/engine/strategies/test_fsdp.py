@@ -2,107 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from lightswitch.preflight.strategies import Request, problems
-from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
-from tests.engine.strategies.witness import COMMON, held, tensors
-from tests.engine.tiny import MODELS, PICTURES, RECORD
-from tests.engine.ways import WAYS
+from tests.engine.data.pictures import Pictures
+from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
+from tests.engine.foreign import Encoder
+from tests.engine.models.language import LanguageModel
+from tests.engine.plain import AveragedModel
+from tests.engine.strategies.witness import to_the_bit
 
-SWITCHES = {  # overrides, ranks, and the part of the model that each rank holds
-    "one device": (("strategy=fsdp",), 1, 1.0),
-    "FULL_SHARD": (("strategy=fsdp",), 2, 0.5),
-    "SHARD_GRAD_OP": (("strategy=fsdp_grad_op",), 2, 0.5),
-    "NO_SHARD": (("strategy=fsdp", "trainer.strategy.sharding_strategy=NO_SHARD"), 2, 1.0),
-    "HYBRID_SHARD": (("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2", "micro_batch_size=null"), 4, 0.5),
-    "activation checkpointing": (("strategy=fsdp", "trainer.strategy.activation_checkpointing=true"), 4, 0.25),
+SWITCHES = {  # ranks, and the part of the model that each rank holds
+    "fsdp × 1": (1, 1.0),
+    "fsdp × 2": (2, 0.5),
+    "fsdp_grad_op": (2, 0.5),
+    "fsdp sharding_strategy=NO_SHARD": (2, 1.0),
+    "fsdp_hybrid shard_size=2": (4, 0.5),
+    "fsdp activation_checkpointing=true": (4, 0.25),
+    "fsdp1": (2, 0.5),
+    "fsdp1 sharding_strategy=SHARD_GRAD_OP activation_checkpointing=true": (2, 0.5),
+    "fsdp1 sharding_strategy=NO_SHARD": (2, 1.0),
+    "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,2]": (4, 0.5),
+    "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]": (4, 0.5),
 }
-CASES = [("language", switch) for switch in SWITCHES] + [("classifier", "FULL_SHARD")]
-
-Run = Callable[..., Finished]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of each kind, once."""
-    return cache(runs_in(tmp_path_factory.mktemp("fsdp")))
+MODELS = {"language": LANGUAGE, "classifier": CLASSIFIER}
+CASES = [*(("language", switch) for switch in SWITCHES), ("classifier", "fsdp × 2"), ("classifier", "fsdp1")]
 
 
 @pytest.mark.parametrize(("model", "switch"), CASES)
-def test_it_is_the_run_of_one_process(model: str, switch: str, run: Run) -> None:
-    alone = run(*MODELS[model], *COMMON, "strategy=single")
-    overrides, ranks, part = SWITCHES[switch]
-    sharded = run(*MODELS[model], *COMMON, *overrides, ranks=ranks)
-
+def test_it_is_the_run_of_one_process(model: str, switch: str, fits: Fits) -> None:
+    (alone,), (ranks, part) = fits(MODELS[model]), SWITCHES[switch]
+    sharded = fits(replace(MODELS[model], strategy=switch.partition(" ×")[0]), ranks)
     for metric in ("train/loss", "val/loss", "test/loss"):
-        assert largest_difference(sharded, alone, metric) <= 1e-5, metric
-    assert len(sharded.column("train/loss")) == 50
-    assert largest_difference(sharded, alone, "grad_norm") <= 1e-4
-    for rank in range(ranks):
-        assert tensors(sharded, "start", rank) == tensors(alone, "start", 0)
-        elements = held(sharded, rank)
-        assert elements["parameters"] == pytest.approx(elements["whole"] * part, rel=0.01)
-        assert elements["optimizer"] == pytest.approx(2 * elements["trained"] * part, rel=0.01)
+        assert largest_difference(sharded[0], alone, metric) <= 1e-5, metric
+    assert largest_difference(sharded[0], alone, "grad_norm") <= 1e-4
+    for rank in sharded:
+        assert to_the_bit(rank.start) == to_the_bit(alone.start)
+        assert rank.held["parameters"] == pytest.approx(rank.held["whole"] * part, rel=0.01)
+        assert rank.held["optimizer"] == pytest.approx(2 * rank.held["trained"] * part, rel=0.01)
 
 
-MODULES = (PICTURES, "global_batch_size=24", "trainer.max_steps=6", "trainer.val_check_interval=6")
-MODULES += ("trainer.log_every_n_steps=1", *COMMON)
+def test_two_by_two_devices_of_tensor_parallelism_run_as_one(fits: Fits) -> None:
+    (alone,) = fits(LANGUAGE)
+    cut = fits(replace(LANGUAGE, strategy=TENSOR_PARALLEL), 4)
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(cut[0], alone, metric) <= 1e-5, metric
+    assert largest_difference(cut[0], alone, "grad_norm") <= 1e-4
+    matrices = sum(v.numel() for name, v in alone.start.items() if ".attention." in name or ".mlp." in name)
+    others = sum(v.numel() for v in alone.start.values()) - matrices  # embeddings and norms are not cut, but sharded
+    for rank in cut:
+        assert to_the_bit(rank.start) == to_the_bit(alone.start)
+        assert rank.held["parameters"] == matrices / 4 + others / 2
+        assert rank.held["optimizer"] == 2 * (matrices / 4 + others / 2)
 
 
-def test_gradients_are_clipped_by_value(run: Run) -> None:
-    clipped = ("model._target_=tests.engine.foreign.Encoder", *MODULES, "trainer.gradient_clip_algorithm=value")
-    clipped += ("trainer.gradient_clip_val=0.01",)
-    alone, sharded = run(*clipped, "strategy=single"), run(*clipped, "strategy=fsdp", ranks=2)
-    assert largest_difference(sharded, alone, "train/loss") <= 1e-5
+@pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module .* returned a view tensor"
+)  # the logits, which nothing changes
+def test_the_devices_of_a_tensor_parallel_group_drop_the_same_units(fits: Fits) -> None:
+    dropping = replace(LANGUAGE, module=partial(LanguageModel, ADAMW, dropout=0.3, tied=False, bias=True))
+    first, second = fits(replace(dropping, strategy=TENSOR_PARALLEL, arguments="precision=bf16-mixed"), 2)
+    assert to_the_bit(first.end) == to_the_bit(second.end)
+    assert max(first.column("train/loss").values()) < 6
 
 
-SHORT = ("trainer.max_steps=3", "trainer.val_check_interval=3")
+CLIPPED = Fit(Encoder, Pictures, arguments="gradient_clip_algorithm=value gradient_clip_val=0.01")
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        ("precision=bf16-mixed",),
-        ("precision=bf16-true", "trainer.strategy.reduce_dtype=float32"),
-        ("precision=64-true",),
-        ("trainer.strategy.param_dtype=bfloat16", "trainer.strategy.reduce_dtype=float32"),
-    ],
-    ids=["bf16-mixed", "bf16-true", "64-true", "gathered in bfloat16"],
-)
-def test_every_precision_trains(precision: tuple[str, ...], run: Run) -> None:
-    exact = run(*MODELS["language"], *COMMON, *SHORT, "strategy=single")
-    rounded = run(*MODELS["language"], *COMMON, *SHORT, "strategy=fsdp", *precision, ranks=2)
-    for step, loss in rounded.column("train/loss").items():
-        assert loss == pytest.approx(exact.column("train/loss")[step], abs=0.03)
-    kept = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision[0].partition("=")[2], torch.float32)
-    assert {tensor.dtype for tensor in torch.load(rounded.run_dir / "end_0.pt").values()} == {kept}
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_gradients_are_clipped_by_value(strategy: str, fits: Fits) -> None:
+    alone, sharded = fits(CLIPPED)[0], fits(replace(CLIPPED, strategy=strategy), 2)[0]
+    assert largest_difference(sharded, alone) <= 1e-5
 
 
-def test_units_can_be_named_and_offloading_on_the_cpu_is_told(train: Train) -> None:
-    named = ("strategy=fsdp_offload", "trainer.strategy.units=[Attention,transformer.blocks.*.mlp]", *SHORT)
-    sharded = train(*MODELS["language"], *COMMON, *named, ranks=2)
-    assert "units      2 Attention, 2 MLP over shard 2" in sharded.out
-    assert "cpu_offload does nothing on the CPU" in sharded.out
+ROUNDED = {
+    "fsdp, precision=bf16-mixed": torch.float32,
+    "fsdp reduce_dtype=float32, precision=bf16-true": torch.bfloat16,
+    "fsdp param_dtype=bfloat16 reduce_dtype=float32, ": torch.float32,
+    "fsdp1, precision=bf16-mixed": torch.float32,
+}
 
 
-@pytest.mark.parametrize("way", ["fsdp × 2", "fsdp_tp 2 × 2"])
-def test_it_validates_and_predicts_from_its_checkpoint(way: str, train: Train) -> None:
-    ranks = WAYS[way].ranks
-    switches = (*MODELS["language"], *WAYS[way].switches, "trainer.accelerator=cpu", "run_id=mine")
-    checkpoint = "ckpt_path=runs/languagemodel/mine/checkpoints/last.ckpt"
-    fitted = train(*switches, *SHORT, ranks=ranks)
-    loss = fitted.column("val/loss")[2]
-    validated = train(*switches, "mode=validate", checkpoint, ranks=ranks, folder=fitted.folder)
-    assert validated.column("val/loss")[2] == pytest.approx(loss, abs=1e-6)
-    train(*switches, "mode=predict", checkpoint, ranks=ranks, folder=fitted.folder)
-    written = sorted((fitted.run_dir / "predictions").iterdir())
-    assert [path.name for path in written] == ["rank_0.pt", "rank_1.pt"]  # a file for each share of the samples
+@pytest.mark.parametrize("rounded", ROUNDED)
+def test_every_precision_trains(rounded: str, fits: Fits) -> None:
+    strategy, _, arguments = rounded.partition(",")
+    (exact,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=strategy, arguments=arguments), 2)[0]
+    assert run.column("train/loss") == pytest.approx(exact.column("train/loss"), abs=0.03)
+    assert {tensor.dtype for tensor in run.end.values()} == {ROUNDED[rounded]}
+
+
+def test_units_can_be_named_and_offloading_on_the_cpu_is_told(fits: Fits) -> None:
+    named = "fsdp_offload units=[Attention,transformer.blocks.*.mlp]"
+    sharded = fits(replace(LANGUAGE, strategy=named, steps=1), 2)[0]
+    assert "units      2 Attention, 2 MLP over shard 2" in sharded.told
+    assert "cpu_offload does nothing on the CPU" in sharded.told
+
+
+OPTIONS = ("auto_wrap_policy=[Attention,MLP] cpu_offload=true", "mixed_precision.reduce_dtype=float32")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_fsdp1_keeps_the_losses(option: str, fits: Fits) -> None:
+    (alone,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=f"fsdp1 {option}"), 2)[0]
+    assert largest_difference(run, alone) <= 1e-5
+    assert run.told.count("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor") == 1
 
 
 def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> Request:
@@ -134,6 +143,9 @@ def test_what_it_can_do_is_not_refused() -> None:
         assert not list(problems(_request(sharding_strategy="HYBRID_SHARD", precision=precision)))
 
 
+AVERAGED = replace(PLAIN, module=AveragedModel, micro_batch=None, steps=3)
+
+
 def test_an_average_by_hand_is_told_which_strategies_take_it(train: Train) -> None:
     averaged = ("model._target_=tests.engine.plain.AveragedModel", PLAIN_DATA, "trainer.max_steps=1", "strategy=fsdp")
     failed = train(*averaged, ranks=2, check=False)
@@ -141,13 +153,8 @@ def test_an_average_by_hand_is_told_which_strategies_take_it(train: Train) -> No
     assert " made by hand does, needs strategy=ddp or deepspeed_stage_2\n" in failed.err.partition("Traceback")[0]
 
 
-def test_an_average_by_hand_is_that_of_one_process_where_it_is_taken(train: Train) -> None:
-    averaged = ("model._target_=tests.engine.plain.AveragedModel", PLAIN_DATA, "trainer.max_steps=3", *RECORD)
-    alone, *others = (
-        train(*averaged, *switches, ranks=ranks)
-        for switches, ranks in ((("strategy=single",), 0), (("strategy=ddp",), 2), (("strategy=deepspeed_stage_2",), 2))
-    )
-    mean = torch.load(alone.run_dir / "weights_0.pt")["mean"]
-    for run in others:
-        for rank in range(2):
-            torch.testing.assert_close(torch.load(run.run_dir / f"weights_{rank}.pt")["mean"], mean, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
+def test_an_average_by_hand_is_that_of_one_process_where_it_is_taken(strategy: str, fits: Fits) -> None:
+    (alone,) = fits(AVERAGED)
+    for rank in fits(replace(AVERAGED, strategy=strategy), 2):
+        torch.testing.assert_close(rank.end["mean"], alone.end["mean"], rtol=0, atol=1e-5)
