@@ -181,7 +181,7 @@ def _serve(connection: Connection, output: Path) -> None:
 
 
 def _has_run_deepspeed() -> bool:
-    """Return whether DeepSpeed has numbered parameters and stored groups for this process, of which ranks must agree."""
+    """Return whether DeepSpeed has counted parameters for this process, whose numbers ranks compare."""
     comm = sys.modules.get("deepspeed.comm.comm")
     return comm is not None and comm.cdb is not None
 
