@@ -43,6 +43,11 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path)  # the mark last: a removal that was killed can be done again
 
 
+def is_own_tree(path: Path) -> bool:
+    """Return whether a path is a directory that `remove_tree` removes."""
+    return _why_not(path) is None
+
+
 def _why_not(path: Path) -> str | None:
     for kept, name in ((Path.cwd(), "the working directory"), (Path("~").expanduser(), "the home directory")):
         if path.resolve() in (kept.resolve(), *kept.resolve().parents):

@@ -31,7 +31,7 @@ from lightswitch.checkpoints.piece import Piece
 from lightswitch.checkpoints.pool import with_own_storage
 from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
-from lightswitch.trees import make_tree, remove_tree
+from lightswitch.trees import is_own_tree, make_tree, remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,10 @@ def finish_changes(folder: Path) -> None:
     """Finish what a process that was killed had begun with the checkpoints in a folder, which nobody else writes to.
 
     What it was writing is removed; one whose exchange for a newer one had begun gets its name back if that is vacant.
+    What the engine has not made stays.
     """
     for path in sorted(folder.glob("*.ckpt.*")):
-        if not (left := _LEFT.fullmatch(path.name)):
+        if not (left := _LEFT.fullmatch(path.name)) or not (path.is_symlink() or is_own_tree(path)):
             continue
         whole = folder / left["name"]
         if left["what"] == "previous" and path.is_dir() and not os.path.lexists(whole):

@@ -74,8 +74,8 @@ def check_flags(arguments: list[str]) -> None:
     """Check the command line's words, to report a problem without Hydra's usage of several lines, or its traceback.
 
     Raises:
-        RefusedRequest: a flag does not exist, lacks what belongs to it, or has Hydra unpickle a file; a setting is beyond
-            what Hydra reads.
+        RefusedRequest: a flag does not exist, lacks what belongs to it, or has Hydra unpickle a file; a setting is
+            beyond what Hydra reads.
     """
     found = _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
     if found.experimental_rerun is not None:
