@@ -92,6 +92,15 @@ class LanguageModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
 
 
+class HalfFrozen(LanguageModel):
+    """Its first block is not trained."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.transformer is not None
+        self.transformer.blocks[0].requires_grad_(False)
+
+
 def tensor_parallel(model: LanguageModel, devices: int) -> dict[str, ParallelStyle]:
     """Whole heads and whole hidden units on each device; embeddings are not cut.
 

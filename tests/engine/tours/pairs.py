@@ -1,0 +1,98 @@
+"""What is switched beside the strategy, and rows of choices in which any two that go together meet."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+
+from allpairspy import AllPairs
+
+from tests.engine.conftest import PLAIN
+from tests.engine.tables import matrix
+from tests.engine.tiny import LANGUAGE, LANGUAGE_MODEL, RUN, TEXT
+from tests.engine.ways import PLAN
+
+# By how a model is kept, choices of conf/strategy that its rows take in turn. ddp_spawn, whose processes start in
+# seconds, is in the ring.
+STRATEGIES = {
+    "single": ("single", "auto"),
+    "ddp": ("ddp", "ddp_fork"),
+    "fsdp": ("fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload"),
+    "fsdp1": ("fsdp1",),
+    "fsdp_tp": ("fsdp_tp",),
+    "ZeRO 1": ("deepspeed_stage_1", "deepspeed_stage_1_offload"),
+    "ZeRO 2": ("deepspeed_stage_2", "deepspeed", "deepspeed_stage_2_offload"),
+    "ZeRO 3": ("deepspeed_stage_3", "deepspeed_stage_3_offload"),
+}
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")  # 16-mixed is for GPUs
+HALF_FROZEN = "tests.engine.models.language.HalfFrozen"
+SHAPES = {
+    "tied": (*LANGUAGE, "optimizer.eps=1e-4"),  # of which float16 holds no less
+    "untied": (*LANGUAGE, "model.tied=false", "model.bias=true", "optimizer.eps=1e-4"),
+    "half frozen": (f"model._target_={HALF_FROZEN}", *LANGUAGE_MODEL[1:], TEXT, *RUN, "optimizer.eps=1e-4"),
+    "without blocks": (*PLAIN, *RUN, "data.noise=0.1", "model.eps=1e-4"),
+}
+BATCHES = {"whole": "micro_batch_size=null", "accumulated": "micro_batch_size=6"}
+CALLBACKS = {
+    "default": (),
+    "measured": ("callbacks=[default,grad_norm,step_times]",),
+    "averages": ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging", "callbacks.ema.decay=0.8"),
+    "trainable only": ("callbacks=[default,trainable_only]",),
+    "stopping early": ("callbacks=[default,early_stopping]",),
+}
+COMPILED = {"eager": (), "compiled": ("compile=true", "compile.backend=aot_eager")}
+FACTORS = {
+    **{"strategy": tuple(STRATEGIES), "precision": PRECISIONS, "shape": tuple(SHAPES)},
+    **{"batch": tuple(BATCHES), "callbacks": tuple(CALLBACKS), "compile": tuple(COMPILED)},
+}
+PLANS = (PLAN, PLAN.replace("LanguageModel", "HalfFrozen"))
+ZERO = [strategy for strategy in STRATEGIES if strategy.startswith("ZeRO")]
+REFUSED = {  # by two choices that don't go together: how preflight's line begins
+    **{(zero, "16-true"): "precision=16-true is for GPUs under DeepSpeed; use bf16-true" for zero in ZERO},
+    **{(zero, "64-true"): "precision=64-true is not for DeepSpeed; use strategy=ddp" for zero in ZERO},
+    ("fsdp_tp", "without blocks"): "strategy=fsdp_tp has no plan for PlainModel, only for GPT, ",
+}
+Pair = tuple[str, str]  # values of two factors, whose values all differ
+
+
+@dataclass(frozen=True)
+class Row:
+    values: tuple[str, ...]  # of FACTORS, in order
+    strategy: str  # the choice of conf/strategy
+
+    @property
+    def ranks(self) -> int:
+        """Return how many are started; none where the run starts them itself."""
+        return {"single": 0, "auto": 0, "ddp_fork": 0, "fsdp_hybrid": 4}.get(self.strategy, 2)
+
+    def words(self) -> tuple[str, ...]:
+        """Return what to type."""
+        _, precision, shape, batch, callbacks, compiled = self.values
+        own = {**matrix.EXTRA, "ddp_fork": ("trainer.devices=2",), "fsdp_tp": PLANS}.get(self.strategy, ())
+        chosen = (f"strategy={self.strategy}", f"precision={precision}", "trainer.accelerator=cpu", *own)
+        return (*SHAPES[shape], BATCHES[batch], *CALLBACKS[callbacks], *COMPILED[compiled], *chosen)
+
+
+def pairs_of(values: Sequence[str]) -> set[Pair]:
+    """Return the pairs of values in a row, or in a part of one."""
+    return set(combinations(values, 2))
+
+
+def all_pairs() -> set[Pair]:
+    return {pair for one, other in combinations(FACTORS.values(), 2) for pair in product(one, other)}
+
+
+@cache
+def rows() -> list[Row]:
+    """Return rows in which every pair that is not refused is at least once."""
+    found = AllPairs(OrderedDict(FACTORS), filter_func=lambda values: not pairs_of(values) & REFUSED.keys())
+    turns: Counter[str] = Counter()
+    made = []
+    for values in map(tuple, found):
+        choices = STRATEGIES[values[0]]
+        made.append(Row(values, choices[turns[values[0]] % len(choices)]))
+        turns[values[0]] += 1
+    return made

@@ -1,0 +1,68 @@
+"""Promise 1: any two choices either train together, as they do in one process, or are refused with a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import Finished, Train, runs_in
+from tests.engine.curves import largest_difference
+from tests.engine.launch.witness import WITNESS, witnesses
+from tests.engine.requests import composed, composing, problems
+from tests.engine.tables import matrix
+from tests.engine.tours.pairs import PRECISIONS, REFUSED, STRATEGIES, Row, all_pairs, pairs_of, rows
+from tests.engine.tours.ring import RING
+
+SHORT = (*WITNESS, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.limit_val_batches=2")
+SHORT += ("trainer.limit_test_batches=2",)
+TOLERANCE = {"32-true": 1e-5, "64-true": 1e-9, "bf16-mixed": 0.02, "bf16-true": 0.02, "16-true": 0.02}
+CLASSES = {"single": "Single", "ddp": "DDP", "fsdp": "FSDP", "fsdp1": "FSDP1", "fsdp_tp": "TensorParallel"}
+Alone = Callable[[str, str], Finished]
+
+
+def test_every_pair_of_choices_is_in_a_run_or_refused() -> None:
+    covered = set().union(*(pairs_of(row.values) for row in rows()))
+    assert covered == all_pairs() - REFUSED.keys()
+
+
+def test_every_strategy_is_in_a_run() -> None:
+    in_ring = {word.partition("=")[2] for way in RING.values() for word in way.switches if word.startswith("strategy=")}
+    assert {row.strategy for row in rows()} | in_ring == {*matrix.STRATEGIES}
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
+def test_choices_that_do_not_go_together_are_refused_with_a_line(pair: tuple[str, str], tmp_path: Path) -> None:
+    strategy, other = pair
+    precision, shape = (other, "tied") if other in PRECISIONS else ("32-true", other)
+    for choice in STRATEGIES[strategy]:
+        row = Row((strategy, precision, shape, "whole", "default", "eager"), choice)
+        with composing():
+            (line,) = problems(composed(*row.words(), "trainer.devices=2", into=tmp_path))
+        assert line.startswith(REFUSED[pair])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """A run of a precision and a shape in one process, with all else as usual."""
+
+    @cache
+    def run(precision: str, shape: str) -> Finished:
+        row = Row(("single", precision, shape, "whole", "default", "eager"), "single")
+        return runs_in(tmp_path_factory.mktemp("alone"))(*row.words(), *SHORT)
+
+    return run
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: " ".join((row.strategy, *row.values[1:])))
+def test_choices_that_go_together_train_as_one_process_does(row: Row, alone: Alone, train: Train) -> None:
+    strategy, precision, shape, _, callbacks, _ = row.values
+    run = train(*row.words(), *SHORT, ranks=row.ranks)
+    for metric in ("train/loss", *(() if callbacks == "averages" else ("val/loss", "test/loss"))):
+        assert largest_difference(run, alone(precision, shape), metric) <= TOLERANCE[precision], metric
+    seen = witnesses(run.run_dir)
+    assert {rank["strategy"] for rank in seen} == {CLASSES.get(strategy, "DeepSpeed")}
+    assert {rank["precision"] for rank in seen} == {precision}
+    assert len(seen) == (row.ranks or (2 if row.strategy == "ddp_fork" else 1))
