@@ -92,13 +92,11 @@ def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
     assert "states     bf16-true: parameters 0.00124 MiB, gradients 0.00124 MiB, optimizer 0.00249 MiB: " in run.out
 
 
-REFUSED = {  # before torch is imported
+REFUSED = {
     "plan.device=h300": "device=h300: there is no such device. Did you mean h200?",
-    "trainer.devices=3": "global_batch_size 16 does not divide over 3 devices",
     "plan.deepspeed=yes": "plan.deepspeed=yes: use true or false",
     "plan.precisions=[32-true,float8]": "there is no precision float8. Use all, or a list of 16-mixed, ",
     "plan.precisions=fp16": "plan.precisions: there is no precision fp16. Did you mean 16-mixed?",
-    "precision=bf16-mixed plan.device=v100": "precision=bf16-mixed: V100 32 GB has no bfloat16, ",
     "precision=16-true plan.device=h100": "AdamW divides by its eps",
     "plan.memory_gib=-1": "plan.memory_gib=-1: use a number greater than 0",
 }
@@ -116,11 +114,13 @@ def test_bad_input_gets_a_line_before_torch_is_imported(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
+        ((*MODEL, "trainer.devices=3"), "global_batch_size 16 does not divide over 3 devices"),
+        ((*MODEL, "precision=bf16-mixed", "plan.device=v100"), "precision=bf16-mixed: V100 32 GB has no bfloat16, "),
         ((*MODEL, "plan.precisions=[16-mixed]", "strategy=ddp"), "precision=16-mixed is for GPUs"),
         ((*MODEL, "strategy=fsdp", "model.heads=3"), "a step of the model fails: "),
     ],
 )
-def test_what_a_step_shows_is_a_line(train: Train, words: tuple[str, ...], told: str) -> None:
+def test_what_is_found_once_torch_is_there_is_a_line(train: Train, words: tuple[str, ...], told: str) -> None:
     run = train("mode=plan", *words, check=False)
     assert run.returncode == 2
     assert len(run.err.strip().splitlines()) == 1

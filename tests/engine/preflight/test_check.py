@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
+from tests.engine.requests import composed, composing, problems
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
+Refusals = Callable[..., set[str]]
 NO_CHECKPOINT = (
     "every checkpoint callback was removed, and Lightning would add one of its own; "
     "also set trainer.enable_checkpointing=false to train without checkpoints"
@@ -55,10 +57,6 @@ REFUSED = {
     "start it by torchrun --nproc-per-node=N train.py, or leave cluster out",
     "cluster=slurm trainer.devices=2": "cluster=slurm, and slurm did not start this process; "
     "start it by srun python train.py, or leave cluster out",
-    "cluster=env": "cluster: MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK not exported; "
-    "each process needs MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK",
-    "trainer.limit_val_batches=2.5": "trainer: You have passed invalid value 2.5 for limit_val_batches, "
-    "it has to be in [0.0, 1.0] or an int.",
 }
 
 
@@ -66,49 +64,62 @@ SEVERAL = (
     *("strategy=ddp_spawn", "trainer.num_nodes=2", "global_batch_size=63", "mode=test", "ckpt_path=nowhere.ckpt"),
     *("~callbacks.best_checkpoint", "~callbacks.last_checkpoint", "trainer.accelerator=gqu"),
 )
-EPS = {"optimizer=adamw": "default eps", "optimizer=adam optimizer.eps=1e-5": "eps=1e-05"}
-NO_GPU = "trainer.accelerator=gpu"
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    on_cpu = "trainer.accelerator=cpu"
-    commands = {
-        request: [*PLAIN, *([] if "accelerator" in request else [on_cpu]), *request.split()] for request in REFUSED
-    }
-    commands |= {eps: [*LANGUAGE_MODEL, TEXT, "precision=16-true", *eps.split()] for eps in EPS}
-    commands |= {"several": [*PLAIN, *SEVERAL], NO_GPU: [*PLAIN, NO_GPU]}
-    return answers(commands, tmp_path_factory.mktemp("refused"))
+@pytest.fixture
+def refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
+    monkeypatch.chdir(tmp_path)
+    with composing():
+        yield lambda *words: problems(composed(*words, into=tmp_path / "runs/plainmodel/mine"))
 
 
 @pytest.mark.parametrize("request_", REFUSED)
-def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, answered: dict[str, Answer]) -> None:
-    answer = answered[request_]
-    assert answer.err == f"error: {REFUSED[request_]}\n"
-    assert (answer.returncode, answer.out, answer.left) == (2, "", [])
+def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, refusals: Refusals) -> None:
+    on_cpu = () if "accelerator" in request_ else ("trainer.accelerator=cpu",)
+    assert refusals(*PLAIN, *on_cpu, *request_.split()) == {REFUSED[request_]}
 
 
-@pytest.mark.parametrize("optimizer", EPS)
-def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, answered: dict[str, Answer]) -> None:
-    told = f"and the {EPS[optimizer]} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4"
-    assert told in answered[optimizer].err
-    assert (answered[optimizer].returncode, len(answered[optimizer].err.splitlines())) == (2, 1)
+REFUSED_AS_IT_IS_BUILT = {
+    "cluster=env": "cluster: MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK not exported; "
+    "each process needs MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK",
+    "trainer.limit_val_batches=2.5": "trainer: You have passed invalid value 2.5 for limit_val_batches, "
+    "it has to be in [0.0, 1.0] or an int.",
+}
 
 
-def test_all_problems_are_told_at_once(answered: dict[str, Answer]) -> None:
-    assert answered["several"].returncode == 2
-    assert answered["several"].err.splitlines() == [
-        "error: global_batch_size 63 does not divide over 2 devices: 63 / 2 = 31.5; use global_batch_size=62 or 64",
-        f"error: {REFUSED['strategy=ddp_spawn trainer.num_nodes=2']}",
-        f"error: {NO_CHECKPOINT}",
-        "error: ckpt_path=nowhere.ckpt: there is no such file",
-        f"error: {REFUSED['trainer.accelerator=gqu']}",
-    ]
+@pytest.mark.parametrize("request_", REFUSED_AS_IT_IS_BUILT)
+def test_a_request_that_code_of_others_refuses_is_a_line_and_leaves_nothing(request_: str, train: Train) -> None:
+    refused = train(*PLAIN, "trainer.accelerator=cpu", request_, check=False)
+    assert refused.err == f"error: {REFUSED_AS_IT_IS_BUILT[request_]}\n"
+    assert (refused.returncode, refused.out, list(refused.folder.iterdir())) == (2, "", [])
 
 
-def test_a_gpu_that_is_not_there_is_refused(answered: dict[str, Answer]) -> None:
-    told = "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
-    assert (answered[NO_GPU].returncode, answered[NO_GPU].err) == (2, told)
+def test_a_request_that_can_be_met_is_taken(refusals: Refusals) -> None:
+    assert refusals(*PLAIN, "trainer.accelerator=cpu") == set()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "eps"), [("optimizer=adamw", "default eps"), ("optimizer=adam optimizer.eps=1e-5", "eps=1e-05")]
+)
+def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, eps: str, refusals: Refusals) -> None:
+    (told,) = refusals(*LANGUAGE_MODEL, TEXT, "precision=16-true", *optimizer.split())
+    assert f"and the {eps} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4" in told
+
+
+def test_all_problems_are_told_at_once(refusals: Refusals) -> None:
+    assert refusals(*PLAIN, *SEVERAL) == {
+        "global_batch_size 63 does not divide over 2 devices: 63 / 2 = 31.5; use global_batch_size=62 or 64",
+        REFUSED["strategy=ddp_spawn trainer.num_nodes=2"],
+        NO_CHECKPOINT,
+        "ckpt_path=nowhere.ckpt: there is no such file",
+        REFUSED["trainer.accelerator=gqu"],
+    }
+
+
+def test_a_refused_request_is_a_line_and_leaves_nothing(train: Train) -> None:
+    refused = train(*PLAIN, "trainer.accelerator=gpu", check=False)
+    assert refused.err == "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
+    assert (refused.returncode, refused.out, list(refused.folder.iterdir())) == (2, "", [])
 
 
 @pytest.mark.gpu
