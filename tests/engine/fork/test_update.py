@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -13,15 +14,22 @@ import pytest
 from tests.engine.fork.forks import git, made, run
 
 
-@pytest.fixture
-def birdsong(clone: Path, tmp_path: Path) -> Path:
-    folder = made(clone, tmp_path / "birdsong", "--bare")
+@pytest.fixture(scope="module")
+def unchanged(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fork; not to be changed."""
+    folder = made(clone, tmp_path_factory.mktemp("fork") / "birdsong", "--bare")
     strategy = folder / "conf/strategy/deepspeed_stage_1.yaml"
     strategy.write_text(
         strategy.read_text().replace("lightswitch.deepspeed.strategy", "lightswitch.strategies.deepspeed")
     )
     git(folder, "commit", "--all", "--quiet", "--message=As it was")
     return folder
+
+
+@pytest.fixture
+def birdsong(unchanged: Path, tmp_path: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(unchanged, tmp_path / "birdsong", symlinks=True, ignore=ignored))
 
 
 def update(folder: Path, source: str, code: int = 0) -> str:
@@ -102,13 +110,13 @@ def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Pat
         ("README.md.whl", "No such file"),
     ],
 )
-def test_what_is_no_engine_is_refused(source: str, told: str, birdsong: Path, tmp_path: Path) -> None:
+def test_what_is_no_engine_is_refused(source: str, told: str, unchanged: Path, tmp_path: Path) -> None:
     if source == ".":
         (tmp_path / "empty").mkdir()
         source = str(tmp_path / "empty")
-    source = source.replace("{birdsong}", str(birdsong))
-    assert told in update(birdsong, source, code=2).splitlines()[-1]
-    assert git(birdsong, "status", "--porcelain") == ""
+    source = source.replace("{birdsong}", str(unchanged))
+    assert told in update(unchanged, source, code=2).splitlines()[-1]
+    assert git(unchanged, "status", "--porcelain") == ""
 
 
 def _wheel(folder: Path, **files: str) -> Path:
@@ -121,11 +129,11 @@ def _wheel(folder: Path, **files: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["../mine.py", "{tmp}/mine.py", "a/../../mine.py"])
-def test_a_wheel_that_would_write_elsewhere_is_refused(name: str, birdsong: Path, tmp_path: Path) -> None:
+def test_a_wheel_that_would_write_elsewhere_is_refused(name: str, unchanged: Path, tmp_path: Path) -> None:
     name = name.format(tmp=tmp_path)
-    told = update(birdsong, str(_wheel(tmp_path, **{name: "mine"})), code=2)
+    told = update(unchanged, str(_wheel(tmp_path, **{name: "mine"})), code=2)
     assert f"would write {name}, outside of the engine; take one that pip has built" in told
-    assert git(birdsong, "status", "--porcelain") == ""
+    assert git(unchanged, "status", "--porcelain") == ""
     assert not (tmp_path / "mine.py").exists()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.fork.forks import environment, git, made, run
-from tests.engine.fork.test_update import birdsong, update
+from tests.engine.fork.test_update import birdsong, unchanged, update
 
-__all__ = ["birdsong"]  # a fixture
+__all__ = ["birdsong", "unchanged"]  # fixtures
 
 
 def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_path: Path) -> None:
