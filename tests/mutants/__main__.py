@@ -23,6 +23,7 @@ from tests.mutants.mutants import HERE, Mutant, listed
 from tests.mutants.nearness import by_nearness
 
 RESULTS = HERE / "results.json"
+_CHECKED_AT_ONCE = 10
 Result = dict[str, Any]  # seconds; caught_by, a test or None; why, where there is none; passes: without the mutant, too
 
 
@@ -61,13 +62,15 @@ def _tried(copy: Copy, mutant: Mutant, given: argparse.Namespace) -> Result:
 
 
 def _check(copy: Copy, kind: str, chosen: list[Mutant]) -> None:
-    """Run the tests that have caught mutants, without any."""
-    kept = {name: found for name, found in _results(kind).items() if name in {mutant.name for mutant in chosen}}
-    unchecked = {name: found for name, found in kept.items() if found["caught_by"] and "passes" not in found}
-    if unchecked:
-        failed = copy.run(*sorted({found["caught_by"] for found in unchecked.values()})).failed
-        _keep(kind, {name: {**found, "passes": found["caught_by"] not in failed} for name, found in unchecked.items()})
-        for name, found in unchecked.items():
+    """Run the tests that have caught mutants without any, the quick ones first."""
+    names = {mutant.name for mutant in chosen}
+    unchecked = [(name, found) for name, found in _results(kind).items() if name in names and "passes" not in found]
+    unchecked = sorted((one for one in unchecked if one[1]["caught_by"]), key=lambda one: one[1]["seconds"])
+    for begin in range(0, len(unchecked), _CHECKED_AT_ONCE):
+        some = dict(unchecked[begin : begin + _CHECKED_AT_ONCE])
+        failed = copy.run(*sorted({found["caught_by"] for found in some.values()})).failed
+        _keep(kind, {name: {**found, "passes": found["caught_by"] not in failed} for name, found in some.items()})
+        for name, found in some.items():
             if found["caught_by"] in failed:
                 print(f"{name}: {found['caught_by']} fails without the mutant, too", flush=True)
 
