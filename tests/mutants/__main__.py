@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--limit-seconds", type=float, help="of tests, for a mutant")
     parser.add_argument("--options", default="", help="of pytest, as \"-n 2 -m 'not slow'\"")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing of it is left behind
     kind = "baseline" if given.baseline else "suite"
     chosen = listed(*given.names)
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:

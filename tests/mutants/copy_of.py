@@ -94,6 +94,7 @@ class Copy:
         try:
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for stream, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
                 os.dup2(os.open(path, flags, 0o600), stream)
             os.dup2(1, 2)
@@ -121,11 +122,13 @@ def _waited(pid: int, limit_seconds: float) -> tuple[int, bool]:
     """Return a process's exit code once it has ended, and whether no limit has ended it; nothing of it is left."""
     end = time.monotonic() + limit_seconds
     interrupted = False
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL if interrupted else signal.SIGINT)
-            interrupted, end = True, time.monotonic() + _PATIENCE_SECONDS
-        time.sleep(0.1)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    try:
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL if interrupted else signal.SIGINT)
+                interrupted, end = True, time.monotonic() + _PATIENCE_SECONDS
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(ended[1]), not interrupted
