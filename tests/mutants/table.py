@@ -34,6 +34,8 @@ def write(results: dict[str, dict[str, Any]], mutants: list[Mutant]) -> None:
         lines += ["| mutant | the sentence it breaks | caught by | s |", "| --- | --- | --- | ---: |"]
         for mutant, result in of_kind:
             lines.append(f"| {mutant.name} | {mutant.breaks} | {_caught(result)} | {result['seconds']:.0f} |")
+        if untried := [mutant.name for mutant in mutants if mutant.name not in results[kind]]:
+            lines += ["", f"Not tried yet: {', '.join(untried)}."]
     (HERE / "table.md").write_text("\n".join(lines) + "\n")
 
 
