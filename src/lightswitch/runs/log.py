@@ -11,6 +11,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
+from lightswitch import regular_files
+
 
 class Terminal(logging.StreamHandler[TextIO]):
     """A stream handler that says nothing of a terminal that is gone: what prints there ends the run in a line."""
@@ -18,9 +20,6 @@ class Terminal(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-from lightswitch import regular_files
 
 
 class RunLog(logging.FileHandler):
