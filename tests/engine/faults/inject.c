@@ -3,7 +3,7 @@
  * FAULT_UNDER  operations on files below this directory are counted, from 1, in each process
  * FAULT_AT     the number of the operation that fails; none where it is not set
  * FAULT_HOW    "kill", "tear" (half of what is written reaches the file, then the process is killed) or an errno
- * FAULT_RANK   the RANK of the process that is meant; any where it is not set
+ * FAULT_RANK   the RANK, or the SLURM_PROCID, of the process that is meant; any where it is not set
  * FAULT_LOG    a file outside of that directory, to which "<number> <operation> <path>" is appended
  *
  * The variables are read at each operation, as a process that was forked may set them later.
@@ -47,6 +47,7 @@ static const char *full(int folder, const char *path, char *buffer) {
 /* Returns 0 to go on, an errno to fail with, -1 to write a half first; does not return where the process is killed. */
 static int meet(const char *operation, const char *path) {
     const char *under = getenv("FAULT_UNDER"), *rank = getenv("FAULT_RANK"), *own = getenv("RANK");
+    if (!own) own = getenv("SLURM_PROCID");
     if (!under || strncmp(path, under, strlen(under)) != 0) return 0;
     if (rank && own && strcmp(rank, own) != 0) return 0;
     int number = ++count, saved = errno;

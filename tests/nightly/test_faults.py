@@ -1,0 +1,49 @@
+"""A run that meets a fault at a file operation, and is started again, ends as one that met none: a thousand times."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import CHECKOUT, Train
+from tests.engine.faults.__main__ import CADENCES, ERRORS, RUN, WAYS, ended, library
+from tests.engine.processes import TRAIN_PY
+
+POINTS = 14  # of each way, kind of fault and cadence: 1,008 in all
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cadence", CADENCES)
+@pytest.mark.parametrize("how", ["kill", "tear", *ERRORS])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_met_a_fault_ends_as_one_that_met_none(way: str, how: str, cadence: str) -> None:
+    seed = random.randrange(10**6)  # which is printed
+    asked = {"way": way, "how": how, "cadence": cadence, "points": POINTS, "seed": seed}
+    command = [sys.executable, "-m", "tests.engine.faults", *(f"--{name}={value}" for name, value in asked.items())]
+    met = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert met.returncode == 0, met.stdout + met.stderr
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_of_torchrun_that_met_a_fault_ends_as_one_that_met_none(
+    strategy: str, train: Train, tmp_path: Path
+) -> None:
+    run = (*RUN, *CADENCES["meet"], f"strategy={strategy}")
+    whole = ended(train(*run, ranks=2).run_dir)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN_PY, *run]
+    for number in sorted(random.Random(strategy).sample(range(30, 400), 4)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        fault = {"LD_PRELOAD": str(library()), "FAULT_UNDER": f"{folder}/runs", "FAULT_RANK": "0"}
+        fault |= {"FAULT_AT": str(number), "FAULT_HOW": "kill"}
+        plain = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+        met = subprocess.run(command, cwd=folder, env={**plain, **fault}, capture_output=True, text=True, check=False)
+        assert met.returncode != 0, "the fault was met"
+        subprocess.run(command, cwd=folder, env=plain, capture_output=True, check=True)
+        assert ended(folder / "runs/plainmodel/mine").difference(whole) is None, number
