@@ -9,12 +9,11 @@ import sys
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
 
 from lightswitch import regular_files
 
 
-class Terminal(logging.StreamHandler[TextIO]):
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # it has none before Python 3.11
     """A stream handler that says nothing of a terminal that is gone: what prints there ends the run in a line."""
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -165,13 +165,15 @@ def test_a_full_disk_is_called_so_and_nothing_stays_of_what_it_did_not_take(
     assert re.fullmatch(r"error: the run directory \S+/mine can't be written: the disk is full, \d+ KB are free", line)
 
 
-def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(disk: Disk, train: Train) -> None:
+@pytest.mark.parametrize("logger", ["csv", "tensorboard"])  # which writes in a thread of its own
+def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(logger: str, disk: Disk, train: Train) -> None:
     folder = disk("9m")
     (folder / "filling.py").write_text(FULL)
     fill = ("callbacks.fill._target_=filling.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=0")
-    run = train(*RUN, *LARGE, *fill, "~logger.tensorboard", folder=folder, check=False)
+    run = train(*RUN, *LARGE, *fill, f"logger={logger}", "trainer.log_every_n_steps=1", folder=folder, check=False)
     assert run.returncode == 2
-    assert run.err.splitlines()[-1].startswith("error: the disk is full: No space left on device")
+    full = r"error: the disk is full: No space left on device: \S+/runs/\S+; mend it, and start the run again"
+    assert re.fullmatch(full, run.err.splitlines()[-1])
     assert "Traceback" not in run.err
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from lightswitch.fault_tolerance import classify
 from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Finished, Train
+from tests.engine.processes import TRAIN_PY, Start, said
 from tests.engine.tiny import LANGUAGE_MODEL, PICTURES
 
 from_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have neither notes nor groups")
@@ -139,6 +142,47 @@ def test_constructors_that_refuse_are_told_together_and_lightnings_own_without_a
 def test_data_that_are_not_there_are_told_once_and_as_the_datas(where: str, train: Train) -> None:
     refused = train(*BAD_DATA, "data.error=value", f"data.where={where}", "strategy=ddp", ranks=2, check=False)
     assert (refused.err, refused.returncode) == ("error: data: this is no batch of mine\n", 2)
+
+
+def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(train: Train) -> None:
+    refused = train(*BAD_DATA, "data.error=value", "data.where=sample", "strategy=single", check=False)
+    _is_a_line(refused, "data: this is no batch of mine")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/dev/full", "the disk is full: No space left on device: /dev/full"),
+        ("/proc/version", "the disk fails: Input/output error: /proc/version"),
+        ("/proc/self/environ", "a permission is missing: Permission denied: /proc/self/environ"),
+    ],
+)
+@pytest.mark.parametrize("steps_have_begun", [False, True])
+def test_an_error_of_the_disk_names_the_file_whoever_writes(path: str, told: str, steps_have_begun: bool) -> None:
+    with pytest.raises(OSError, match="Errno") as raised, open(path, "w") as file:
+        file.write("metrics")
+    problems = classify.problems_of(raised.value, OmegaConf.create(), steps_have_begun)
+    assert problems == [f"{told}; mend it, and start the run again"]
+
+
+def test_a_permission_that_is_not_of_a_file_is_a_bug() -> None:
+    assert classify.problems_of(PermissionError(13, "Permission denied"), OmegaConf.create(), True) == []
+
+
+CLOSED = ("strategy=single", "run_id=mine", "trainer.accelerator=cpu", "trainer.max_steps=300")
+
+
+def test_a_run_without_stdout_ends_as_it_should(start: Start) -> None:
+    words = (*PLAIN, *CLOSED, "trainer.max_steps=2")
+    process = start("bash", "-c", 'exec "$@" >&-', "bash", sys.executable, TRAIN_PY, *words)
+    assert (said(process), process.returncode) == ("", 0)
+
+
+def test_a_reader_of_stdout_that_has_gone_ends_the_run_in_a_line(start: Start) -> None:
+    words = ("bash", sys.executable, TRAIN_PY, *PLAIN, *CLOSED, "trainer.log_every_n_steps=1")
+    process = start("bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', *words)
+    told = "error: stdout: found no reader any more, as after `| head`; lead it into a file, and start the run again\n"
+    assert (said(process), process.returncode) == (told, 2)
 
 
 def test_a_bug_in_a_constructor_is_none_of_its_arguments(train: Train) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import fcntl
 import gzip
 import json
+import lzma
 import os
 import pickle
 import re
@@ -193,6 +195,18 @@ def test_text_json_lines_and_parquet_at_any_address_are_the_same_documents(tmp_p
         parts = [part for part, _ in cut(Piece(file.address), file.size_bytes, reading, 500)]
         assert len(parts) > 2 or address.endswith(".gz")
         assert [document.text for part in parts for document in documents(part, reading)] == WORDS
+
+
+@pytest.mark.parametrize("end", ["gz", "bz2", "xz"])
+@pytest.mark.parametrize("harm", ["cut", "damaged"])
+def test_a_compressed_file_that_is_cut_or_damaged_is_named(end: str, harm: str, tmp_path: Path) -> None:
+    packer = {"gz": gzip, "bz2": bz2, "xz": lzma}[end]
+    content = packer.compress(np.random.default_rng(0).bytes(5000).hex().encode())
+    half = len(content) // 2
+    path = tmp_path / f"a.txt.{end}"
+    path.write_bytes(content[:half] if harm == "cut" else content[:half] + bytes(100) + content[half + 100 :])
+    with pytest.raises(ValueError, match=f"{path}: found a compressed file that is damaged or was cut short"):
+        list(documents(Piece(str(path)), Reading()))
 
 
 @given(texts=st.lists(st.text("ab\n", max_size=9), min_size=1, max_size=30), most=st.integers(1, 40))
