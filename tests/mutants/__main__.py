@@ -1,6 +1,6 @@
 """Try what the suite catches of the faults that were fixed once.
 
-    python -m tests.mutants                      each mutant by the whole suite, the nearest tests first
+    python -m tests.mutants                      each mutant by the daily suite, the nearest tests first
     python -m tests.mutants batches runs/a_name  those of a package, and one
     python -m tests.mutants --baseline           each by the tests that came with its mend, alone
 
@@ -25,6 +25,7 @@ from tests.mutants.mutants import HERE, Mutant, listed
 from tests.mutants.nearness import by_nearness
 
 RESULTS = HERE / "results.json"
+DAILY, NIGHTLY = ("tests/engine", "tests/project"), "tests/nightly"
 _CHECKED_AT_ONCE = 10
 Result = dict[str, Any]  # seconds; caught_by, a test or None; why, where there is none; passes: without the mutant, too
 
@@ -33,8 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant or a package of them; all by default")
     parser.add_argument("--baseline", action="store_true", help="run the tests alone that came with the mends")
+    parser.add_argument("--nightly", action="store_true", help="try also the tests that run at night")
     parser.add_argument("--limit-seconds", type=float, help="of tests, for a mutant")
-    parser.add_argument("--options", default="", help="of pytest, as \"-n 2 -m 'not slow'\"")
+    parser.add_argument("--options", default="", help="of pytest, as '-n 2'")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing of it is left behind
     kind = "baseline" if given.baseline else "suite"
@@ -52,8 +54,9 @@ def main() -> None:
 def _tried(copy: Copy, mutant: Mutant, given: argparse.Namespace) -> Result:
     """Run tests up to the first that fails with a mutant; those that are near without collecting the others."""
     seconds, left = 0.0, given.limit_seconds or math.inf
+    folders = [*DAILY, *([NIGHTLY] if given.nightly else [])]
     with copy.mutated(mutant) as path:
-        for tests in (mutant.caught_by,) if given.baseline else by_nearness(copy.folder, path):
+        for tests in (mutant.caught_by,) if given.baseline else by_nearness(copy.folder, path, folders):
             outcome = copy.run(*tests, options=f"-x {given.options}", limit_seconds=left - seconds)
             seconds += outcome.seconds
             if outcome.failed or not outcome.is_whole:

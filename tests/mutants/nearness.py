@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def by_nearness(checkout: Path, mutated: Path) -> tuple[list[str], list[str]]:
-    """Return the paths of all files of tests in two parts: those that import a module or lie in the folder of its
+def by_nearness(checkout: Path, mutated: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the files of tests in some folders in two parts: those that import a module, or lie in the folder of its
     package's name, and the others, of which those come first that import what imports it."""
     modules = {_name(path.relative_to(checkout)): path for path in _code(checkout)}
     importers = defaultdict(set)
@@ -26,8 +27,8 @@ def by_nearness(checkout: Path, mutated: Path) -> tuple[list[str], list[str]]:
         found = distance.get(_name(path), 99)
         return (1.5 if found > 1 and path.parent.name in mutated.parts else found), str(path)
 
-    tests = (path.relative_to(checkout) for path in checkout.glob("tests/**/test_*.py"))
-    ranked = sorted(away(path) for path in tests if "mutants" not in path.parts)
+    tests = (path for folder in folders for path in checkout.glob(f"{folder}/**/test_*.py"))
+    ranked = sorted(away(path.relative_to(checkout)) for path in tests)
     return [path for far, path in ranked if far < 2], [path for far, path in ranked if far >= 2]
 
 

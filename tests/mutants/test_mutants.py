@@ -46,6 +46,8 @@ def test_a_text_that_stands_nowhere_or_twice_is_refused() -> None:
 
 
 def test_the_nearest_tests_are_those_that_import_a_module() -> None:
-    near, others = by_nearness(CHECKOUT, Path("src/lightswitch/batches/order.py"))
+    folders = ("tests/engine", "tests/project")
+    near, others = by_nearness(CHECKOUT, Path("src/lightswitch/batches/order.py"), folders)
     assert all(path.startswith("tests/engine/batches/") for path in near[-3:])
-    assert {*near, *others} == {str(path.relative_to(CHECKOUT)) for path in CHECKOUT.glob("tests/[!m]*/**/test_*.py")}
+    files = {path for folder in folders for path in CHECKOUT.glob(f"{folder}/**/test_*.py")}
+    assert {*near, *others} == {str(path.relative_to(CHECKOUT)) for path in files}
