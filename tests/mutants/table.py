@@ -30,7 +30,9 @@ def write(results: dict[str, dict[str, Any]], mutants: list[Mutant]) -> None:
             continue
         caught = sum(bool(result["caught_by"]) and result.get("passes", True) for _, result in of_kind)
         seconds = sum(result["seconds"] for _, result in of_kind)
-        lines += ["", f"## {title}", "", f"{caught} of {len(of_kind)} are caught, in {seconds / 60:.0f} minutes.", ""]
+        checked = sum("passes" in result for _, result in of_kind)
+        lines += ["", f"## {title}", "", f"{caught} of {len(of_kind)} are caught, in {seconds / 60:.0f} minutes."]
+        lines += [f"Of {checked} the test was then run without the mutant.", ""]
         lines += ["| mutant | the sentence it breaks | caught by | s |", "| --- | --- | --- | ---: |"]
         for mutant, result in of_kind:
             lines.append(f"| {mutant.name} | {mutant.breaks} | {_caught(result)} | {result['seconds']:.0f} |")
