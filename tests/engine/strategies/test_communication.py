@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,16 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.preflight.strategies import Request, problems
-from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference
-from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
-
-SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.accelerator=cpu", *NO_CHECKPOINTS)
-COUNTED = (
-    "callbacks.collectives._target_=tests.engine.strategies.test_communication.Collectives",
-    "callbacks.collectives.folder=${hydra:runtime.output_dir}",
-)
-HYBRID = ("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2", "micro_batch_size=3")
+from tests.engine.fits import LANGUAGE, Fits
 
 
 class _Counting(TorchDispatchMode):
@@ -45,10 +35,7 @@ def _is_about_signals(args: tuple[Any, ...]) -> bool:
 
 
 class Collectives(pl.Callback):
-    """Writes which collectives each micro batch of rank 0 issued."""
-
-    def __init__(self, folder: str) -> None:
-        self.file = Path(folder) / "collectives.jsonl"
+    """Logs how many collectives of each kind each micro batch issued."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         self._mode = _Counting()
@@ -58,49 +45,37 @@ class Collectives(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
         self._mode.__exit__(None, None, None)
-        if trainer.is_global_zero:
-            with self.file.open("a") as file:
-                file.write(json.dumps(self._mode.counts) + "\n")
+        trainer.logger.log_metrics({name: self._mode.counts[name] for name in (REDUCE, SUM, GATHER)}, step=index)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("alone"))(*LANGUAGE, *SHORT, "strategy=single")
-
-
-@cache
-def _micro_batches(run_dir: Path) -> list[Counter[str]]:
-    return [Counter(json.loads(line)) for line in (run_dir / "collectives.jsonl").read_text().splitlines()]
-
-
+COUNTED = replace(LANGUAGE, callbacks=(Collectives,))
 UNITS = 3  # two blocks, and the root with all else
 LOSS = 1  # whose mean over the ranks is logged
-REDUCE, SUM = "_reduce_scatter_base_", "allreduce_"
+REDUCE, SUM, GATHER = "_reduce_scatter_base_", "allreduce_", "_allgather_base_"
+HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
 
 
 @pytest.mark.parametrize(
-    ("switches", "ranks", "collective", "first", "last"),
+    ("strategy", "ranks", "collective", "first", "last"),
     [
-        (("strategy=fsdp",), 2, REDUCE, UNITS, UNITS),
-        (("strategy=fsdp", "trainer.strategy.accumulate_gradients=unsharded"), 2, REDUCE, 0, UNITS),
-        (HYBRID, 4, SUM, UNITS, UNITS + LOSS),
-        ((*HYBRID, "trainer.strategy.accumulate_gradients=within_replica"), 4, SUM, 0, UNITS + LOSS),
-        ((*HYBRID, "trainer.strategy.accumulate_gradients=unsharded"), 4, REDUCE, 0, UNITS),
+        ("fsdp", 2, REDUCE, UNITS, UNITS),
+        ("fsdp accumulate_gradients=unsharded", 2, REDUCE, 0, UNITS),
+        ("fsdp_hybrid shard_size=2", 4, SUM, UNITS, UNITS + LOSS),
+        (f"{HYBRID}within_replica", 4, SUM, 0, UNITS + LOSS),
+        (f"{HYBRID}unsharded", 4, REDUCE, 0, UNITS),
     ],
-    ids=["fsdp", "fsdp unsharded", "hybrid", "hybrid within_replica", "hybrid unsharded"],
 )
 def test_gradients_are_reduced_when_it_is_asked_for(
-    switches: tuple[str, ...], ranks: int, collective: str, first: int, last: int, alone: Finished, train: Train
+    strategy: str, ranks: int, collective: str, first: int, last: int, fits: Fits
 ) -> None:
-    run = train(*LANGUAGE, *SHORT, *COUNTED, *switches, ranks=ranks)
-    counts = [counted[collective] for counted in _micro_batches(run.run_dir)]
-    assert counts == 4 * [first, last]
+    (alone,), run = fits(LANGUAGE), fits(replace(COUNTED, strategy=strategy, micro_batch=12 // ranks), ranks)[0]
+    assert [*run.column(collective).values()] == 4 * [first, last]
     assert largest_difference(run, alone) <= 1e-5
 
 
-def test_units_gathered_ahead_are_the_same_run(alone: Finished, train: Train) -> None:
-    ahead = train(*LANGUAGE, *SHORT, *COUNTED, "strategy=fsdp", "trainer.strategy.prefetch=2", ranks=2)
-    assert _micro_batches(ahead.run_dir)[0]["_allgather_base_"] >= UNITS
+def test_units_gathered_ahead_are_the_same_run(fits: Fits) -> None:
+    (alone,), ahead = fits(LANGUAGE), fits(replace(COUNTED, strategy="fsdp prefetch=2"), 2)[0]
+    assert ahead.column(GATHER)[0] >= UNITS
     assert largest_difference(ahead, alone) <= 1e-5
 
 

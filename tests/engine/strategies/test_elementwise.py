@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from torch import optim
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.elementwise import refuse_in_pieces
-from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
+from tests.engine.fits import PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
+from tests.pool import RankFailed
 
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 OTHERS = ("Adafactor", "LBFGS", *(["Muon"] if hasattr(optim, "Muon") else []))
-RUN = (PLAIN_DATA, "trainer.accelerator=cpu", "trainer.max_steps=6", "trainer.log_every_n_steps=1")
 
 
 class Lamb(optim.Optimizer):
@@ -149,41 +150,34 @@ def test_the_random_state_stays_as_it_was() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+LAMB, ADAFACTOR, ESTIMATING = (replace(PLAIN, module=module) for module in (LambModel, AdafactorModel, EstimatingModel))
+
+
+def _refusal(fit: Fit, strategy: str, fits: Fits) -> str:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(fit, strategy=strategy), 2)
+    assert isinstance(failed.value.error, Refused)
+    return str(failed.value.error)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp1", "deepspeed_stage_1", "deepspeed_stage_3"])
-def test_a_run_that_would_train_otherwise_is_refused(strategy: str, train: Train) -> None:
+def test_a_run_that_would_train_otherwise_is_refused(strategy: str, fits: Fits) -> None:
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    module = "model._target_=tests.engine.strategies.test_elementwise.LambModel"
-    run = train(module, *RUN, f"strategy={strategy}", ranks=2, check=False)
     name = "fsdp1" if strategy == "fsdp1" else "DeepSpeed"
-    assert run.returncode == 2
-    assert run.err.splitlines() == [
-        f"error: Lamb does not change each element by itself, and {name} gives each device flat pieces of parameters, "
+    assert _refusal(LAMB, strategy, fits) == (
+        f"Lamb does not change each element by itself, and {name} gives each device flat pieces of parameters, "
         "with which it would train otherwise; use strategy=ddp or fsdp"
-    ]
+    )
 
 
-def test_shards_that_keep_their_shapes_are_stepped_as_the_whole(train: Train) -> None:
-    module = "model._target_=tests.engine.strategies.test_elementwise.LambModel"
-    alone = train(module, *RUN, "strategy=single")
-    assert largest_difference(train(module, *RUN, "strategy=fsdp", ranks=2), alone) <= 1e-5
+def test_shards_that_keep_their_shapes_are_stepped_as_the_whole(fits: Fits) -> None:
+    (alone,), run = fits(LAMB), fits(replace(LAMB, strategy="fsdp"), 2)[0]
+    assert largest_difference(run, alone) <= 1e-5
 
 
-def test_an_optimizer_that_fails_for_shards_is_refused_in_a_line(train: Train) -> None:
-    module = "model._target_=tests.engine.strategies.test_elementwise.AdafactorModel"
-    alone = train(module, *RUN, "strategy=single")
-    sharded = train(module, *RUN, "strategy=fsdp", ranks=2, check=False)
-    if sharded.returncode == 0:  # a torch that takes it
-        assert largest_difference(sharded, alone) <= 1e-5
-        return
-    assert (sharded.returncode, len(sharded.err.splitlines())) == (2, 1)
-    assert sharded.err.startswith("error: Adafactor ")
-    assert sharded.err.endswith("; use strategy=ddp\n")
-
-
-def test_an_estimate_over_all_parameters_is_refused_for_shards_in_a_line(train: Train) -> None:
-    module = "model._target_=tests.engine.strategies.test_elementwise.EstimatingModel"
-    run = train(module, *RUN, "strategy=fsdp", ranks=2, check=False)
-    assert (run.returncode, len(run.err.splitlines())) == (2, 1)
-    assert run.err.startswith("error: Estimating ")
-    assert run.err.endswith("; use strategy=ddp\n")
+@pytest.mark.parametrize(("fit", "name"), [(ADAFACTOR, "Adafactor"), (ESTIMATING, "Estimating")])
+def test_an_optimizer_that_fails_for_shards_is_refused_in_a_line(fit: Fit, name: str, fits: Fits) -> None:
+    told = _refusal(fit, "fsdp", fits)
+    assert told.startswith(f"{name} ")
+    assert told.endswith("; use strategy=ddp")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,38 +16,39 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightswitch.checkpoints import optimizers
 from lightswitch.preflight import precision
 from lightswitch.strategies.fused import fuse
-from tests.engine.conftest import Train
-from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
-from tests.engine.ways import WAYS
-
-SHORT = ("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu", *NO_CHECKPOINTS)
+from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
+from tests.engine.models.language import LanguageModel
 
 
 class Steps(pl.Callback):
-    """Prints by which kernel each group steps; DeepSpeed's optimizer has another within."""
+    """Logs by which kernel each group steps; DeepSpeed's optimizer has another within."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
-        print("fused", [group["fused"] for group in optimizer.param_groups])
+        trainer.logger.log_metrics({f"fused_{n}": group["fused"] for n, group in enumerate(optimizer.param_groups)})
 
 
-STEPS = ("callbacks.steps._target_=tests.engine.strategies.test_fused.Steps",)
+SHORT = replace(LANGUAGE, steps=1, callbacks=(Steps,))
 
 
-@pytest.mark.parametrize("way", ["single", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_1 × 2", "deepspeed_stage_3 × 2"])
-def test_a_run_steps_by_the_fused_kernel(way: str, train: Train) -> None:
-    run = train(*LANGUAGE, *SHORT, *STEPS, *WAYS[way].switches, ranks=WAYS[way].ranks)
-    assert run.out.count("fused [True, True]") == WAYS[way].ranks
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "fused"),
+    [
+        *(("single", 1, (True, True)), ("fsdp", 2, (True, True)), ("fsdp1", 2, (True, True))),
+        *(("deepspeed_stage_1", 2, (True, True)), ("deepspeed_stage_3", 2, (True, True))),
+        (TENSOR_PARALLEL, 4, (None, True)),  # the matrices, some of which are cut twice; norms
+    ],
+)
+def test_a_run_steps_by_the_fused_kernel(
+    strategy: str, ranks: int, fused: tuple[bool | None, bool], fits: Fits
+) -> None:
+    for rank in fits(replace(SHORT, strategy=strategy), ranks):
+        assert (rank.columns["fused_0"][0], rank.columns["fused_1"][0]) == fused
 
 
-def test_over_parameters_on_several_meshes_it_steps_as_torch_does(train: Train) -> None:
-    way = WAYS["fsdp_tp 2 × 2"]
-    run = train(*LANGUAGE, *SHORT, *STEPS, *way.switches, ranks=way.ranks)
-    assert run.out.count("fused [None, True]") == way.ranks  # the matrices, some of which are cut twice; norms
-
-
-def test_gradients_are_clipped_beside_a_fused_optimizer_in_bfloat16(train: Train) -> None:
-    train(*LANGUAGE, *SHORT, "strategy=single", "precision=bf16-mixed", "optimizer.fused=true")
+def test_gradients_are_clipped_beside_a_fused_optimizer_in_bfloat16(fits: Fits) -> None:
+    fused = partial(LanguageModel, partial(AdamW, lr=0.01, fused=True))
+    fits(replace(LANGUAGE, module=fused, steps=1, arguments="precision=bf16-mixed"))
 
 
 def test_what_scales_gradients_refuses_it_before_a_start() -> None:
