@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightswitch.config.overrides import quoted
@@ -158,6 +159,8 @@ class Workers(_MultiProcessingLauncher):
         self._process.end_with_parent()
         if self._already_fit:  # by other processes
             self._process.steps_have_begun.set()
+        if self._start_method != "fork" and trainer is not None:
+            _unshare(trainer.lightning_module)
         try:
             classify.keep_disk_errors_of_threads(self._process)
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
@@ -192,6 +195,17 @@ class Workers(_MultiProcessingLauncher):
         line = f"rank {rank} on {node_name()} failed: process {error.error_pid} {how}"
         details = "" if isinstance(error, ProcessExitedException) else error.msg  # the record could not be written
         return RanksFailed(Failure(line, details), False, exit_code)
+
+
+def _unshare(module: nn.Module) -> None:
+    """Give this process tensors of its own that are no parameters or buffers, as the states of metrics are.
+
+    torch sends a tensor to a process as shared memory, in which ranks would add to one another's metrics. Lightning
+    copies parameters and buffers alone.
+    """
+    for part in module.modules():
+        shared = {name: value for name, value in vars(part).items() if isinstance(value, Tensor) and value.is_shared()}
+        vars(part).update({name: value.clone() for name, value in shared.items()})
 
 
 def install_launcher(strategy: HookedStrategy, run: RunContext) -> None:
