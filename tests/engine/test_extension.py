@@ -73,7 +73,7 @@ def test_its_logger_has_a_line_for_each_step(fork: Path, train: Train) -> None:
     assert len(losses) == 2
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_its_precision_computes_training_steps_in_bfloat16_and_nothing_else(
     fork: Path, train: Train, strategy: str
 ) -> None:

@@ -33,8 +33,7 @@ AVERAGED = ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveragi
 EMA = (*LANGUAGE, "scheduler=constant", "trainer.val_check_interval=2", "callbacks.last_checkpoint.every_n_steps=2")
 EMA += (*AVERAGED, "run_id=mine", "micro_batch_size=6")
 TENSOR_PARALLEL_BY_2 = Way(TENSOR_PARALLEL, 2)
-CHAIN = [WAYS["ddp × 2"], WAYS["fsdp × 2"], WAYS["deepspeed_stage_3 × 2"], WAYS["fsdp1 × 2"], TENSOR_PARALLEL_BY_2]
-CHAIN += [WAYS["deepspeed_stage_2 × 2"], WAYS["single"]]
+CHAIN = [WAYS["ddp × 2"], WAYS["fsdp × 2"], WAYS["deepspeed_stage_3 × 2"], TENSOR_PARALLEL_BY_2, WAYS["single"]]
 STEPS = 3  # of each run of the chain: it ends between two checkpoints, and within an epoch
 
 

@@ -61,7 +61,9 @@ def test_choices_that_go_together_train_as_one_process_does(row: Row, alone: Alo
     strategy, precision, shape, _, callbacks, _ = row.values
     run = train(*row.words(), *SHORT, ranks=row.ranks)
     for metric in ("train/loss", *(() if callbacks == "averages" else ("val/loss", "test/loss"))):
-        assert largest_difference(run, alone(precision, shape), metric) <= (1e-5 if precision in EXACT else ROUNDED), metric
+        assert largest_difference(run, alone(precision, shape), metric) <= (1e-5 if precision in EXACT else ROUNDED), (
+            metric
+        )
     seen = witnesses(run.run_dir)
     assert {rank["strategy"] for rank in seen} == {CLASSES.get(strategy, "DeepSpeed")}
     assert {rank["precision"] for rank in seen} == {precision}
