@@ -13,7 +13,7 @@ WORKERS ?= 4
 INSTALLED := .venv/installed
 LOWEST_INSTALLED := .venv-lowest/installed
 SCHEMAS := .vscode/schemas/config.json
-LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/test_matrix.py \
+LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/tours \
   tests/engine/checkpoints tests/engine/launch tests/engine/strategies
 PIP_INSTALL = $(PYTHON) -m pip install -qq --disable-pip-version-check
 HASHED = $(PIP_INSTALL) --require-hashes --no-deps --no-build-isolation --requirement $(VENV)/hashed.txt

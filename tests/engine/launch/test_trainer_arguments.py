@@ -74,7 +74,7 @@ EFFECTS: dict[str, tuple[str, Any]] = {  # what is typed, and what `Effects` fin
 ELSEWHERE = {  # the tests that show the effect, and what they type
     "accelerator": ("monitoring/test_step_times.py", "trainer.accelerator="),
     "check_val_every_n_epoch": ("launch/habits.py", "trainer.check_val_every_n_epoch="),
-    "devices": ("test_survives.py", "trainer.devices="),
+    "devices": ("test_same_run.py", "trainer.devices="),
     "fast_dev_run": ("launch/test_choices.py", "one_batch"),
     "max_epochs": ("launch/habits.py", "trainer.max_epochs="),
     "max_steps": ("launch/habits.py", "trainer.max_steps="),

@@ -13,13 +13,19 @@ from safetensors.torch import load_file
 from lightswitch.export.__main__ import main as export
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
+from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tiny import LANGUAGE
 from tests.engine.tours.ring import RING, SEED, next_way
 from tests.engine.ways import WAYS
 
 STEPS = 16
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
-RUN += ("trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
+RUN += (*WITNESS, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
+STARTED = {  # by what the launcher starts, and how, where it is not by scripts
+    "single": (None, None),
+    "ddp_fork × 3": ("Workers", "fork"),
+    "ddp_spawn × 2": ("Workers", "spawn"),
+}
 KILL = "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill"
 
 
@@ -35,7 +41,8 @@ class Tour:
 
 def _ended(train: Train, way: str, folder: Path | None) -> Tour:
     run = train(*RUN, *RING[way].switches, ranks=RING[way].ranks, folder=folder)
-    switches, ranks = (RING[way] if RING[way].ranks else WAYS["ddp × 2"]).switches, RING[way].ranks or 2
+    reader = RING[way] if RING[way].ranks else WAYS["ddp × 2"]  # which need not start its processes
+    switches, ranks = reader.switches, reader.ranks
     reads = (*LANGUAGE, *switches, "trainer.accelerator=cpu", f"ckpt_path={run.run_dir}/checkpoints/best.ckpt")
     validated = train(*reads, "mode=validate", ranks=ranks)
     predicted = predictions(train(*reads, "mode=predict", ranks=ranks))
@@ -56,6 +63,10 @@ def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(way: s
     killed = train(*RUN, *RING[way].switches, *kill, ranks=RING[way].ranks, check=False)
     assert killed.returncode != 0
     tour = _ended(train, next_way(way), killed.folder)
+    seen = witnesses(tour.run.run_dir)[: max(1, RING[next_way(way)].ranks)]
+    assert {(rank["launcher"], rank["start_method"]) for rank in seen} == {
+        STARTED.get(next_way(way), ("Scripts", None))
+    }
     assert "\nresumes    runs/languagemodel/mine/checkpoints/" in tour.run.out
     assert list(tour.run.column("train/loss")) == list(range(STEPS))
     for metric in ("train/loss", "val/loss", "test/loss", "samples"):
