@@ -204,7 +204,8 @@ def _unshare(module: nn.Module) -> None:
     copies parameters and buffers alone.
     """
     for part in module.modules():
-        shared = {name: value for name, value in vars(part).items() if isinstance(value, Tensor) and value.is_shared()}
+        tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+        shared = {name: value for name, value in tensors.items() if value.is_shared()}  # type: ignore[no-untyped-call]  # torch has no types for it
         vars(part).update({name: value.clone() for name, value in shared.items()})
 
 
