@@ -112,6 +112,7 @@ class Entry:
         try:
             self.main(cfg, run)
             run.process.raise_disk_error()
+            _flush_stdout()
             ending.leave_watchdog(run.process)
         except Stopped as stopped:
             _stop(stopped, cfg, run)
@@ -122,6 +123,14 @@ class Entry:
         except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
             _answer(error, cfg, run)
         return None
+
+
+def _flush_stdout() -> None:
+    """Print what is left of a run that is done, if anyone still reads it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _leave_stdout()
 
 
 def _leave_stdout() -> None:

@@ -154,7 +154,7 @@ def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(train: Train)
     [
         ("/dev/full", "the disk is full: No space left on device: /dev/full"),
         ("/proc/version", "the disk fails: Input/output error: /proc/version"),
-        ("/proc/self/environ", "a permission is missing: Permission denied: /proc/self/environ"),
+        ("/proc/sys/kernel/ostype", "a permission is missing: Permission denied: /proc/sys/kernel/ostype"),
     ],
 )
 @pytest.mark.parametrize("steps_have_begun", [False, True])
@@ -180,7 +180,7 @@ def test_a_run_without_stdout_ends_as_it_should(start: Start) -> None:
 
 def test_a_reader_of_stdout_that_has_gone_ends_the_run_in_a_line(start: Start) -> None:
     words = ("bash", sys.executable, TRAIN_PY, *PLAIN, *CLOSED, "trainer.log_every_n_steps=1")
-    process = start("bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', *words)
+    process = start("bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', *words, PYTHONUNBUFFERED="1")
     told = "error: stdout: found no reader any more, as after `| head`; lead it into a file, and start the run again\n"
     assert (said(process), process.returncode) == (told, 2)
 

@@ -163,9 +163,9 @@ class Member:
         self.verdict = failure
         self.process.has_failed.set()
         # whatever blocks, here or in the main thread
-        self._timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
-        self._timer.daemon = True
-        self._timer.start()
+        self._timer = timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
+        timer.daemon = True
+        timer.start()
         Thread(target=self._tell, name="crash report", daemon=True).start()  # in rank 0, this thread serves the hub
 
     def _tell(self) -> None:
