@@ -16,12 +16,11 @@ SMALLER: dict[str, tuple[str, ...]] = {
     ),
 }
 # Models that take long, and the strategies that they are tried under; the others save and compute as one of these
-UNDER: dict[str, tuple[str, ...]] = {
-    "hf_causal_lm": (
-        *("single", "ddp", "fsdp", "fsdp_grad_op", "fsdp1"),
-        *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
-    ),
-}
+_OF_EACH_KIND = (
+    *("single", "ddp", "fsdp", "fsdp_grad_op", "fsdp1"),
+    *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+)
+UNDER: dict[str, tuple[str, ...]] = {"hf_causal_lm": _OF_EACH_KIND, "vit": _OF_EACH_KIND}
 # Models that may break a promise, and why that is accepted, as {"resnet": "batch norm, as in the paper"}
 ACCEPTED: dict[str, str] = {}
 ALONE = "single"
