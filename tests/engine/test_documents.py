@@ -104,34 +104,7 @@ def test_every_module_that_a_document_names_is_there(path: Path) -> None:
         assert any(place.is_dir() or place.with_suffix(".py").exists() for place in (module, owner)), name
 
 
-# Packages whose English is done: a docstring names the thing or begins with a verb, for one who has not read the file.
-IN_PLAIN_ENGLISH = (
-    "planning",
-    "figures.py",
-    "trees.py",
-    "versions.py",
-    "batches",
-    "checkpoints",
-    "export",
-    "monitoring",
-    "doctor",
-    "preflight",
-    "strategies",
-    "deepspeed",
-    "cluster",
-    "fault_tolerance",
-    "process",
-    "context.py",
-    "errors.py",
-    "launch",
-    "compare",
-    "runs",
-    "sweeps",
-    "config",
-    "reference",
-    "command.py",
-    "fork",
-)
+# A docstring names the thing or begins with a verb, for one who has not read the file.
 LINES_WITHOUT_DOCSTRING = 8
 FRAGMENT = re.compile(
     r"(?:Of|As|Until|For|Where|When|While|Whether|With|Without|Before|After|In|On|At|By|To|From|Under|Over|Also|Not|Unless|"
@@ -159,17 +132,20 @@ def _needs_docstring(node: ast.FunctionDef | ast.ClassDef, inherits: bool) -> bo
     return lines > LINES_WITHOUT_DOCSTRING and not node.name.startswith("_") and not is_hook
 
 
-ENGLISH = [path for name in IN_PLAIN_ENGLISH for path in sorted({ENGINE / name, *(ENGINE / name).rglob("*.py")})]
+def test_docstrings_are_sentences_or_names() -> None:
+    unclear = [
+        f"{path.relative_to(ENGINE)}: {told}" for path in sorted(ENGINE.rglob("*.py")) for told in _unclear(path)
+    ]
+    assert unclear == []
 
 
-@pytest.mark.parametrize("path", [path for path in ENGLISH if path.is_file()], ids=lambda p: str(p.relative_to(ENGINE)))
-def test_docstrings_are_sentences_or_names(path: Path) -> None:
+def _unclear(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
-    assert re.match("[A-Z`]|[a-z.]+[:,]|torch|metrics", ast.get_docstring(tree) or "")
+    if not re.match("[A-Z`]|[a-z.]+[:,]|torch|metrics", ast.get_docstring(tree) or ""):
+        yield "the file's own"
     for node, inherits in _definitions(tree):
         told = ast.get_docstring(node)
-        assert told or not _needs_docstring(node, inherits), f"{node.name} has no docstring"
-        assert not told or re.match("[A-Z]", told), f"{node.name}: {told}"
         is_property = bool(node.decorator_list) and node.name.lstrip("_").startswith("is_")
         is_fragment = told and FRAGMENT.match(told) and not (is_property and told.startswith("Whether"))
-        assert not is_fragment, f"{node.name}: {told}"
+        if (told and not re.match("[A-Z]", told)) or is_fragment or (not told and _needs_docstring(node, inherits)):
+            yield f"{node.name}: {told or 'none'}"

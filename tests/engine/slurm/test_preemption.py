@@ -49,13 +49,14 @@ def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
         folder: submit(slurm_cluster, *run, cwd=folder, nodes=1, ntasks=1, nodelist=node)
         for folder, node in ((checkout, "node1"), (contained, "node2"))
     }
+    slowly = (*run, "callbacks.pace.seconds=1")
+    cancelled = submit(slurm_cluster, *slowly, cwd=checkout, nodes=1, ntasks=1, nodelist="node3")
     for folder, job in jobs.items():
         wait_until_training(folder, job)
-    cancelled = submit(slurm_cluster, *run, cwd=checkout, nodes=1, ntasks=1, nodelist="node3")
-    wait_until_training(checkout, cancelled)
-    slurm_cluster.run("scancel", cancelled.id)
     urgent = ("sbatch", "--partition=urgent", "--exclusive", "--nodelist=node1,node2", "--nodes=2", "--wrap=true")
     assert slurm_cluster.run(*urgent, cwd=checkout).returncode == 0
+    wait_until_training(checkout, cancelled)
+    slurm_cluster.run("scancel", cancelled.id)
     for folder, job in jobs.items():
         assert job.wait() == "COMPLETED", job.output()
         assert "stopped    by SIGTERM" in job.output()
