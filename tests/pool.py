@@ -222,6 +222,8 @@ def state_as_before() -> Iterator[None]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()
             for undo in undone:
                 undo()
             random.setstate(states[0])

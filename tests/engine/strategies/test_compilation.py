@@ -7,6 +7,8 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,54 +21,34 @@ import lightswitch
 from lightswitch.preflight import compilation as limits
 from lightswitch.strategies.compilation import Compilation, CompiledForward
 from lightswitch.strategies.recompilations import tell_recompilations
-from tests.engine.conftest import Finished, Train, runs_in
+from tests.engine.conftest import Train
 from tests.engine.curves import largest_difference
+from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
+from tests.engine.fits import Fits
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
-from tests.engine.ways import WAYS
 
 STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS)
-SHORT = (*STEPS, "trainer.accelerator=cpu")
 ON_GPU = (*STEPS, "trainer.accelerator=gpu")
-ONE_OF_EACH = [way for way in WAYS if not way.endswith(("× 1", "× 4"))]  # strategy; single has no number
-DROPPING = ("model.dropout=0.1",)  # on one device: the ranks of a run draw other numbers than one process
 
 
-@pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("eager"))(*LANGUAGE, *SHORT, "strategy=single")
+AOT = (partial(Compilation, backend="aot_eager"),)
+WHOLE = (partial(Compilation, scope="whole", backend="aot_eager"),)
 
 
-def _is_the_run_of(eager: Finished, compiled: Finished) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])  # tests/nightly has the others, and inductor
+def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
+    (eager,), run = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, strategy=strategy, callbacks=AOT), 2)[0]
+    assert "compiles   2 Block by aot_eager" in run.told
+    assert "compiled again" not in run.told
     for metric in ("train/loss", "val/loss", "test/loss"):
-        assert largest_difference(compiled, eager, metric) <= 1e-5, metric
+        assert largest_difference(run, eager, metric) <= 1e-5, metric
 
 
-@pytest.mark.parametrize("way", ONE_OF_EACH)
-def test_a_compiled_run_is_the_eager_one_under_every_strategy(way: str, eager: Finished, train: Train) -> None:
-    compiled = ("compile=true", "compile.backend=aot_eager")
-    run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, *compiled, ranks=WAYS[way].ranks)
-    assert "compiles   2 Block by aot_eager" in run.out
-    assert "compiled again" not in run.out
-    _is_the_run_of(eager, run)
-
-
-@pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2"])
-def test_inductor_keeps_the_curve_of_shards(way: str, eager: Finished, train: Train) -> None:
-    run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, "compile=true", ranks=WAYS[way].ranks)
-    _is_the_run_of(eager, run)
-
-
-def test_inductor_drops_the_same_units(train: Train) -> None:
-    dropping = (*LANGUAGE, *SHORT, *DROPPING, "strategy=single")
-    _is_the_run_of(train(*dropping), train(*dropping, "compile=true"))
-
-
-def test_the_training_step_is_compiled_as_a_whole(eager: Finished, train: Train) -> None:
-    whole = ("strategy=single", "compile=true", "compile.scope=whole", "compile.backend=aot_eager")
-    run = train(*LANGUAGE, *SHORT, *whole)
-    assert "compiles   the training step by aot_eager" in run.out
-    _is_the_run_of(eager, run)
+def test_the_training_step_is_compiled_as_a_whole(fits: Fits) -> None:
+    (eager,), (run,) = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, callbacks=WHOLE))
+    assert "compiles   the training step by aot_eager" in run.told
+    assert largest_difference(run, eager) <= 1e-5
 
 
 def test_a_resume_may_switch_it_and_weights_keep_their_names(train: Train) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.tiny import CLASSIFIER, LANGUAGE, NO_CHECKPOINTS, PICTURES
 from tests.engine.ways import TENSOR_PARALLEL
@@ -42,11 +43,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_of_options(options: str, train: Train) -> None:
+def _typed(options: str) -> list[str]:
     strategy, *typed = options.split()
-    run = train(*PLAIN, *CPU, f"strategy={strategy}", *(f"trainer.strategy.{option}" for option in typed), check=False)
-    assert (run.returncode, run.err) == (2, f"error: {OPTIONS[options]}\n")
+    return [*PLAIN, *CPU, f"strategy={strategy}", *(f"trainer.strategy.{option}" for option in typed)]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    return answers({options: _typed(options) for options in OPTIONS}, tmp_path_factory.mktemp("answers"))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_of_options(options: str, answered: dict[str, Answer]) -> None:
+    assert (answered[options].returncode, answered[options].err) == (2, f"error: {OPTIONS[options]}\n")
 
 
 BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
