@@ -81,6 +81,8 @@ CALLS_ALLOWED = {
     "vars(self).update(dataset=dataset, seed=seed)": "of SeededSamples, the engine's, past its own __setattr__",
     "super().__setattr__(name, vars(self).get('_shown', {}).get(name, value))": "of RankLoader, the engine's",
     "setattr(self.dataset, name, value)": "a hook or a worker_init_fn sets it, on the user's dataset",
+    "vars(part).update({name: value.clone() for name, value in shared.items()})": "a module's tensors, by equal ones",
+    "setattr(sys, name, os.fdopen(number, 'w' if number else 'r'))": "Python documents it: its own streams",
     "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects

@@ -81,10 +81,10 @@ def _read(run: RunContext) -> Mark | None:
     """Return the mark; None if there is none, a faster rank has just removed it, or it is damaged."""
     file = run.run_dir / _FILE
     try:
-        ended = json.loads(file.read_text())
+        ended = regular_files.read_json(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):  # empty, cut short, no text, or no file
+    except (OSError, ValueError):  # empty, cut short, no text, or no file
         ended = None
     if not _is_whole(ended):
         if run.is_first:
