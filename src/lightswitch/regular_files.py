@@ -58,8 +58,10 @@ def check_own(path: Path) -> None:
         _check_own(path, path.lstat())
 
 
-def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_own(path: Path | str, flags: int, mode: int = 0o666) -> int:
     """Open a file for writing as `os.open` does, if it is one that `check_own` lets a run write.
+
+    As the opener of `open`, it leaves errors of the disk the file's name.
 
     Raises:
         IrregularFile: it is not.
@@ -69,10 +71,10 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads, a socket
-            check_own(path)
+            check_own(Path(path))
         raise
     try:
-        _check_own(path, os.fstat(descriptor))
+        _check_own(Path(path), os.fstat(descriptor))
     except IrregularFile:
         os.close(descriptor)
         raise
@@ -82,7 +84,7 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
 def create_text(path: Path, text: str) -> None:
     """Write a new file in the place of any other: what a link there leads to stays as it is."""
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+    with path.open("x", encoding="utf-8") as file:
         file.write(text)
 
 

@@ -152,14 +152,13 @@ class Table:
         # A merged row is nearly always longer than the one it replaces: then a single call writes it, and a
         # process killed around that leaves the old line or the new one.
         line = _csv(self._columns, [self._last]).encode()
-        file = regular_files.open_own(self._path, os.O_WRONLY)
-        try:
+        with open(self._path, "r+b", buffering=0, opener=regular_files.open_own) as file:
             if self._last_start + len(line) < self._size:
-                os.ftruncate(file, self._last_start)
-            os.lseek(file, self._last_start, os.SEEK_SET)
-            os.write(file, line)
-        finally:
-            os.close(file)
+                file.truncate(self._last_start)
+            file.seek(self._last_start)
+            written = file.write(line)
+            while written < len(line):  # a disk that has room for a part says so at the next call
+                written += file.write(line[written:])
         self._end = self._size = self._last_start + len(line)
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:

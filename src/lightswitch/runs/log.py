@@ -30,8 +30,8 @@ class RunLog(logging.FileHandler):
         self._size_before = _size(self.baseFilename)
 
     def _open(self) -> TextIOWrapper:
-        descriptor = regular_files.open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
+        opener = regular_files.open_own
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=opener)
 
     @property
     def has_begun(self) -> bool:
