@@ -59,7 +59,7 @@ class RunLoop(_FitLoop):
 
     @property
     def _owes_epoch_end(self) -> bool:
-        """Whether the run is resumed within an epoch, whose end comes also where a limit cuts it short."""
+        """True where the run is resumed within an epoch, whose end comes also where a limit cuts it short."""
         return self.is_resuming and self.epoch_loop.batch_progress.current.ready > 0 and not self._epoch_end_begun
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run's limit is reached, or it was asked to stop, within the epoch in which it is resumed."""
+        """True where the limit is reached, or the run was asked to stop, within the epoch in which it is resumed."""
         return self._is_training_done or (self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _end_epoch(self, data_fetcher: _DataFetcher) -> None:
