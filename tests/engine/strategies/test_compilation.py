@@ -36,6 +36,7 @@ AOT = (partial(Compilation, backend="aot_eager"),)
 WHOLE = (partial(Compilation, scope="whole", backend="aot_eager"),)
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo makes what FSDP and DeepSpeed have made for autograd alone
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])  # tests/nightly has the others, and inductor
 def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
     (eager,), run = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, strategy=strategy, callbacks=AOT), 2)[0]
