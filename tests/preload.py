@@ -11,7 +11,10 @@ from hydra import compose, initialize_config_dir
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ["pytest", "lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard"]
-MODULES += [f"lightswitch.launch.{name}" for name in ("auto", "build", "dry_run", "ending", "entry")]
+MODULES += [f"lightswitch.launch.{name}" for name in ("auto", "build", "dry_run", "ending", "entry", "hydra_entry")]
+MODULES += [f"lightswitch.launch.{name}" for name in ("plan", "report", "stages")]
+MODULES += ["lightswitch.runs.resume", "lightswitch.cluster.environments", "hydra._internal.logging_config"]
+MODULES += ["fsspec.implementations.chained", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"]
 MODULES += ["lightswitch.preflight.check"]
 MODULES += ["sklearn.datasets", "transformers", "peft"]  # seconds
 # a second: DeepSpeed imports torch's inductor with one of its optimizers, whichever is used
@@ -24,7 +27,10 @@ def _modules_of(group: str) -> set[str]:
     return {module for text in texts for module in re.findall(r"_target_: ([\w.]+)\.\w+$", text, re.MULTILINE)}
 
 
-for module in [*MODULES, *sorted(_modules_of("strategy") | _modules_of("model") | _modules_of("data"))]:
+for module in [
+    *MODULES,
+    *sorted(set.union(*map(_modules_of, ("strategy", "model", "data", "callbacks", "logger", "trainer")))),
+]:
     with contextlib.suppress(Exception):  # a run that needs it will tell
         import_module(module)
 
