@@ -152,22 +152,21 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("best"))(*BEST, "callbacks.last_checkpoint.keep=20", "strategy=single")
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "deepspeed_stage_2"])
-@pytest.mark.parametrize("step", [6, 7])  # the end of epoch 1, whose validation is due, and after it
+@pytest.mark.parametrize(  # the end of epoch 1, whose validation is due, and after it
+    ("step", "strategy"), [(6, "single"), (7, "single"), (6, "ddp"), (7, "fsdp"), (6, "deepspeed_stage_2")]
+)
 def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train: Train) -> None:
     options = {} if strategy == "single" else {"ranks": 2}
     resumed = train(*BEST, f"strategy={strategy}", f"resume={best.run_dir}/checkpoints/step_{step}.ckpt", **options)
     assert_the_best(resumed, best, step)
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_the_best_so_far_goes_on_from_an_epochs_end(strategy: str, best: Finished, train: Train) -> None:
+def test_the_best_so_far_goes_on_from_an_epochs_end(best: Finished, train: Train) -> None:
     """Twice, the second time from a run that has not validated, whose checkpoint is of its end."""
-    run = (*BEST, f"strategy={strategy}", "callbacks.last_checkpoint.every_n_steps=100")
-    options: dict[str, Any] = {} if strategy == "single" else {"ranks": 2}
-    first = train(*run, "trainer.max_epochs=2", **options)
-    train(*run, "trainer.max_steps=7", folder=first.folder, **options)
-    assert_the_best(train(*run, folder=first.folder, **options), best, 7)
+    run = (*BEST, "strategy=ddp", "callbacks.last_checkpoint.every_n_steps=100")
+    first = train(*run, "trainer.max_epochs=2", ranks=2)
+    train(*run, "trainer.max_steps=7", folder=first.folder, ranks=2)
+    assert_the_best(train(*run, folder=first.folder, ranks=2), best, 7)
 
 
 def assert_the_best(run: Finished, best: Finished, step: int) -> None:

