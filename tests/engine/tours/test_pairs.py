@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference
@@ -56,7 +57,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return run
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: " ".join((row.strategy, *row.values[1:])))
+def _case(row: Row) -> ParameterSet:
+    is_wrong = row.values[:2] == ("fsdp_tp", "16-true")
+    reason = "found by this test: from the first update on, another curve than in one process"
+    marks = [pytest.mark.xfail(reason=reason, strict=True)] if is_wrong else []
+    return pytest.param(row, marks=marks, id=" ".join((row.strategy, *row.values[1:])))
+
+
+@pytest.mark.parametrize("row", [_case(row) for row in rows()])
 def test_choices_that_go_together_train_as_one_process_does(row: Row, alone: Alone, train: Train) -> None:
     strategy, precision, shape, _, callbacks, _ = row.values
     run = train(*row.words(), *SHORT, ranks=row.ranks)
