@@ -12,7 +12,7 @@ import pytest
 from tests.runs import GPUS
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
-FIRST = ("slurm/test_preemption.py", "slurm/test_multinode.py", "slurm/", "test_gpu.py", "fork/", "strategies/")
+FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "slurm/", "tours/", "fork/", "strategies/")
 BUDGET_SECONDS = 4 * 11 * 60  # of the tests of `make test`, of which four run at a time on two cores
 
 
