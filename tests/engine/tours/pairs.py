@@ -54,6 +54,7 @@ ZERO = [strategy for strategy in STRATEGIES if strategy.startswith("ZeRO")]
 REFUSED = {  # by two choices that don't go together: how preflight's line begins
     **{(zero, "16-true"): "precision=16-true is for GPUs under DeepSpeed; use bf16-true" for zero in ZERO},
     **{(zero, "64-true"): "precision=64-true is not for DeepSpeed; use strategy=ddp" for zero in ZERO},
+    ("fsdp_tp", "16-true"): "strategy=fsdp_tp steps float16 weights in float16",
     ("fsdp_tp", "without blocks"): "strategy=fsdp_tp has no plan for PlainModel, only for GPT, ",
 }
 Pair = tuple[str, str]  # values of two factors, whose values all differ

@@ -58,10 +58,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 def _case(row: Row) -> ParameterSet:
-    is_wrong = row.values[:2] == ("fsdp_tp", "16-true")
-    reason = "found by this test: from the first update on, another curve than in one process"
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if is_wrong else []
-    return pytest.param(row, marks=marks, id=" ".join((row.strategy, *row.values[1:])))
+    return pytest.param(row, id=" ".join((row.strategy, *row.values[1:])))
 
 
 @pytest.mark.parametrize("row", [_case(row) for row in rows()])

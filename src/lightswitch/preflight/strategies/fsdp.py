@@ -37,6 +37,9 @@ def problems(request: Request) -> Iterator[str]:
 def tensor_parallel_problems(request: Request) -> Iterator[str]:
     """Yield why tensor parallelism can't take the run, a line each; also what fully_shard refuses."""
     size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
+    if request.precision == "16-true":
+        # torch's fused Adam, which computes in 32 bits, takes no parameters of two meshes, as cut and uncut layers are
+        yield "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
     if size < 1 or request.world_size % size:
         yield (
             f"trainer.strategy.tensor_parallel_size={size} does not divide {request.nodes} × {request.devices} "
