@@ -42,6 +42,7 @@ def test_the_working_directory_the_home_and_their_parents_stay(
 
 def test_what_holds_no_mark_stays(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.png").touch()
     with pytest.raises(Refused, match=r"photos is not removed: it holds no \.lightswitch"):
         remove_tree(tmp_path / "photos")
     assert (tmp_path / "photos").exists()

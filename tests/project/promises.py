@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.project.choices import choices
+from tests.project.choices import choices, models
 from tests.project.witness import WITNESS, reasons
 from tests.runs import Finished, Train
 
@@ -15,12 +15,12 @@ SMALLER: dict[str, tuple[str, ...]] = {
         "model.context=64",
     ),
 }
-# Models that take long, and the strategies that they are tried under; the others save and compute as one of these
+# What models after the first are tried under; the other strategies save and compute as one of these
 _OF_EACH_KIND = (
     *("single", "ddp", "fsdp", "fsdp_grad_op", "fsdp1"),
     *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
 )
-UNDER: dict[str, tuple[str, ...]] = {"hf_causal_lm": _OF_EACH_KIND, "vit": _OF_EACH_KIND}
+UNDER: dict[str, tuple[str, ...]] = dict.fromkeys(models()[1:], _OF_EACH_KIND)
 # Models that may break a promise, and why that is accepted, as {"resnet": "batch norm, as in the paper"}
 ACCEPTED: dict[str, str] = {}
 ALONE = "single"

@@ -67,10 +67,11 @@ class WrittenTogether(Strategy):
 
         def write() -> None:
             try:
-                directory.write(path, staged, state, ranks)
+                return directory.write(path, staged, state, ranks)
             except UnwrittenCheckpoint as error:  # on every rank; what failed may have been a moment's
-                log.warning("%s; it is written once more", error)
-                directory.write(path, staged, state, ranks)
+                if self.is_global_zero:
+                    log.warning("%s; it is written once more", error)
+            directory.write(path, staged, state, ranks)
 
         self._saver.write(write)
 

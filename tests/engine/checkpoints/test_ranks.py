@@ -66,6 +66,7 @@ def test_a_write_that_fails_or_hangs_on_one_rank_costs_that_checkpoint_alone(tra
     told = [line for line in run.out.splitlines() if "could not be written" in line]
     kept = "; training goes on, and the checkpoints before it are kept"
     assert told == [
+        "the checkpoint could not be written: rank 1: no such device; it is written once more",
         f"the checkpoint could not be written: rank 1: no such device{kept}",
         f"the checkpoint could not be written: rank 1 did not write its part in 5 s{kept}",
     ]

@@ -29,7 +29,7 @@ FOREIGN = [
         "tests.engine.plain.PlainModel.load_from_checkpoint",
     ),
     *("tests.engine.plain.PlainModel.__init__.__globals__", "tests.engine.checkpoints.hostile.pickle.loads"),
-    "tests.engine.doctor.test_doctor._asked",
+    "tests.engine.doctor.test_doctor.asked_of",
 ]
 OWN: dict[str, Any] = {"_target_": "tests.engine.plain.PlainModel"}
 NESTED = {

@@ -36,7 +36,7 @@ _LOGGED = (
 )
 _BEST = Elsewhere("engine/launch/test_choices.py", "test_the_best_checkpoint_is_tested_and_not_the_last_weights")
 _COMPILED = Elsewhere(
-    "engine/strategies/test_compilation.py", "test_a_compiled_run_is_the_eager_one_under_every_strategy"
+    "nightly/strategies/test_compilation.py", "test_a_compiled_run_is_the_eager_one_under_every_strategy"
 )
 _REPLICAS = Elsewhere("engine/test_same_run.py", "test_a_switch_keeps_samples_losses_metrics_and_weights")
 
@@ -157,7 +157,7 @@ _TEMPLATE = {
     ],
     "`model.optimizer.lr=0.002`": [Inside("template", of_groups("initial_lr"), [[0.002], [0.002]])],
     "`-m hparams_search=mnist_optuna`": [
-        Elsewhere("engine/sweeps/test_sweeps.py", "test_optuna_samples_once_for_all_ranks")
+        Elsewhere("nightly/sweeps/test_sweeps.py", "test_optuna_samples_once_for_all_ranks")
     ],
     "`extras.print_config=true`": [
         Elsewhere("engine/config/test_hydra_errors.py", "test_a_config_can_be_shown_without_a_run")
@@ -349,7 +349,7 @@ _NANOGPT = {
     "`wandb_log=True`": [*_LOGGED],
     "`torchrun --standalone --nproc_per_node=8 train.py`": [
         _REPLICAS,
-        Elsewhere("engine/launch/test_torchrun.py", "test_standalone_it_starts_one_run"),
+        Elsewhere("nightly/launch/test_torchrun.py", "test_standalone_it_starts_one_run"),
     ],
 }
 ROWS: dict[str, dict[str, list[Shown]]] = {

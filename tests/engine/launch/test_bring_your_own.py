@@ -82,10 +82,12 @@ def _types(shown: Shown, word: str, here: str) -> bool:
     """A choice has to be the row's own; of other keys, values in the tables are examples."""
     if isinstance(shown, Inside | Left):
         return word in typed(here, shown)
-    text, key = _typed_of(shown), word.partition("=")[0]
+    text, (key, _, choice) = _typed_of(shown), word.partition("=")
     part = shown.of_a_word if isinstance(shown, Elsewhere) else None
     is_put_together = part is not None and part in word and part in text
-    return is_put_together or (word if key in GROUPS else f"{key}=") in text
+    if key not in GROUPS:
+        return is_put_together or f"{key}=" in text
+    return is_put_together or word in text or f'"{choice}"' in text  # which tests on the pool of ranks name alone
 
 
 def _typed_of(shown: Elsewhere | Habit) -> str:

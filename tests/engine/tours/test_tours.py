@@ -21,8 +21,8 @@ from tests.engine.ways import WAYS
 STEPS = 16
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
 RUN += (*WITNESS, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
-STARTED = {  # by what the launcher starts, and how, where it is not by scripts
-    "single": (None, None),
+STARTED = {  # by what a way's launcher starts its processes, and how; others are started from outside, or are one
+    "ddp × 2 by script": ("Scripts", None),
     "ddp_fork × 3": ("Workers", "fork"),
     "ddp_spawn × 2": ("Workers", "spawn"),
 }
@@ -64,9 +64,7 @@ def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(way: s
     assert killed.returncode != 0
     tour = _ended(train, next_way(way), killed.folder)
     seen = witnesses(tour.run.run_dir)[: max(1, RING[next_way(way)].ranks)]
-    assert {(rank["launcher"], rank["start_method"]) for rank in seen} == {
-        STARTED.get(next_way(way), ("Scripts", None))
-    }
+    assert {(rank["launcher"], rank["start_method"]) for rank in seen} == {STARTED.get(next_way(way), (None, None))}
     assert "\nresumes    runs/languagemodel/mine/checkpoints/" in tour.run.out
     assert list(tour.run.column("train/loss")) == list(range(STEPS))
     for metric in ("train/loss", "val/loss", "test/loss", "samples"):
