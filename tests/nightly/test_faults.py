@@ -23,8 +23,7 @@ POINTS = 14  # of each way, kind of fault and cadence: 1,008 in all
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_met_a_fault_ends_as_one_that_met_none(way: str, how: str, cadence: str) -> None:
     seed = random.randrange(10**6)  # which is printed
-    asked = {"way": way, "how": how, "cadence": cadence, "points": POINTS, "seed": seed}
-    command = [sys.executable, "-m", "tests.engine.faults", *(f"--{name}={value}" for name, value in asked.items())]
+    command = [sys.executable, "-m", "tests.engine.faults", f"{way}:{how}:{cadence}:{POINTS}", f"--seed={seed}"]
     met = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert met.returncode == 0, met.stdout + met.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightswitch import patches
-from lightswitch.errors import nearest
+from lightswitch.errors import Refused, nearest
 from lightswitch.strategies.recompilations import tell_recompilations
 from lightswitch.strategies.units import find_units
 
@@ -88,6 +88,8 @@ class Compilation(Callback):
     def _compile(self, trainer: Trainer, model: LightningModule) -> None:
         self._is_done = True
         units = find_units(model, self.units) if self.scope == "units" else {}
+        if getattr(trainer.strategy, "zero_stage_3", False):
+            _check_gathered(units)
         for unit in units.values():
             patches.replace(unit, "forward", CompiledForward(unit, self._arguments))
         if not units:
@@ -122,6 +124,21 @@ class CompiledForward:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return MethodType, (type(self._module).forward, self._module)
+
+
+def _check_gathered(units: Mapping[str, nn.Module]) -> None:
+    """Check that units hold their parameters in parts of theirs, where DeepSpeed's stage 3 gathers them in time.
+
+    Raises:
+        Refused: one holds some itself; its backward pass would find them empty.
+    """
+    own = [path for path, unit in units.items() if any(True for _ in unit.parameters(recurse=False))]
+    if own:
+        raise Refused(
+            f"compile=true: {own[0]} is a {type(units[own[0]]).__name__}, which holds parameters itself, and "
+            "DeepSpeed's stage 3 gathers none for its compiled backward pass; type compile.units=[NAME] of blocks, "
+            "compile=false, or strategy=fsdp"
+        )
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Runs that meet a fault at one of their file operations, and are started again: they end as if nothing had been.
 
-python -m tests.engine.faults --way fsdp --how kill --points 30    # 30 of some 400 operations of each of two processes
-python -m tests.engine.faults --way single --how ENOSPC --points 0 # every operation
+python -m tests.engine.faults fsdp:kill:meet:30          # 30 of some 800 operations of two processes
+python -m tests.engine.faults single:ENOSPC:miss:0 ddp:tear:stop:9 --seed 3   # every operation; and nine
 """
 
 from __future__ import annotations
@@ -150,21 +150,24 @@ def library() -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=WAYS, default="single")
-    parser.add_argument("--how", choices=["kill", "tear", *ERRORS], default="kill")
-    parser.add_argument("--cadence", choices=CADENCES, default="meet")
-    parser.add_argument("--points", type=int, default=20, help="operations, drawn at random; 0 for all")
+    parser.add_argument(
+        "faults",
+        nargs="+",
+        metavar="WAY:HOW:CADENCE:POINTS",
+        help=f"of {', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all",
+    )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:  # the fork server of the runs is to have it
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": str(library())})
     count, failed = 0, 0
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for told, difference in meet(asked.way, asked.how, asked.points, asked.seed, asked.cadence, Path(folder)):
-            count += 1
-            if difference is not None:
-                failed += 1
-                print(f"{told}\n    {difference}", flush=True)
+    for way, how, cadence, points in (fault.split(":") for fault in asked.faults):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            for told, difference in meet(way, how, int(points), asked.seed, cadence, Path(folder)):
+                count += 1
+                if difference is not None:
+                    failed += 1
+                    print(f"{told}\n    {difference}", flush=True)
     print(f"{count} faults, {failed} runs differ (seed {asked.seed})")
     return int(failed > 0 or count == 0)
 

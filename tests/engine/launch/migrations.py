@@ -208,7 +208,11 @@ _TRANSFORMERS = {
     "`bf16=True`, `fp16=True`": [
         Inside("transformers", lambda seen: str(seen.dtype), "torch.bfloat16", "precision=bf16-mixed"),
         Elsewhere("engine/test_every_switch.py", "test_every_precision_trains_on_a_gpu"),
-        Elsewhere("engine/test_matrix.py", "test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher"),
+        Elsewhere(
+            "engine/test_matrix.py",
+            "test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher",
+            "precision=",
+        ),
     ],
     "`tf32=True`": [Inside("transformers", lambda seen: torch.get_float32_matmul_precision(), "high")],
     "`eval_steps=500`": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -85,9 +86,9 @@ def _types(shown: Shown, word: str, here: str) -> bool:
     text, (key, _, choice) = _typed_of(shown), word.partition("=")
     part = shown.of_a_word if isinstance(shown, Elsewhere) else None
     is_put_together = part is not None and part in word and part in text
-    if key not in GROUPS:
-        return is_put_together or f"{key}=" in text
-    return is_put_together or word in text or f'"{choice}"' in text  # which tests on the pool of ranks name alone
+    if key in GROUPS:  # tests on the pool of ranks name a strategy and its options in one text
+        return is_put_together or word in text or re.search(rf'"{re.escape(choice)}[" ]', text) is not None
+    return is_put_together or f"{key}=" in text or f" {key.rpartition('.')[2]}=" in text
 
 
 def _typed_of(shown: Elsewhere | Habit) -> str:

@@ -21,7 +21,7 @@ import lightswitch
 from lightswitch.preflight import compilation as limits
 from lightswitch.strategies.compilation import Compilation, CompiledForward
 from lightswitch.strategies.recompilations import tell_recompilations
-from tests.engine.conftest import Train
+from tests.engine.conftest import PLAIN, Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
 from tests.engine.fits import Fits
@@ -44,6 +44,13 @@ def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
     assert "compiled again" not in run.told
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(run, eager, metric) <= 1e-5, metric
+
+
+def test_units_that_zero_3_would_leave_empty_are_refused(train: Train) -> None:
+    compiled = ("strategy=deepspeed_stage_3", "compile=true", "compile.backend=aot_eager", "trainer.accelerator=cpu")
+    run = train(*PLAIN, *compiled, ranks=2, check=False)
+    assert run.returncode == 2
+    assert "error: compile=true: net.0 is a Linear, which holds parameters itself" in run.err
 
 
 def test_the_training_step_is_compiled_as_a_whole(fits: Fits) -> None:
