@@ -154,7 +154,7 @@ def main() -> int:
         "faults",
         nargs="+",
         metavar="WAY:HOW:CADENCE:POINTS",
-        help=f"of {', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all",
+        help=f"{', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all",
     )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
