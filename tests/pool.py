@@ -127,6 +127,8 @@ class Pool:
                     failure = RankFailed(index, f"{told}{rank.output.read_text()}", error and pickle.loads(error))
                 if failed is None:
                     failed, end = failure, time.monotonic() + _SETTLE_SECONDS
+                elif "onnection" in str(failed):  # it has only lost the rank that failed, and was looked at first
+                    failed = failure
         for rank in left.values():
             _kill(rank.process)
         return answers, failed
