@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import random
 import runpy
 import signal
 import socket
@@ -126,12 +127,19 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
 
 
 def as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": run_id}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def free_port() -> int:
+    """Return a port below those that the kernel hands out, of which another process may take one before it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("localhost", port))
+            return port
 
 
 def _run(
