@@ -136,7 +136,7 @@ def as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
 def free_port() -> int:
     """Return a port below those that the kernel hands out, of which another process may take one before it is used."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(20_000, 32_000)  # a test may have seeded the other
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("localhost", port))
             return port
