@@ -112,18 +112,27 @@ class LastCheckpoints(Checkpoint):
             once_saved(lambda: self._point_to(path))
 
     def _point_to(self, path: Path) -> None:
-        beside = directory.vacant(self.folder / "last.ckpt.partial")
         try:
-            beside.symlink_to(path.name)
-            directory.put(beside, self.folder / "last.ckpt")
+            try:
+                self._link_to(path)
+            except OSError:  # as a checkpoint's own files, it is written once more where a disk had a moment's trouble
+                self._link_to(path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             told = disk.describe(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):
             self._removed.add(old)  # or one that can't be removed would be reported at each save
             directory.remove(old)
+
+    def _link_to(self, path: Path) -> None:
+        beside = directory.vacant(self.folder / "last.ckpt.partial")
+        try:
+            beside.symlink_to(path.name)
+            directory.put(beside, self.folder / "last.ckpt")
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
 
     def _outdated(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove: those of an earlier start too, but none ahead of this one's newest."""

@@ -2,6 +2,7 @@
 
 python -m tests.engine.faults fsdp:kill:meet:30          # 30 of some 800 operations of two processes
 python -m tests.engine.faults single:ENOSPC:miss:0 ddp:tear:stop:9 --seed 3   # every operation; and nine
+python -m tests.engine.faults single:EIO:meet:symlink      # every symbolic link
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,12 @@ def ended(run_dir: Path) -> Ended:
     )
 
 
-def meet(way: str, how: str, points: int, seed: int, cadence: str, folder: Path) -> Iterator[tuple[str, str | None]]:
+def meet(way: str, how: str, points: str, seed: int, cadence: str, folder: Path) -> Iterator[tuple[str, str | None]]:
     """Yield each operation at which a run met a fault, and what then differs from a run that met none.
 
     Args:
         how: "kill", "tear" or the name of an error.
-        points: how many operations, drawn at random; 0 for all.
+        points: how many operations, drawn at random, 0 for all; or the name of one, "symlink", for all of its kind.
         folder: for the runs, empty.
     """
     from tests.runs import runs_in
@@ -115,9 +116,9 @@ def meet(way: str, how: str, points: int, seed: int, cadence: str, folder: Path)
         seen = {"FAULT_UNDER": f"{where}/runs", "FAULT_LOG": str(log), "FAULT_RANK": str(rank)}
         whole = ended(train(*arguments, ranks=ranks, folder=where, environment=seen).run_dir)
         operations = log.read_text().splitlines() if log.exists() else []
-        some = range(len(operations))
-        if points and points < len(operations):
-            some = sorted(drawn.sample(some, max(1, points // max(1, ranks))))
+        some: Sequence[int] = [index for index, line in enumerate(operations) if points in ("0", line.split()[1])]
+        if points.isdecimal() and 0 < int(points) < len(operations):
+            some = sorted(drawn.sample(range(len(operations)), max(1, int(points) // max(1, ranks))))
         for index in some:
             where = folder / f"{rank}_{index}"
             fault = {"FAULT_UNDER": f"{where}/runs", "FAULT_RANK": str(rank), "FAULT_AT": str(index + 1)}
@@ -154,7 +155,7 @@ def main() -> int:
         "faults",
         nargs="+",
         metavar="WAY:HOW:CADENCE:POINTS",
-        help=f"{', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all",
+        help=f"{', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all, or the name of one",
     )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -163,7 +164,7 @@ def main() -> int:
     count, failed = 0, 0
     for way, how, cadence, points in (fault.split(":") for fault in asked.faults):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for told, difference in meet(way, how, int(points), asked.seed, cadence, Path(folder)):
+            for told, difference in meet(way, how, points, asked.seed, cadence, Path(folder)):
                 count += 1
                 if difference is not None:
                     failed += 1
