@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightswitch.gathering import filled, shapes_of_ranks
@@ -33,6 +35,7 @@ class HookedStrategy(Mixin, Strategy):
         share: returns the data loader that this rank reads in place of another; None for the loader as it is.
         on_data: called before the user's data are prepared, and before they are set up; None for nothing.
         on_batch: called before a batch of training is handed to hooks that move it; None for nothing.
+        on_output: called with what `training_step` has returned; None for nothing.
         on_start: called where training starts, after the module's `on_train_start`; None for nothing.
         on_step: called after each step of an optimizer; None for nothing.
     """
@@ -42,6 +45,7 @@ class HookedStrategy(Mixin, Strategy):
     share: Callable[[object], object] | None = None
     on_data: Callable[[], None] | None = None
     on_batch: Callable[[], None] | None = None
+    on_output: Callable[[Any], None] | None = None
     on_start: Callable[[], None] | None = None
     on_step: Callable[[], None] | None = None
     _has_told_of_filled_rows = False
@@ -125,6 +129,27 @@ class HookedStrategy(Mixin, Strategy):
         super().on_train_start()
         if self.on_start is not None:
             self.on_start()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        if self.on_output is not None:
+            self.on_output(output)
+        return output
+
+    @torch.no_grad()
+    def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Multiply the gradients of the step that an optimizer is about to take.
+
+        Args:
+            factor: a scalar, on the strategy's device.
+        """
+        if (own := getattr(super(), "multiply_gradients", None)) is not None:
+            own(optimizer, factor)  # of a strategy that keeps them to itself
+            return
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if (gradient := parameter.grad) is not None:
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local.mul_(factor.to(local.device))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)

@@ -67,6 +67,7 @@ _SAVED = "checkpoints are written once all hooks of a batch or an epoch are over
 _CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
 _LOGGED = "what ranks log, who each see their share, is brought together: all of them reach these two moments"
 _WHOLE = "a fraction of an epoch is one of its steps: Lightning counts micro batches"
+_ITEMS = "the gradients of a step are divided by its items: DeepSpeed's method that sets it tells of it each time"
 _TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
 
 PATCHES = (
@@ -319,6 +320,8 @@ PATCHES = (
         "LossScalerBase",
         "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own",
     ),
+    Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "external_loss_scale", "float | None", _ITEMS),
+    Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
 )  # fmt: skip
 
 # Private methods that classes of the engine have in place of their bases': renamed, they would never be called.

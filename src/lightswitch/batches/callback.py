@@ -13,11 +13,13 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightswitch.batches import step_mean
 from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.counter import PositionCounter
 from lightswitch.batches.fractions import Fractions
+from lightswitch.batches.items import Items
 from lightswitch.batches.metrics import LogsOfRanks
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import (
@@ -63,6 +65,7 @@ class GlobalBatch(Callback):
         self._fractions = Fractions(plan)
         self._counter = PositionCounter(plan, self._loaders, self._accumulation, self._resumed)
         self._loss = step_mean.StepLoss()
+        self._items = Items()
         self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
         self._told = ToldSamples(plan)
         self._logs: LogsOfRanks | None = None  # of several ranks
@@ -78,6 +81,7 @@ class GlobalBatch(Callback):
             self._accumulation.follow(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         strategy.share = partial(self._share, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
+        strategy.on_output = partial(self._items.note, trainer)
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
@@ -87,7 +91,7 @@ class GlobalBatch(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
-        strategy.share = strategy.on_batch = None
+        strategy.share = strategy.on_batch = strategy.on_output = None
         if self._logs is not None:
             self._logs.remove()
 
@@ -140,9 +144,13 @@ class GlobalBatch(Callback):
                 f"the loss of step {trainer.global_step} depends on nothing that is trained: parameters are frozen, or "
                 "it is detached; return a loss with a gradient from training_step"
             )
+        self._items.count(trainer, self._share_of_samples > 0)
         weight = self._weight()
-        if weight != 1.0:
+        if isinstance(weight, Tensor) or weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._items.divide(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -171,8 +179,12 @@ class GlobalBatch(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_samples(trainer)
 
-    def _weight(self) -> float:
+    def _weight(self) -> float | Tensor:
         """Return the weight of this micro batch's mean in the mean over its step."""
+        return self._share_of_samples if (of_items := self._items.weight) is None else of_items
+
+    @property
+    def _share_of_samples(self) -> float:
         return step_mean.weight(
             self._loaders.training, self.plan, self._counter.micro_batches, self._accumulation.batches_a_step
         )
@@ -181,7 +193,8 @@ class GlobalBatch(Callback):
         self.step_loss = None
         if (loss := self._loss.take()) is not None:
             # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
-            self.step_loss = trainer.strategy.reduce(loss, reduce_op="mean")
+            of_items = 1.0 if self._items.factor is None else self._items.factor
+            self.step_loss = trainer.strategy.reduce(loss * of_items, reduce_op="mean")
             pl_module.log("train/loss", self.step_loss, prog_bar=True, batch_size=1)
         self._log_samples(trainer)
 

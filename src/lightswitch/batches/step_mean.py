@@ -16,7 +16,7 @@ class StepLoss:
     def __init__(self) -> None:
         self._sum: Tensor | None = None
 
-    def add(self, outputs: Any, weight: float) -> None:
+    def add(self, outputs: Any, weight: float | Tensor) -> None:
         """Add what `training_step` has returned for a micro batch; nothing where there is no loss in it."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):  # Lightning has divided it by the accumulation

@@ -244,7 +244,16 @@ class DeepSpeed(Regrouping, Reversible):
                 )
             return output
 
-        return super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
+        output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
+        if getattr(self.optimizers[0], "custom_loss_scaler", False):  # of this step's gradients alone
+            patches.replace(self.optimizers[0], "custom_loss_scaler", False)
+        return output
+
+    def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Let the engine divide the gradients of this step, which it keeps, by another loss scale."""
+        zero: Any = self.optimizers[0]
+        patches.replace(zero, "external_loss_scale", zero.loss_scale / factor.item())
+        patches.replace(zero, "custom_loss_scaler", True)
 
     @property
     def handles_gradient_accumulation(self) -> bool:

@@ -15,6 +15,7 @@ from project.optimizer import OptimizerFactory, SchedulerFactory, configured
 
 PROMPT_TOKENS = 32  # of the evaluated text, before the sample that a run shows
 
+PADDING = -100  # in the place of a target
 Batch = tuple[Tensor, Tensor]  # token ids and the ids that follow them, each (batch, time)
 
 
@@ -62,20 +63,20 @@ class LanguageModel(LightningModule):
             )
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of a batch in nats a token."""
+        """Mean cross-entropy of a batch in nats a token, of those whose target is not PADDING."""
         ids, targets = batch
-        return F.cross_entropy(self(ids).float().flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self(ids).float().flatten(0, 1), targets.flatten(), ignore_index=PADDING)
 
-    def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        return self.loss(batch)
+    def training_step(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
+        return {"loss": self.loss(batch), "items": trained_tokens(batch)}
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:
-        self.evaluation_loss.update(self.loss(batch), weight=batch[1].numel())
+        self.evaluation_loss.update(self.loss(batch), weight=trained_tokens(batch))
         if self.samples_before and self.trainer.sanity_checking:
             self.take_sample(batch, batch_index)
 
     def test_step(self, batch: Batch, batch_index: int) -> None:
-        self.evaluation_loss.update(self.loss(batch), weight=batch[1].numel())
+        self.evaluation_loss.update(self.loss(batch), weight=trained_tokens(batch))
         self.take_sample(batch, batch_index)
 
     def predict_step(self, batch: Batch, batch_index: int) -> Tensor:
@@ -147,6 +148,11 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return configured(self, self.optimizer, self.scheduler)
+
+
+def trained_tokens(batch: Batch) -> Tensor:
+    """How many tokens the loss of a batch is a mean over."""
+    return (batch[1] != PADDING).sum()
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
