@@ -21,7 +21,7 @@ class RunContext:
     Args:
         run_dir: the directory that the run writes to.
         run_id: the name of that directory, the same in all processes of the run.
-        mode: fit, validate, test, predict, plan or dry_run.
+        mode: fit, validate, test, predict, plan, dry_run or check.
         placement: the launcher that started this process, and its rank.
         hydra: Hydra's own part of the composed config: overrides, choices, log files, config folders.
         process: the state of this process that changes while it runs.

@@ -7,6 +7,7 @@
     │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
     │   ├── NotFinite              the loss or a parameter is not finite
     │   ├── LossSpike              the loss has jumped, and a callback is there to end the run
+    │   ├── UnequalReplicas        ranks hold different values of the same parameter
     │   ├── ToldElsewhere          another process of the run prints it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
@@ -105,6 +106,10 @@ class NotFinite(Refused):
 
 class LossSpike(Refused):
     """A loss that a callback takes for a spike: started again from the same checkpoint, the run would meet it again."""
+
+
+class UnequalReplicas(Refused):
+    """Ranks that hold different values of what is one parameter: what is saved would be those of one of them."""
 
 
 class ToldElsewhere(Refused):

@@ -6,7 +6,7 @@ LEAST_SECONDS = {"watch.lost_after_seconds": 5}  # a rank may be silent for some
 LEAST_SECONDS_OF_OTHERS, MOST_SECONDS = 1, 2_000_000  # 23 days; sockets and gloo count milliseconds in 32 bits
 
 ALLOWED = {
-    "mode": ("fit", "validate", "test", "predict", "plan", "dry_run"),
+    "mode": ("fit", "validate", "test", "predict", "plan", "dry_run", "check"),
     "on_nan": ("stop", "skip", "ignore"),
     "matmul_precision": ("highest", "high", "medium"),
 }
@@ -42,4 +42,7 @@ KINDS_OF_OTHERS: dict[str, tuple[type, ...]] = {  # a config of an older version
     "dry_run.rank": (int, list, _NULL),
     "dry_run.steps": (int,),
     "dry_run.weak_devices": (int, _NULL),
+    "check.steps": (int,),
+    "check.devices": (int,),
+    "check.strategies": (str, list, _NULL),
 }

@@ -21,7 +21,7 @@ from lightswitch.fault_tolerance.not_finite import FiniteLoss
 from lightswitch.fault_tolerance.preemption import Preemption
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.launch.rate_finder import RateFinder
-from lightswitch.monitoring.batch_count import StepsByHand
+from lightswitch.monitoring.batch_count import StepsAreCounted, StepsByHand
 from lightswitch.monitoring.judged import BestCheckpoint
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
@@ -34,6 +34,7 @@ from lightswitch.runs.record import RunRecord
 from lightswitch.strategies.callbacks import KnownCallbacks
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision
+from lightswitch.strategies.replicas import EqualReplicas
 
 _VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}
 
@@ -55,7 +56,8 @@ def of_engine(
     engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
-    engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand()]
+    engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand(), StepsAreCounted()]
+    engine.append(EqualReplicas())
     engine += [RateFinder(batch, [watchdog], run.run_dir)]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))

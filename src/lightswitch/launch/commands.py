@@ -57,12 +57,32 @@ def planned(placement: Placement, words: list[str]) -> str:
     return shlex.join([*_program(placement), *typed, *words])
 
 
-_OF_THE_WORLD = ("mode", "plan", "dry_run", "device", "run_id", "hydra", "trainer.num_nodes", "trainer.devices")
+_OF_THE_WORLD = (
+    "mode",
+    "plan",
+    "dry_run",
+    "check",
+    "device",
+    "run_id",
+    "hydra",
+    "trainer.num_nodes",
+    "trainer.devices",
+)
 
 
-def overrides_of_run() -> list[str]:
-    """Return the command line's overrides without what chooses devices, which launchers do, or plans a run."""
-    return _overrides(without=_OF_THE_WORLD)
+def overrides_of_run(without: tuple[str, ...] = ()) -> list[str]:
+    """Return the command line's overrides without what chooses devices, which launchers do, or plans a run.
+
+    Args:
+        without: further keys to leave out.
+    """
+    return _overrides(without=(*_OF_THE_WORLD, *without))
+
+
+def overrides_below(key: str) -> list[str]:
+    """Return the command line's overrides of the keys below a key."""
+    words = _overrides(without=("hydra",))
+    return [word for word in words if word.lstrip("+~").startswith(f"{key}.")]
 
 
 def script_words() -> list[str]:

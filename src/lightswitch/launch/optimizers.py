@@ -30,7 +30,7 @@ def refused(cfg: DictConfig) -> list[Refused]:
     A model makes its own in every process, once they have connected, and of a list that is too short torch tells no
     more than that an index is out of range.
     """
-    if cfg.mode not in ("fit", "plan", "dry_run"):  # no other makes one
+    if cfg.mode not in ("fit", "plan", "dry_run", "check"):  # no other makes one
         return []
     return [
         Refused(problem)

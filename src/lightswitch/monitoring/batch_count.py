@@ -40,3 +40,28 @@ class StepsByHand(Callback):
             "trainer.val_check_interval, trainer.log_every_n_steps and metrics.csv count batches",
             type(pl_module).__name__, optimizers,
         )  # fmt: skip
+
+
+class StepsAreCounted(Callback):
+    """Callback that says after the first epoch, and not at the run's end, that batches were seen and no step counted.
+
+    Checkpoints, schedules and the limits of a run follow the count of optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self._first_step: int | None = None  # None once the first epoch is over
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        first, self._first_step = self._first_step, None
+        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+        if first != trainer.global_step or batches < 1 or not trainer.is_global_zero:
+            return
+        log.warning(
+            "no step    an epoch of %d batches, and no optimizer step was counted, so nothing is saved and "
+            "trainer.max_steps is never reached: step what self.optimizers() returns, not an optimizer inside of it, "
+            "and return a loss from training_step",
+            batches,
+        )

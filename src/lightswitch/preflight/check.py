@@ -19,6 +19,7 @@ from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
 from lightswitch.preflight import (
+    checked,
     compilation,
     devices,
     launchers,
@@ -50,6 +51,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement, groups.files(run.hydra, "precision")))
         plain = planned.on_its_device(plain)
+    if is_checked := plain["mode"] == checked.MODE:
+        _raise(checked.problems(plain, run.placement, groups.files(run.hydra, "strategy")))
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes),
@@ -61,9 +64,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _run_directory(run.run_dir),
         _files(plain, run.run_dir),
         precision.problems(plain, devices.accelerator(plain["trainer"])),
-        *([] if is_planned else _machine(plain, run)),
+        *([] if is_planned or is_checked else _machine(plain, run)),
     )
-    if not is_planned:
+    if not (is_planned or is_checked):
         _raise(launchers.unstarted(plain, run.placement))
     return _plan(plain)
 
@@ -191,7 +194,7 @@ def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
             "every checkpoint callback was removed, and Lightning would add one of its own; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"
         )
-    if cfg["mode"] not in ("fit", *planned.MODES) and not cfg["ckpt_path"]:
+    if cfg["mode"] not in ("fit", checked.MODE, *planned.MODES) and not cfg["ckpt_path"]:
         yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
 
 

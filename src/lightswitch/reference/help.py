@@ -18,7 +18,7 @@ _PURPOSES = {
     "What it runs on": "strategy precision compile cluster matmul_precision watch meet_timeout_seconds",
     "How far, from where": "trainer name run_id resume init_from init_names ckpt_path",
     "What it shows": "callbacks logger compare objective",
-    "In place of a fit": "mode plan dry_run device",
+    "In place of a fit": "mode plan dry_run check device",
     "Whole recipes": "experiment debug",
 }
 _OTHER = "Besides"

@@ -1,0 +1,1 @@
+"""Whether a module keeps the promises: short runs of it, measured and held against one another."""

@@ -1,0 +1,312 @@
+"""Why two runs differ: ten causes, each with the measurement that shows it and what to do about it.
+
+What is measured is what a module does, in one process and under a strategy, at the moments of a step. No cause is known
+by the name of a class, but batch norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightswitch.checking import digests
+from lightswitch.checking.comparison import Compared, Comparison, State, States
+from lightswitch.checking.digests import Digest
+from lightswitch.checking.measure import Measured
+from lightswitch.checking.probe import (
+    BACKWARD,
+    BEFORE_STEP,
+    FORWARD,
+    GRADIENT,
+    MODEL,
+    MODULE,
+    OPTIMIZER,
+    START,
+    STEPPED,
+)
+from lightswitch.errors import listed
+
+_REPRODUCED = 0.5  # of the strategy's difference, that micro batches in one process make as well
+_FITS = 0.1  # of a gradient's difference from the mean of its micro batches', that a weighted sum may leave
+_SUM = 0.05  # how near to a sum the weights are
+
+# What runs between two moments, of the module's own
+_BETWEEN = {
+    FORWARD: ("on_train_batch_start", "training_step", "on_before_backward"),
+    BACKWARD: ("the backward pass", "on_after_backward"),
+    BEFORE_STEP: ("on_before_optimizer_step",),
+    STEPPED: ("the optimizer's step",),
+    START: ("on_train_batch_end", "on_train_epoch_end"),
+}
+_ALWAYS = ("training_step", "the backward pass", "the optimizer's step")  # a module need not define them
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A probable cause of a difference.
+
+    Attributes:
+        name: of the ten, or "unknown".
+        told: what was measured.
+        remedy: what to do about it.
+        when: what differs first, and between which moments it changes.
+    """
+
+    name: str
+    told: str
+    remedy: str
+    when: str = ""
+
+
+REMEDIES = {
+    "batch norm": "type trainer.sync_batchnorm=true on GPUs, use a norm over a sample's own features (GroupNorm, "
+    "LayerNorm), or give the same micro_batch_size everywhere",
+    "loss that is no mean over samples": 'return {"loss": loss, "items": n} where the loss is a mean over n items, as '
+    "tokens; a sum, or a loss divided by the batch, becomes a mean over samples",
+    "loss over the local batch": "gather what the loss compares over all devices (self.all_gather, sync_grads=True), "
+    "or give the same micro_batch_size everywhere",
+    "noise by rank": "set dropout and other noise to 0 and check again: devices draw other numbers than one process, "
+    "which changes no promise but this equality",
+    "weights written outside of the optimizer": "write to parameters in place (mul_, lerp_, copy_) in a hook, keep "
+    "averages in parameters that are frozen, or use strategy=ddp",
+    "buffers that ranks change each for itself": "gather what goes into the buffer over all devices first "
+    "(self.all_gather), so that each device writes the same",
+    "generator that nobody seeds": "draw from the generator of torch, NumPy or Python, which each step seeds, or give "
+    "yours a seed made of self.trainer.global_step",
+    "state in Python objects": "keep it in a persistent buffer (register_buffer), or write it in on_save_checkpoint "
+    "and read it in on_load_checkpoint",
+    "optimizer stepped past Lightning": "step what self.optimizers() returns, so that steps are counted: limits, "
+    "schedules and checkpoints follow the count",
+    "operation that the strategy can't do": "use strategy=ddp, or rewrite the line that the traceback names",
+}
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Runs of a way and of one process, with all of their moments.
+
+    Attributes:
+        one: moments of one process.
+        cut: those of one process that takes the micro batches of the way; empty where the cut is the same.
+        way: those of the way.
+    """
+
+    one: Sequence[Mapping[str, Any]]
+    cut: Sequence[Mapping[str, Any]]
+    way: Sequence[Mapping[str, Any]]
+
+
+def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
+    """Yield what breaks promises in one process already: equal starts, and a resume."""
+    whole, killed, resumed = (one.states.get(name, {}) for name in ("whole", "killed", "resumed"))
+    counted = [state.counted for state in whole.values()]
+    moved = comparison.parameters({max(whole): whole[min(whole)]}).first
+    if counted and max(counted) == 0 and moved is not None:
+        yield _cause(
+            "optimizer stepped past Lightning",
+            f"{moved.name} was trained for {max(whole)} steps, of which the Trainer has counted none, and so nothing "
+            "was saved",
+        )
+        return
+    started = _differs(comparison, killed, whole)
+    if started is not None:
+        yield _cause(
+            "generator that nobody seeds",
+            f"two equal starts of one process differ: {started.name} after step {started.step}",
+        )
+        return
+    again = _differs(comparison, resumed, whole)
+    if again is None:
+        return
+    begun = min(resumed)
+    at_start = comparison.all_tensors({begun: resumed[begun]}, whole)
+    if at_start.first is None:
+        told = f"all tensors are restored at step {begun}, and {again.name} differs after step {again.step}"
+    else:
+        told = f"{listed(at_start.differing)} is not restored at step {begun}: no checkpoint holds it"
+    yield _cause("state in Python objects", told)
+
+
+def of_failure(way: Measured) -> Cause:
+    """Return the cause of a run that fails under a strategy, and trains in one process."""
+    return _cause("operation that the strategy can't do", f"{way.way.name} raises {way.whole.problem}")
+
+
+def of_difference(evidence: Evidence, comparison: Comparison, whole: States) -> Cause:
+    """Return the cause of a way's difference from one process.
+
+    Args:
+        whole: the states of the way.
+    """
+    first = comparison.all_tensors(whole).first
+    loss = comparison.loss(whole).first
+    module = next(one for one in evidence.one if one["moment"] == MODULE)
+    when = "" if first is None else _when(first.name, first.step, evidence, module["hooks"])
+    found = _of_difference(evidence, comparison, whole, module)
+    if found is None:
+        unexplained = listed([one.name for one in (loss, first) if one is not None])
+        return Cause(UNKNOWN, f"none of the ten explains {unexplained}", "read the moments in check.json", when)
+    return Cause(found.name, found.told, found.remedy, when)
+
+
+def _of_difference(
+    evidence: Evidence, comparison: Comparison, whole: States, module: Mapping[str, Any]
+) -> Cause | None:
+    differing = comparison.all_tensors(whole)
+    loss = comparison.loss(whole).first
+    in_first_forward = loss is not None and loss.step == 1
+    norms: list[str] = module["batch_norms"]
+    if differing.first is not None:
+        step = differing.first.step
+        written = [name for name in differing.differing if _written_outside(name, step, evidence.one, comparison)]
+        earlier = not in_first_forward or any(_is_written_in(FORWARD, name, step, evidence.one) for name in written)
+        if written and earlier:
+            moments = _moments_of(written[0], step, evidence.one)
+            return _cause(
+                "weights written outside of the optimizer",
+                f"{listed(written)} changes in {listed([_told(one, module['hooks']) for one in moments])}",
+            )
+        buffers = _unequal_buffers(evidence.way, comparison, norms)
+        if buffers and (not in_first_forward or buffers[0] in differing.differing):
+            return _cause(
+                "buffers that ranks change each for itself",
+                f"{listed(buffers)} is another on each rank within a step",
+            )
+    if in_first_forward and any(one.get("draws") for one in evidence.one if one["moment"] == FORWARD):
+        return _cause("noise by rank", "the training step draws random numbers, and the loss of the first step differs")
+    if not _reproduces(evidence, whole, comparison):
+        return None
+    if norms:
+        return _cause(
+            "batch norm", f"{listed(norms)} takes its statistics over a micro batch; one process that takes the same "
+            "micro batches gives the same run",
+        )  # fmt: skip
+    weights, left = _weights_of_micro_batches(evidence)
+    same = "one process that takes the micro batches of a device gives the same run"
+    if left <= _FITS:
+        total = math.fsum(weights)
+        squared = len(weights) ** 2  # a part's gradient comes divided by their number
+        kind = "a sum" if abs(total - squared) <= _SUM * squared else "a mean over something else"
+        return _cause(
+            "loss that is no mean over samples", f"{same}; the loss of a batch is {kind} of its parts' losses"
+        )
+    return _cause("loss over the local batch", f"{same}; the loss of a batch is no weighted sum of its parts' losses")
+
+
+def _cause(name: str, told: str) -> Cause:
+    return Cause(name, told, REMEDIES[name])
+
+
+def _differs(comparison: Comparison, one: States, other: States) -> Any:
+    """Return the first difference of two runs of one way, in tensors or else in the loss."""
+    found = (comparison.all_tensors(one, other).first, comparison.loss(one, other).first)
+    return min((first for first in found if first is not None), key=lambda first: first.step, default=None)
+
+
+def _changes(moments: Sequence[Mapping[str, Any]], name: str, step: int) -> Iterator[tuple[str, float]]:
+    """Yield the moments of a step up to which a tensor has changed since the moment before, and by how much.
+
+    Args:
+        step: from 1; its last moment is the start of the next.
+    """
+    before: Digest | None = None
+    for one in moments:
+        is_of_step = one["moment"] != MODULE and (
+            one["step"] == step - 1 or (one["step"] == step and one["moment"] == START)
+        )
+        if not is_of_step or (now := one["digests"].get(f"{MODEL}{name}")) is None:
+            continue
+        if before is not None and (change := digests.norm(digests.minus(now, before))):
+            yield one["moment"], change
+        before = now
+
+
+def _moments_of(name: str, step: int, moments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the moments up to which a tensor changes outside of an optimizer's step."""
+    return list(dict.fromkeys(moment for moment, _ in _changes(moments, name, step) if moment != STEPPED))
+
+
+def _written_outside(name: str, step: int, moments: Sequence[Mapping[str, Any]], comparison: Comparison) -> bool:
+    return name in comparison.names and bool(_moments_of(name, step, moments))
+
+
+def _is_written_in(moment: str, name: str, step: int, moments: Sequence[Mapping[str, Any]]) -> bool:
+    return moment in _moments_of(name, step, moments)
+
+
+def _told(moment: str, hooks: Sequence[str]) -> str:
+    """Return what of the module's runs up to a moment."""
+    named = [one for one in _BETWEEN[moment] if one in hooks or one in _ALWAYS]
+    return listed(named or list(_BETWEEN[moment][:1]), separator=" or ")
+
+
+def _when(name: str, step: int, evidence: Evidence, hooks: Sequence[str]) -> str:
+    """Return between which moments a tensor changes, in one process and under the strategy."""
+    if name.startswith(OPTIMIZER):
+        return f"{name} differs first, after step {step}: it changes in the optimizer's step"
+    here = list(dict.fromkeys(moment for moment, _ in _changes(evidence.one, name, step)))
+    there = [moment for moment, _ in _changes(evidence.way, name, step)]
+    in_one = listed([_told(one, hooks) for one in here], separator=" and ") or "no moment"
+    told = f"{name} differs first, after step {step}: in one process it changes in {in_one}"
+    return told if there else f"{told}; under the strategy it does not change"
+
+
+def _unequal_buffers(moments: Sequence[Mapping[str, Any]], comparison: Comparison, norms: Sequence[str]) -> list[str]:
+    """Return the buffers of which ranks hold different copies at some moment, without those of batch norms."""
+    found = (name.removeprefix(MODEL) for one in moments for name in one.get("unequal", ()))
+    return list(
+        dict.fromkeys(name for name in found if name not in comparison.names and name.rpartition(".")[0] not in norms)
+    )
+
+
+def _reproduces(evidence: Evidence, whole: States, comparison: Comparison) -> bool:
+    """Return whether one process that takes the way's micro batches differs as the way does."""
+    cut = {one["step"]: State(one["digests"], one["metrics"], 0, {}) for one in evidence.cut if one["moment"] == START}
+    there, again = comparison.loss(whole), comparison.loss(cut)
+    if not again.count:
+        there, again = comparison.parameters(whole), comparison.parameters(cut)
+    between = _largest(comparison, whole, cut)
+    return again.first is not None and between <= _REPRODUCED * there.largest
+
+
+def _largest(comparison: Comparison, one: States, other: States) -> float:
+    compared: Compared = comparison.loss(one, other)
+    return (compared if compared.count else comparison.parameters(one, other)).largest
+
+
+def _weights_of_micro_batches(evidence: Evidence) -> tuple[list[float], float]:
+    """Return the weights by which the gradients of a step's micro batches add up to that of its whole batch, and what
+    part of the difference from equal weights they leave: least squares over the digests of all gradients.
+
+    A mean over samples has weights of 1, as micro batches' losses come divided by their number.
+    """
+    whole = _gradients(evidence.one, 0)[-1:]
+    sums = _gradients(evidence.cut, 0)
+    if not whole or len(sums) < 2:
+        return [], math.inf
+    names = sorted(whole[0].keys() & sums[0].keys())
+    target = [value for name in names for value in whole[0][name]]
+    columns, before = [], [0.0] * len(target)
+    for micro in sums:
+        now = [value for name in names for value in micro.get(name, [0.0] * digests.SUMS)]
+        columns.append([a - b for a, b in zip(now, before, strict=True)])
+        before = now
+    import numpy as np
+
+    matrix, wanted = np.array(columns).T, np.array(target)
+    weights, *_ = np.linalg.lstsq(matrix, wanted, rcond=None)
+    apart = np.linalg.norm(wanted - matrix.sum(1))
+    left = np.linalg.norm(wanted - matrix @ weights) / apart if apart else 0.0
+    return [float(weight) for weight in weights], float(left)
+
+
+def _gradients(moments: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Digest]]:
+    """Return the gradients that a step's micro batches have added up to, one after the other."""
+    return [
+        {name: digest for name, digest in one["digests"].items() if name.startswith(GRADIENT)}
+        for one in moments
+        if one["moment"] == BACKWARD and one["step"] == step
+    ]

@@ -1,0 +1,212 @@
+"""Two runs held against one another, moment by moment, and what of their difference is more than rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightswitch.checking import digests
+from lightswitch.checking.digests import Digest
+from lightswitch.checking.probe import MODEL, OPTIMIZER, START
+
+LOSS = "train/loss"
+_ALLOWED = 1e-5  # of 32-bit numbers, relative: the promise's own
+_ROUNDING = 16  # units in the last place of a tensor, in the norm
+_ABOVE_NUDGE = 10  # times what a nudged run comes to: the other cut adds otherwise in each operation
+_EPS_32 = 2.0**-23
+
+
+@dataclass(frozen=True)
+class State:
+    """State before a step, which is the one after the step before.
+
+    Attributes:
+        digests: of tensors, by name.
+        metrics: that were logged, by name.
+        counted: optimizer steps, as the Trainer counts them.
+        unequal: ranks whose copy differs, by name.
+    """
+
+    digests: Mapping[str, Digest]
+    metrics: Mapping[str, float]
+    counted: int
+    unequal: Mapping[str, list[int]]
+
+
+States = Mapping[int, State]  # by the number of steps that were taken before
+
+
+def states(moments: Iterable[Mapping[str, Any]]) -> dict[int, State]:
+    """Return the states before each step, and after the last."""
+    return {
+        one["step"]: State(one["digests"], one["metrics"], one["counted"], one["unequal"])
+        for one in moments
+        if one["moment"] == START
+    }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two runs differ in first.
+
+    Attributes:
+        name: of a tensor as the module has it, of a state of an optimizer, or of a metric.
+        step: after which it differs, from 1; 0 for the state at the start.
+        relative: norm of the difference by the norm of the tensor.
+    """
+
+    name: str
+    step: int
+    relative: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two runs, in quantities of one kind.
+
+    Attributes:
+        largest: relative difference over all steps, of all tensors together, or of the metric that differs most.
+        first: what differs by more than rounding; None where nothing does.
+        differing: names of all that differ at that step.
+        count: of what was compared.
+    """
+
+    largest: float
+    first: Difference | None
+    differing: tuple[str, ...]
+    count: int
+
+
+class Comparison:
+    """Comparison of runs with one run, of one process.
+
+    A difference counts where it is larger than what becomes of rounding: that is measured by a run whose initial
+    weights are nudged by some units in the last place. A bias whose gradient is nothing but rounding, and that Adam
+    moves all the same, so holds; an average of weights that never moves does not.
+
+    Args:
+        one: its states.
+        nudged: those of the nudged run.
+        parameters: the names of the module's parameters; all else of the module are buffers.
+        eps: of the numbers that the run computes with.
+    """
+
+    def __init__(self, one: States, nudged: States, parameters: Iterable[str], eps: float) -> None:
+        self.one, self._nudged = one, nudged
+        self.names = frozenset(parameters)
+        self._parameters = {f"{MODEL}{name}" for name in self.names}
+        self._eps = eps
+        self._start = one[min(one)] if one else State({}, {}, 0, {})
+
+    def parameters(self, other: States, base: States | None = None) -> Compared:
+        """Compare parameters with those of another run.
+
+        Args:
+            base: what to hold it against in place of the one process.
+        """
+        return self._tensors(other, lambda name: name in self._parameters, base)
+
+    def buffers(self, other: States, base: States | None = None) -> Compared:
+        """Compare buffers, persistent or not, and what else a module has in its state."""
+        return self._tensors(other, lambda name: name.startswith(MODEL) and name not in self._parameters, base)
+
+    def optimizers(self, other: States, base: States | None = None) -> Compared:
+        """Compare the states of optimizers."""
+        return self._tensors(other, lambda name: name.startswith(OPTIMIZER), base)
+
+    def all_tensors(self, other: States, base: States | None = None) -> Compared:
+        """Compare the states of the module and of its optimizers."""
+        return self._tensors(other, lambda name: True, base)
+
+    def loss(self, other: States, base: States | None = None) -> Compared:
+        """Compare train/loss."""
+        return self._metrics(other, lambda name: name == LOSS, base)
+
+    def logged(self, other: States, base: States | None = None, left_out: Iterable[str] = ()) -> Compared:
+        """Compare what else is logged."""
+        names = {LOSS, *left_out}
+        return self._metrics(other, lambda name: name not in names, base)
+
+    def _tensors(self, other: States, wanted: Any, base: States | None) -> Compared:
+        base = self.one if base is None else base
+        largest, first, differing, count = 0.0, None, list[Difference](), 0
+        for step, here, there in _common(base, other):
+            squares, norms = 0.0, 0.0
+            found = []
+            for name in (name for name in here.digests if wanted(name) and name in there.digests):
+                count += 1
+                whole = digests.norm(here.digests[name])
+                apart = digests.norm(digests.minus(there.digests[name], here.digests[name]))
+                squares, norms = squares + apart * apart, norms + whole * whole
+                if not apart <= self._allowed(name, step, here):
+                    found.append(Difference(_own(name), step, _ratio(apart, whole)))
+            largest = max(largest, _ratio(math.sqrt(squares), math.sqrt(norms)), key=_finite_last)
+            if found and first is None:
+                first, differing = found[0], found
+        return Compared(largest, first, tuple(one.name for one in differing), count)
+
+    def _allowed(self, name: str, step: int, here: State) -> float:
+        """Return the norm that the difference of a tensor may have."""
+        whole = digests.norm(here.digests[name])
+        before = self._start.digests.get(name)
+        changed = whole if before is None else digests.norm(digests.minus(here.digests[name], before))
+        scale = self._eps / _EPS_32
+        return _ROUNDING * self._eps * whole + _ALLOWED * scale * changed + _ABOVE_NUDGE * self._nudge(name, step)
+
+    def _nudge(self, name: str, step: int) -> float:
+        largest = 0.0
+        for _, here, there in (common for common in _common(self.one, self._nudged) if common[0] <= step):
+            if name in here.digests and name in there.digests:
+                largest = max(largest, digests.norm(digests.minus(there.digests[name], here.digests[name])))
+        return largest
+
+    def _metrics(self, other: States, wanted: Any, base: States | None) -> Compared:
+        base = self.one if base is None else base
+        largest, first, differing, count = 0.0, None, list[Difference](), 0
+        for step, here, there in _common(base, other):
+            found = []
+            for name in (name for name in here.metrics if wanted(name) and name in there.metrics):
+                count += 1
+                value, apart = abs(here.metrics[name]), _apart(here.metrics[name], there.metrics[name])
+                largest = max(largest, _ratio(apart, value), key=_finite_last)
+                nudges = (
+                    _apart(a.metrics.get(name, 0.0), b.metrics.get(name, 0.0))
+                    for at, a, b in _common(self.one, self._nudged)
+                    if at <= step
+                )
+                allowed = _ALLOWED * self._eps / _EPS_32 * value + _ABOVE_NUDGE * max(nudges, default=0.0)
+                if not apart <= allowed:
+                    found.append(Difference(name, step, _ratio(apart, value)))
+            if found and first is None:
+                first, differing = found[0], found
+        return Compared(largest, first, tuple(one.name for one in differing), count)
+
+
+def unequal(other: States, wanted: Iterable[str] | None = None) -> Iterator[tuple[int, str, list[int]]]:
+    """Yield the step, the name and the ranks of each tensor of which ranks hold different copies."""
+    for step, state in sorted(other.items()):
+        for name, ranks in state.unequal.items():
+            if wanted is None or name in wanted:
+                yield step, _own(name), ranks
+
+
+def _common(one: States, other: States) -> list[tuple[int, State, State]]:
+    return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
+
+
+def _own(name: str) -> str:
+    return name.removeprefix(MODEL)
+
+
+def _apart(one: float, other: float) -> float:
+    return 0.0 if one == other or (one != one and other != other) else abs(one - other)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return 0.0 if part == 0.0 else part / whole if whole else math.inf
+
+
+def _finite_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value

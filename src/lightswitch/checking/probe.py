@@ -1,0 +1,198 @@
+"""The callback that measures a run which `mode=check` has started, and stops or kills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from lightswitch import patches
+from lightswitch.checking import digests
+from lightswitch.checkpoints import names
+from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.portable import PortableCheckpoints
+
+FILE = "moments.jsonl"
+MODULE = "module"
+START, FORWARD, BACKWARD, BEFORE_STEP, STEPPED = "start", "forward", "backward", "before_step", "stepped"
+MODEL, GRADIENT, OPTIMIZER = "model.", "gradient.", "optimizer."  # how names of tensors begin
+_HOOKS = (
+    *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "training_step", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_before_zero_grad"),
+    *("on_train_batch_end", "on_train_epoch_end", "configure_gradient_clipping"),
+)
+
+
+class Probe(Callback):
+    """Callback that writes down the state of a run at its moments: a line of JSON each, in ``folder``/moments.jsonl.
+
+    Args:
+        folder: that rank 0 writes to.
+        steps: after which the run is stopped.
+        every_moment: write down those within a step as well: after forward, after backward, after the step.
+        kill_after_step: the step at whose end each rank kills itself, once the last checkpoint is written.
+        nudge: relative size of a change of the initial weights, to see what rounding may come to.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        steps: int,
+        every_moment: bool = False,
+        kill_after_step: int | None = None,
+        nudge: float = 0.0,
+    ) -> None:
+        self._folder = Path(folder)
+        self._steps = steps
+        self._every_moment = every_moment
+        self._kill_after_step = kill_after_step
+        self._nudge = nudge
+        self._generators: tuple[Any, ...] = ()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:
+            patches.replace(trainer, "limit_val_batches", 0)  # no epoch ends here, and none waits for its metrics
+        if self._nudge and trainer.ckpt_path is None:
+            _nudge(pl_module, self._nudge)
+        self._write(trainer, {"moment": MODULE, **_described(pl_module)})
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if _batch(trainer) % trainer.accumulate_grad_batches == 0:
+            self._note_start(trainer, pl_module, _batch(trainer))
+        self._generators = _generators(pl_module.device)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._every_moment:
+            draws = self._generators != _generators(pl_module.device)
+            self._note(trainer, pl_module, FORWARD, draws=draws, loss=loss.detach().double().item())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._every_moment:
+            self._note(trainer, pl_module, BACKWARD, with_gradients=True)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._every_moment:
+            self._note(trainer, pl_module, BEFORE_STEP)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._every_moment:
+            self._note(trainer, pl_module, STEPPED)
+        step, within = divmod(_batch(trainer) + 1, trainer.accumulate_grad_batches)
+        if within:
+            return
+        if step == self._kill_after_step:
+            if isinstance(trainer.strategy, PortableCheckpoints):
+                trainer.strategy.wait_for_write()
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step >= self._steps:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_start(trainer, pl_module, _batch(trainer) + 1)
+
+    def _note_start(self, trainer: Trainer, module: LightningModule, batches: int) -> None:
+        """Write down the state before a step, which is the state after the one before. Collective."""
+        tensors = {f"{MODEL}{name}": value for name, value in _state(trainer, module).items()}
+        metrics = {name: value.double().item() for name, value in trainer.callback_metrics.items()}
+        self._put(trainer, START, batches, {**tensors, **_optimizer_states(trainer)}, metrics=metrics)
+
+    def _note(
+        self, trainer: Trainer, module: LightningModule, moment: str, with_gradients: bool = False, **told: Any
+    ) -> None:
+        """Write down a moment within a step. Collective."""
+        tensors = {f"{MODEL}{name}": value for name, value in _state_within_step(trainer, module).items()}
+        if with_gradients and trainer.world_size == 1:
+            found = names.parameters(module).items()
+            tensors |= {f"{GRADIENT}{name}": p.grad for name, p in found if p.grad is not None}
+        self._put(trainer, moment, _batch(trainer), tensors, **told)
+
+    def _put(self, trainer: Trainer, moment: str, batches: int, tensors: Mapping[str, Stored], **told: Any) -> None:
+        found = digests.gathered(digests.shards(tensors))
+        step, micro = divmod(batches, trainer.accumulate_grad_batches)
+        line = {"moment": moment, "step": step, "micro": micro, "counted": trainer.global_step, **told}
+        self._write(trainer, {**line, "digests": found.digests, "unequal": found.unequal})
+
+    def _write(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / FILE).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the moments that a run has written down; a line that it was killed in is left out."""
+    path = folder / FILE
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _batch(trainer: Trainer) -> int:
+    """Return the number of the micro batch that is trained, over all epochs, from 0."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
+def _state(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
+    """Return what is held of parameters, of buffers, persistent or not, and of what else `state_dict` has."""
+    strategy = trainer.strategy
+    whole = strategy.lightning_module_state_dict()
+    found = {name: value for name, value in whole.items() if names.is_stored(value)}
+    return {**{names.own_name(name): buffer for name, buffer in module.named_buffers()}, **found}
+
+
+def _state_within_step(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
+    """Return the state where each rank holds all of it; where it is sharded, parameters are not whole within a step,
+    and buffers alone are returned."""
+    strategy = trainer.strategy
+    if trainer.world_size == 1:
+        return _state(trainer, module)
+    found: dict[str, Stored] = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
+    held = strategy.kept_parameters() if isinstance(strategy, PortableCheckpoints) else {}
+    if all(type(value) is nn.Parameter for value in held.values()):
+        found |= held
+    return found
+
+
+def _optimizer_states(trainer: Trainer) -> dict[str, Stored]:
+    strategy = trainer.strategy
+    if not isinstance(strategy, PortableCheckpoints):
+        return {}
+    states = (names.tensors_in(strategy.optimizer_state(one)["state"]) for one in trainer.optimizers)
+    return {f"{OPTIMIZER}{n}.{name}": value for n, state in enumerate(states) for name, value in state.items()}
+
+
+def _generators(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the generators that a module may draw from."""
+    _, numbers, position, *_ = np.random.get_state()
+    found = (torch.get_rng_state().numpy().tobytes(), np.asarray(numbers).tobytes(), position, random.getstate())
+    return found if device.type == "cpu" else (*found, torch.get_device_module(device).get_rng_state().tolist())
+
+
+@torch.no_grad()
+def _nudge(module: nn.Module, relative: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + relative * signs.to(parameter))
+
+
+def _described(module: LightningModule) -> dict[str, Any]:
+    norms = [names.own_name(name) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    hooks = [name for name in _HOOKS if is_overridden(name, module)]
+    told = {"class": type(module).__name__, "hooks": hooks, "batch_norms": norms}
+    return {**told, "parameters": list(names.parameters(module))}

@@ -1,0 +1,175 @@
+"""Runs of train.py that a check starts: each rank forked from a server that has imported torch already."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightswitch.checking import probe
+from lightswitch.errors import ExitCode
+
+TIMEOUT_SECONDS = 1800.0  # of one run
+_SETTLE_SECONDS = 15.0  # for the other ranks, once one has failed
+_RANDOM = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a run.
+
+    Attributes:
+        code: exit code of the first rank that failed, else 0; negative for a signal.
+        moments: as the probe has written them.
+        output: stdout and stderr of all ranks.
+        run_dir: its run directory.
+    """
+
+    code: int
+    moments: list[dict[str, Any]]
+    output: str
+    run_dir: Path
+
+    @property
+    def is_refused(self) -> bool:
+        return self.code == ExitCode.REFUSED
+
+    @property
+    def problem(self) -> str:
+        """Why it has not ended well, in a line."""
+        if refused := re.findall(r"^error: (.*)$", self.output, re.MULTILINE):
+            return str(refused[0])
+        if failed := re.findall(r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$", self.output, re.MULTILINE):
+            return str(failed[0])
+        lines = [line for line in self.output.splitlines() if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+        return lines[-1] if lines else f"it ended with exit code {self.code}"
+
+    @property
+    def traceback(self) -> str:
+        """The traceback that it printed first, or nothing."""
+        found = re.search(r"^Traceback \(most recent call last\):\n(?:.*\n)*", self.output, re.MULTILINE)
+        return found[0].rstrip() if found else ""
+
+
+class Starter:
+    """Starts runs of a script one after the other, or a function of the engine, in processes forked from a server.
+
+    Args:
+        script: with its path, as train.py.
+        preloaded: modules that the server imports, if they are there.
+        environment: beside this process's own.
+    """
+
+    def __init__(self, script: Path, preloaded: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._script = script
+        self._environment = {name: value for name, value in os.environ.items() if name not in _RANDOM}
+        self._environment |= environment
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preloaded))
+        self.count = 0
+
+    def run(self, folder: Path, arguments: Sequence[str], ranks: int) -> Ended:
+        """Start ranks as torchrun would, or a single process, and return what they leave once they have ended.
+
+        Args:
+            folder: of the outputs and the moments, made here; the run directory is below it.
+        """
+        folder.mkdir(parents=True)
+        self.count += 1
+        run_dir = folder / "run"
+        words = (*arguments, f"hydra.run.dir='{run_dir}'")
+        outputs = [folder / f"rank_{rank}.txt" for rank in range(ranks)]
+        environments = _as_torchrun(ranks, f"{os.getpid()}_{self.count}") if ranks > 1 else [{}]
+        processes = [
+            self._context.Process(target=_train, args=(self._script, words, path, {**self._environment, **own}, ranks))
+            for path, own in zip(outputs, environments, strict=True)
+        ]
+        code = _ended(processes)
+        output = "".join(path.read_text(errors="replace") for path in outputs if path.exists())
+        return Ended(code, probe.read(folder), output, run_dir)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns in a process of its own.
+
+        Raises:
+            EOFError: its process has ended without.
+        """
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_answer, args=(theirs, self._environment, function, arguments))
+        process.start()
+        theirs.close()
+        try:
+            return ours.recv()
+        finally:
+            process.join()
+
+
+def _ended(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
+    """Start processes, wait for all, and return the first exit code that is not 0; where one fails, the others, which
+    may wait for it, are killed."""
+    for process in processes:
+        process.start()
+    end, first = time.monotonic() + TIMEOUT_SECONDS, 0
+    try:
+        while (alive := [one for one in processes if one.is_alive()]) and time.monotonic() < end:
+            multiprocessing.connection.wait([one.sentinel for one in alive], 1)
+            codes = [one.exitcode for one in processes if one.exitcode]
+            if codes and not first:
+                first, end = codes[0], min(end, time.monotonic() + _SETTLE_SECONDS)
+    finally:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+    return first or next((one.exitcode for one in processes if one.exitcode), 0) or 0
+
+
+def _as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": f"check_{run_id}"}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _train(script: Path, words: Sequence[str], output: Path, environment: dict[str, str], ranks: int) -> None:
+    os.setsid()  # so that all it starts can be ended with it
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        os.dup2(descriptor, number)
+    _become(environment)
+    sys.path.insert(0, str(script.parent))  # as Python does for a script
+    sys.argv = [str(script), *words]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _become(environment: dict[str, str]) -> None:
+    """Make the process what it were had it been started with an environment."""
+    import torch
+
+    multiprocessing.set_start_method(None, force=True)  # the server's own is no choice of the user's loaders
+    os.environ.clear()
+    os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+
+
+def _answer(results: Any, environment: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    _become(environment)
+    results.send(function(*arguments))

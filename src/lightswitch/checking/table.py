@@ -1,0 +1,160 @@
+"""The table of a check: each promise, under each way to train, with what shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightswitch.checking.comparison import Compared, Comparison, States, unequal
+from lightswitch.checking.measure import Measured
+from lightswitch.checking.runs import Ended
+from lightswitch.errors import listed
+
+SAME_RUN = ("train/loss", "logged", "parameters", "buffers", "optimizer state")
+RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED = (
+    "equal on all ranks",
+    "two equal starts",
+    "killed, resumed",
+    "resumed in one process",
+    "exported, loaded",
+)
+DIAGNOSED = (*SAME_RUN, RANKS)  # whose cause is looked for in the moments of a step
+PROMISES = (*SAME_RUN, RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A promise under a way to train.
+
+    Attributes:
+        status: holds, differs, failed, refused, or none where it does not apply.
+        told: the largest relative difference, what differs first, or the line of an error.
+        compared: what was held against one another, if it was.
+    """
+
+    promise: str
+    status: str
+    told: str = ""
+    compared: Compared | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        return self.status in ("differs", "failed")
+
+    @property
+    def text(self) -> str:
+        """A few words for a table."""
+        if self.compared is not None and self.compared.first is None:
+            return digits(self.compared.largest)
+        if self.compared is not None and self.compared.first is not None:
+            return f"DIFFERS {digits(self.compared.first.relative)}"
+        return {"holds": "yes", "none": "-"}.get(self.status, self.status.upper())
+
+
+def cells(one: Measured, way: Measured, comparison: Comparison) -> list[Cell]:
+    """Return the cells of a way, in the order of PROMISES; of one process those of kills and exports alone."""
+    if way.whole.code:
+        status = "refused" if way.whole.is_refused else "failed"
+        return [Cell(name, status, way.whole.problem) for name in PROMISES]
+    return [*_same_run(one, way, comparison), *_of_starts(way, comparison), _exported(way)]
+
+
+def _same_run(one: Measured, way: Measured, comparison: Comparison) -> Iterator[Cell]:
+    if way is one:
+        yield from (Cell(name, "none") for name in (*SAME_RUN, RANKS))
+        return
+    whole = way.states["whole"]
+    left_out = unsteady(one, comparison)
+    found = (
+        comparison.loss(whole),
+        comparison.logged(whole, left_out=left_out),
+        comparison.parameters(whole),
+        comparison.buffers(whole),
+        comparison.optimizers(whole),
+    )
+    for name, compared in zip(SAME_RUN, found, strict=True):
+        yield _cell(name, compared)
+    ranks = next(unequal(whole, {f"model.{name}" for name in comparison.names}), None)
+    if ranks is None:
+        yield Cell(RANKS, "holds")
+    else:
+        step, name, others = ranks
+        numbers = listed([str(number) for number in others])
+        yield Cell(RANKS, "differs", f"{name} on rank {numbers} is not what rank 0 has, after step {step}")
+
+
+def unsteady(one: Measured, comparison: Comparison) -> set[str]:
+    """Return what is logged and differs between equal starts whose tensors do not, as a time: it can't be compared."""
+    killed, whole = one.states.get("killed", {}), one.states["whole"]
+    if comparison.all_tensors(killed, whole).first is not None:
+        return set()
+    steps = whole.keys() & killed.keys()
+    return {
+        name
+        for step in steps
+        for name, value in whole[step].metrics.items()
+        if killed[step].metrics.get(name, value) != value and value == value
+    }
+
+
+def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
+    whole = way.states["whole"]
+    yield _started(EQUAL_STARTS, way.killed, way.states.get("killed", {}), whole, comparison)
+    for name, run, key in ((RESUMED, way.resumed, "resumed"), (ELSEWHERE, way.elsewhere, "elsewhere")):
+        if name == ELSEWHERE and way.way.ranks == 1:
+            yield Cell(name, "none")
+        elif run is None:
+            yield Cell(name, "failed", "the killed run has left no checkpoint")
+        elif run.code:
+            yield Cell(name, "failed", run.problem)
+        else:
+            base = whole if name == RESUMED else comparison.one
+            yield _started(name, run, way.states[key], base, comparison)
+
+
+def _started(name: str, run: Ended | None, found: States, base: States, comparison: Comparison) -> Cell:
+    """Return whether two runs are the same, as far as both go."""
+    tensors = comparison.all_tensors(found, base)
+    loss = comparison.loss(found, base)
+    if not found or not tensors.count:
+        return Cell(name, "failed", "it took no step" if run is None else run.problem)
+    return _cell(name, _first_of(loss, tensors))
+
+
+def _first_of(one: Compared, other: Compared) -> Compared:
+    """Return the one that differs first, and the larger of both where neither does."""
+    if one.first is None and other.first is None:
+        return max(one, other, key=lambda compared: compared.largest)
+    found = [compared for compared in (other, one) if compared.first is not None]
+    return min(found, key=lambda compared: compared.first.step if compared.first else 0)
+
+
+def _cell(name: str, compared: Compared) -> Cell:
+    if not compared.count:
+        return Cell(name, "none")
+    first = compared.first
+    if first is None:
+        return Cell(name, "holds", digits(compared.largest), compared)
+    others = len(compared.differing) - 1
+    more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+    return Cell(name, "differs", f"{first.name}{more} after step {first.step}: {digits(first.relative)}", compared)
+
+
+def _exported(way: Measured) -> Cell:
+    return Cell(EXPORTED, "holds") if way.exported is None else Cell(EXPORTED, "failed", way.exported)
+
+
+def digits(value: float) -> str:
+    """Return a relative difference in two digits."""
+    return "0" if value == 0 else "inf" if math.isinf(value) else f"{value:.0e}".replace("e-0", "e-")
+
+
+def as_data(cell: Cell) -> dict[str, Any]:
+    """Return a cell in plain types."""
+    data: dict[str, Any] = {"status": cell.status, "told": cell.told}
+    if cell.compared is not None:
+        data["largest"] = cell.compared.largest if math.isfinite(cell.compared.largest) else None
+        data["differing"] = list(cell.compared.differing)
+    return data

@@ -1,0 +1,158 @@
+"""A watch over replicas: what every rank holds of the same tensor is equal, or the run ends before it is saved."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightswitch.checkpoints import names
+from lightswitch.checkpoints.local import local
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.errors import UnequalReplicas, listed
+
+log = logging.getLogger(__name__)
+
+_FIRST_BATCHES = 3  # before which replicas are compared, beside each save
+_ROUNDING = 1e-6  # relative: machines of several kinds may round differently
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class EqualReplicas(Callback):
+    """Callback that compares what ranks hold of the same parameters, in the first steps and at each save.
+
+    A parameter that differs ends the run, for whatever is saved is rank 0's. Buffers may differ: batch norms take
+    statistics of their rank's samples, and DDP broadcasts rank 0's before each forward pass. Others are named once.
+    """
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._told_of_buffers = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if 0 < self._batches <= _FIRST_BATCHES:
+            self._compare(trainer, pl_module)
+        self._batches += 1
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._compare(trainer, pl_module)
+
+    def _compare(self, trainer: Trainer, module: LightningModule) -> None:
+        """Compare replicas. Collective.
+
+        Raises:
+            UnequalReplicas: on every rank, for parameters that differ.
+        """
+        strategy = trainer.strategy
+        if trainer.world_size == 1 or not isinstance(strategy, PortableCheckpoints):
+            return
+        parameters = {name: held for name, held in strategy.kept_parameters().items() if isinstance(held, Tensor)}
+        buffers = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
+        unequal = differing({**parameters, **buffers}, strategy.root_device)
+        if found := [name for name in unequal if name in parameters]:
+            ranks = sorted({rank for name in found for rank in unequal[name]})
+            raise UnequalReplicas(
+                f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} is not what rank 0 has, after step "
+                f"{trainer.global_step}: something changes it on each rank by itself, as a hook does that draws random "
+                "numbers or reads its own samples; let rank 0 compute it and broadcast it. type mode=check to see where"
+            )
+        if not self._told_of_buffers and (found := _without_statistics(unequal, module)) and trainer.is_global_zero:
+            self._told_of_buffers = True
+            log.warning(
+                "buffers    %s is another on each rank; evaluation and checkpoints take rank 0's. To have it as one "
+                "process has, gather what goes into it over ranks first (self.all_gather)", listed(found),
+            )  # fmt: skip
+
+
+def differing(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, list[int]]:
+    """Return the ranks whose copy of a tensor, or of the same shard of it, is not that of the first rank that has it,
+    by name. Collective.
+
+    Args:
+        tensors: the same names on each rank.
+        device: that ranks send from.
+    """
+    held = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) or _is_copied(tensor)}
+    if not held:
+        return {}
+    shards = [_shard(tensor) for tensor in held.values()]
+    sums = torch.stack([_bits(local(tensor)).to(device) for tensor in held.values()])
+    own = torch.stack([torch.tensor(shards, device=device), sums], dim=1)  # (tensors, 2)
+    unequal = {
+        name: ranks
+        for name, ranks in zip(held, map(_others, _of_ranks(own).transpose(0, 1).tolist()), strict=True)
+        if ranks
+    }
+    if not unequal:
+        return {}
+    # sums and sums of absolute values: (tensors, 2)
+    values = torch.stack([_sums(local(held[name])).to(device) for name in unequal])
+    return {
+        name: far
+        for (name, ranks), found in zip(unequal.items(), _of_ranks(values).transpose(0, 1).tolist(), strict=True)
+        if (far := [rank for rank, first in ranks.items() if not _is_near(found[rank], found[first])])
+    }
+
+
+def _is_copied(tensor: DTensor) -> bool:
+    return any(placement.is_replicate() for placement in tensor.placements)
+
+
+def _shard(tensor: Tensor) -> int:
+    """Return what two ranks have in common that hold the same shard."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    boxes = [(tuple(box.offsets), tuple(box.sizes)) for box in tensor.__create_chunk_list__()]  # type: ignore[no-untyped-call]  # torch's
+    return zlib.crc32(repr(boxes).encode())
+
+
+@torch.no_grad()
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's elements, read as integers; it wraps around."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=torch.int64)
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> Tensor:
+    flat = tensor.detach()
+    wide = (torch.view_as_real(flat) if flat.is_complex() else flat).to(torch.float64)
+    return torch.stack([wide.sum(), wide.abs().sum()])
+
+
+def _of_ranks(own: Tensor) -> Tensor:
+    """Return a tensor of all ranks, with one dimension before its own. Collective."""
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return torch.stack(gathered)
+
+
+def _others(ranks: list[list[int]]) -> dict[int, int]:
+    """Return the ranks whose sum is not that of the first rank with the same shard, and that rank."""
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (shard, bits) in enumerate(ranks):
+        first.setdefault(shard, (rank, bits))
+    return {rank: first[shard][0] for rank, (shard, bits) in enumerate(ranks) if first[shard][1] != bits}
+
+
+def _is_near(own: list[float], other: list[float]) -> bool:
+    """Return whether a rank's sums are another rank's, but for rounding."""
+    return all(abs(one - there) <= _ROUNDING * other[1] for one, there in zip(own, other, strict=True))
+
+
+def _without_statistics(found: Mapping[str, list[int]], module: LightningModule) -> list[str]:
+    """Return the buffers that are no batch norm's."""
+    norms = {names.own_name(name) for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    return [name for name in found if name.rpartition(".")[0] not in norms]
