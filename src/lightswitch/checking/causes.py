@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightswitch.checking import digests
-from lightswitch.checking.comparison import Compared, Comparison, State, States
+from lightswitch.checking.comparison import Compared, Comparison, State, States, unequal
 from lightswitch.checking.digests import Digest
 from lightswitch.checking.measure import Measured
 from lightswitch.checking.probe import (
@@ -122,7 +122,7 @@ def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
     if again is None:
         return
     begun = min(resumed)
-    at_start = comparison.all_tensors({begun: resumed[begun]}, whole)
+    _, at_start = comparison.again({begun: resumed[begun]}, whole)
     if at_start.first is None:
         told = f"all tensors are restored at step {begun}, and {again.name} differs after step {again.step}"
     else:
@@ -159,9 +159,14 @@ def _of_difference(
     loss = comparison.loss(whole).first
     in_first_forward = loss is not None and loss.step == 1
     norms: list[str] = module["batch_norms"]
+    apart = next(
+        ((step, [name]) for step, name, _ in unequal(whole, {f"{MODEL}{name}" for name in comparison.names})), None
+    )
     if differing.first is not None:
-        step = differing.first.step
-        written = [name for name in differing.differing if _written_outside(name, step, evidence.one, comparison)]
+        apart = differing.first.step, list(differing.differing)
+    if apart is not None:
+        step, names = apart
+        written = [name for name in names if _written_outside(name, step, evidence.one, comparison)]
         earlier = not in_first_forward or any(_is_written_in(FORWARD, name, step, evidence.one) for name in written)
         if written and earlier:
             moments = _moments_of(written[0], step, evidence.one)
@@ -170,7 +175,7 @@ def _of_difference(
                 f"{listed(written)} changes in {listed([_told(one, module['hooks']) for one in moments])}",
             )
         buffers = _unequal_buffers(evidence.way, comparison, norms)
-        if buffers and (not in_first_forward or buffers[0] in differing.differing):
+        if buffers and (not in_first_forward or buffers[0] in names):
             return _cause(
                 "buffers that ranks change each for itself",
                 f"{listed(buffers)} is another on each rank within a step",
@@ -202,7 +207,7 @@ def _cause(name: str, told: str) -> Cause:
 
 def _differs(comparison: Comparison, one: States, other: States) -> Any:
     """Return the first difference of two runs of one way, in tensors or else in the loss."""
-    found = (comparison.all_tensors(one, other).first, comparison.loss(one, other).first)
+    found = (compared.first for compared in reversed(comparison.again(one, other)))
     return min((first for first in found if first is not None), key=lambda first: first.step, default=None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,17 +88,42 @@ class Comparison:
 
     Args:
         one: its states.
+        again: those of an equal start. Where it differs, so does the nudged run, and tells nothing of rounding.
         nudged: those of the nudged run.
         parameters: the names of the module's parameters; all else of the module are buffers.
         eps: of the numbers that the run computes with.
+        is_exact: on this device, equal starts are equal to the bit.
     """
 
-    def __init__(self, one: States, nudged: States, parameters: Iterable[str], eps: float) -> None:
-        self.one, self._nudged = one, nudged
+    def __init__(
+        self,
+        one: States,
+        again: States,
+        nudged: States,
+        parameters: Iterable[str],
+        eps: float,
+        is_exact: bool = True,
+    ) -> None:
+        self.one, self.is_exact = one, is_exact
+        self._nudged: States = {}
         self.names = frozenset(parameters)
         self._parameters = {f"{MODEL}{name}" for name in self.names}
         self._eps = eps
         self._start = one[min(one)] if one else State({}, {}, 0, {})
+        self.is_repeated = self.again(again, one)[1].first is None
+        if self.is_repeated or not is_exact:
+            self._nudged = nudged
+
+    def again(self, other: States, base: States) -> tuple[Compared, Compared]:
+        """Compare the losses, and all tensors, of two runs of one way, which are equal to the bit where devices are
+        exact."""
+        kept = self._nudged
+        if self.is_exact:
+            self._nudged = {}
+        try:
+            return self.loss(other, base), self.all_tensors(other, base)
+        finally:
+            self._nudged = kept
 
     def parameters(self, other: States, base: States | None = None) -> Compared:
         """Compare parameters with those of another run.
@@ -184,7 +209,7 @@ class Comparison:
         return Compared(largest, first, tuple(one.name for one in differing), count)
 
 
-def unequal(other: States, wanted: Iterable[str] | None = None) -> Iterator[tuple[int, str, list[int]]]:
+def unequal(other: States, wanted: Container[str] | None = None) -> Iterator[tuple[int, str, list[int]]]:
     """Yield the step, the name and the ranks of each tensor of which ranks hold different copies."""
     for step, state in sorted(other.items()):
         for name, ranks in state.unequal.items():

@@ -23,6 +23,7 @@ from lightswitch.checking import digests
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.strategies.replicas import EqualReplicas
 
 FILE = "moments.jsonl"
 MODULE = "module"
@@ -60,6 +61,11 @@ class Probe(Callback):
         self._kill_after_step = kill_after_step
         self._nudge = nudge
         self._generators: tuple[Any, ...] = ()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set past Lightning's declaration
+            if isinstance(callback, EqualReplicas):
+                callback.ends_runs = False  # what differs is to be measured
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:

@@ -20,7 +20,10 @@ RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED = (
     "resumed in one process",
     "exported, loaded",
 )
-DIAGNOSED = (*SAME_RUN, RANKS)  # whose cause is looked for in the moments of a step
+DIAGNOSED = (
+    *(name for name in SAME_RUN if name != "logged"),
+    RANKS,
+)  # whose cause is looked for in the moments of a step
 PROMISES = (*SAME_RUN, RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED)
 
 
@@ -56,7 +59,8 @@ class Cell:
 def cells(one: Measured, way: Measured, comparison: Comparison) -> list[Cell]:
     """Return the cells of a way, in the order of PROMISES; of one process those of kills and exports alone."""
     if way.whole.code:
-        status = "refused" if way.whole.is_refused else "failed"
+        has_trained = max(way.states["whole"], default=0) > 0
+        status = "refused" if way.whole.is_refused and not has_trained else "failed"
         return [Cell(name, status, way.whole.problem) for name in PROMISES]
     return [*_same_run(one, way, comparison), *_of_starts(way, comparison), _exported(way)]
 
@@ -88,7 +92,7 @@ def _same_run(one: Measured, way: Measured, comparison: Comparison) -> Iterator[
 def unsteady(one: Measured, comparison: Comparison) -> set[str]:
     """Return what is logged and differs between equal starts whose tensors do not, as a time: it can't be compared."""
     killed, whole = one.states.get("killed", {}), one.states["whole"]
-    if comparison.all_tensors(killed, whole).first is not None:
+    if not comparison.is_repeated:
         return set()
     steps = whole.keys() & killed.keys()
     return {
@@ -110,14 +114,19 @@ def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
         elif run.code:
             yield Cell(name, "failed", run.problem)
         else:
-            base = whole if name == RESUMED else comparison.one
-            yield _started(name, run, way.states[key], base, comparison)
+            yield _started(name, run, way.states[key], whole if name == RESUMED else None, comparison)
 
 
-def _started(name: str, run: Ended | None, found: States, base: States, comparison: Comparison) -> Cell:
-    """Return whether two runs are the same, as far as both go."""
-    tensors = comparison.all_tensors(found, base)
-    loss = comparison.loss(found, base)
+def _started(name: str, run: Ended | None, found: States, base: States | None, comparison: Comparison) -> Cell:
+    """Return whether two runs are the same, as far as both go.
+
+    Args:
+        base: of the same way; None for the one process.
+    """
+    if base is None:
+        loss, tensors = comparison.loss(found), comparison.all_tensors(found)
+    else:
+        loss, tensors = comparison.again(found, base)
     if not found or not tensors.count:
         return Cell(name, "failed", "it took no step" if run is None else run.problem)
     return _cell(name, _first_of(loss, tensors))

@@ -27,6 +27,7 @@ from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.monitoring.plateau import PlateauValidation
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
+from lightswitch.preflight import devices
 from lightswitch.runs.hyperparameters import CleanHyperparameters
 from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
@@ -57,7 +58,8 @@ def of_engine(
     engine += [PredictionWriter(), ModelSize(), Freezing()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand(), StepsAreCounted()]
-    engine.append(EqualReplicas())
+    if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
+        engine.append(EqualReplicas())
     engine += [RateFinder(batch, [watchdog], run.run_dir)]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))

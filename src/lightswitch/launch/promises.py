@@ -25,6 +25,7 @@ from lightswitch.checking.measure import Measured, Way, measure
 from lightswitch.checking.runs import Ended, Starter
 from lightswitch.checking.table import DIAGNOSED, Cell, cells
 from lightswitch.config import groups
+from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended as RunEnded
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, shown
@@ -39,7 +40,8 @@ _OF_RUNS = (  # what each run has of its own, which is typed for none
 )
 _ALIKE = ("start_method",)  # another start of the same strategy
 _MODULES = ("build", "stages", "report", "auto", "hydra_entry")  # of launch, which each run imports
-_EPS = {"64": 2.0**-52, "32": 2.0**-23, "bf16": 2.0**-7, "16": 2.0**-10}  # by how a precision's name begins
+_EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # by how a precision's name begins
+_EPS_32 = 2.0**-23
 _NUDGE = 8  # units in the last place
 _NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
 
@@ -85,7 +87,9 @@ class _Runs:
         if not one.is_trained:
             self._refuse(one.whole)
         nudged = states(self.start(self.single, "nudged", nudge=_NUDGE * self._eps).moments)
-        comparison = Comparison(one.states["whole"], nudged, one.whole.moments[0]["parameters"], self._eps)
+        whole, again = one.states["whole"], one.states["killed"]
+        parameters = one.whole.moments[0]["parameters"]
+        comparison = Comparison(whole, again, nudged, parameters, self._eps, is_exact=not self._on_gpus)
         table: dict[str, list[Cell]] = {"single": cells(one, one, comparison)}
         found = {"single": list(causes.of_one(one, comparison))}
         for way in self.ways[1:]:
@@ -126,7 +130,7 @@ class _Runs:
 
     @property
     def _eps(self) -> float:
-        return next((eps for begin, eps in _EPS.items() if self._precision.startswith(begin)), _EPS["32"])
+        return next((eps for begin, eps in _EPS.items() if self._precision.startswith(begin)), _EPS_32)
 
     def start(
         self, way: Way, name: str, resume: Path | None = None, words: tuple[str, ...] = (), **probe: Any
@@ -150,6 +154,7 @@ class _Runs:
             "callbacks.check_probe.steps": self._cfg.check.steps,
             **{f"callbacks.check_probe.{key}": value for key, value in probe.items()},
             **self._checkpoints(),
+            **({"micro_batch_size": "null"} if self._cfg.micro_batch_size == AUTO else {}),
             **({} if resume is None else {"resume": f"'{resume}'"}),
             **({} if self._on_gpus else {"trainer.accelerator": "cpu"}),
         }

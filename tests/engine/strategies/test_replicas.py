@@ -1,0 +1,105 @@
+"""Replicas that differ are found in the first steps and at each save; the run ends before what it saves counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.errors import UnequalReplicas
+from lightswitch.strategies.replicas import EqualReplicas, differing
+from tests.engine.fits import PLAIN, trained
+from tests.engine.plain import NormedModel, PlainModel
+from tests.pool import Pool, RankFailed
+
+
+def _found() -> dict[str, list[int]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    own = torch.arange(6.0) + (rank == 2)
+    copies, shards = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")), [Replicate(), Shard(0)]
+    tensors = {
+        "equal": torch.tensor([1.0, torch.nan, 3.0]),
+        "rounded": torch.tensor([1.0, 2.0]) * (1 + rank * 1e-7),
+        "flag": torch.tensor(rank < 3),
+        "complex": torch.tensor([1.0 + 1j * (rank == 1)]),
+        "whole": own,
+        "empty": torch.empty(0),
+        "sharded": DTensor.from_local(own, copies["shards"], [Shard(0)]),
+        "copied": DTensor.from_local(own, copies, shards),
+        "same copies": DTensor.from_local(torch.full((3,), float(rank % 2)), copies, shards),
+    }
+    return differing(tensors, torch.device("cpu"))
+
+
+def test_differences_beyond_rounding_are_found_with_their_ranks(pool: Pool) -> None:
+    expected = {"flag": [3], "complex": [1], "whole": [2], "copied": [2]}
+    assert pool(4)(_found) == [expected] * 4
+
+
+class DriftsByRank(PlainModel):
+    """Changes a weight on each rank by itself, from a step on."""
+
+    def __init__(self, step: int = 1) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step >= self.step:
+            with torch.no_grad():
+                self.net[3].bias.add_(1e-3 * self.global_rank)
+
+
+class CountsByRank(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen = self.seen + batch[0].sum(0)
+        return super().training_step(batch, batch_idx)
+
+
+FIT = replace(PLAIN, strategy="ddp", callbacks=(EqualReplicas,), micro_batch=None)
+
+
+def test_a_parameter_that_ranks_change_by_themselves_ends_the_run(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(trained, replace(FIT, module=DriftsByRank))
+    assert isinstance(failed.value.error, UnequalReplicas)
+    assert "net.3.bias of rank 1 is not what rank 0 has, after step 1" in str(failed.value.error)
+
+
+def test_it_ends_before_it_is_saved(pool: Pool, tmp_path: Path) -> None:
+    saves = partial(LastCheckpoints, str(tmp_path), 2, keep=9)
+    fit = replace(FIT, module=partial(DriftsByRank, 6), steps=9, callbacks=(EqualReplicas,))
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(_fitted, fit, saves)
+    assert isinstance(failed.value.error, UnequalReplicas)
+    assert {path.name for path in tmp_path.glob("step_*.ckpt")} == {"step_2.ckpt", "step_4.ckpt"}
+
+
+def _fitted(fit: Any, saves: Any) -> None:
+    trainer = fit.trainer(saves())
+    trainer.fit(fit.module(), fit.data())
+
+
+def test_a_buffer_is_named_once_and_statistics_of_batch_norms_are_not(pool: Pool) -> None:
+    told = pool(2)(trained, replace(FIT, module=CountsByRank))[0].told
+    assert told.count("buffers    seen is another on each rank") == 1
+    assert "is another on each rank" not in pool(2)(trained, replace(FIT, module=NormedModel))[0].told
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_equal_replicas_are_not_told_of(strategy: str, pool: Pool) -> None:
+    outcomes = pool(2)(trained, replace(FIT, strategy=strategy))
+    assert not any("another on each rank" in one.told for one in outcomes)
