@@ -24,6 +24,7 @@ PACKAGES = (
         "fork",
         "doctor",
         "launch",
+        "checking",
         "compare",
         "sweeps",
         "reference",

@@ -296,7 +296,7 @@ def _weights_of_micro_batches(evidence: Evidence) -> tuple[list[float], float]:
     target = [value for name in names for value in whole[0][name]]
     columns, before = [], [0.0] * len(target)
     for micro in sums:
-        now = [value for name in names for value in micro.get(name, [0.0] * digests.SUMS)]
+        now = [value for name in names for value in micro.get(name, [0.0] * digests.LENGTH)]
         columns.append([a - b for a, b in zip(now, before, strict=True)])
         before = now
     import numpy as np

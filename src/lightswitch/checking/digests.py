@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from lightswitch.checkpoints.local import local
 from lightswitch.checkpoints.piece import Piece, Stored
 
-SUMS = 16  # of a digest
+LENGTH = 16  # of a digest, in sums
 _ROW, _ROWS = 1024, 4093  # signs repeat after their product, where only exactly opposite differences would cancel
 _BLOCK_ROWS = 1024  # that are converted to double precision at once
 
-Digest = list[float]  # SUMS numbers
+Digest = list[float]  # LENGTH numbers
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def merged(ranks: Sequence[Mapping[str, Shard]]) -> Merged:
             first = copies.setdefault((shard.first, shard.count), shard.digest)
             if not _same(first, shard.digest):
                 unequal.setdefault(name, []).append(number)
-        digests[name] = [math.fsum(sums) for sums in zip(*copies.values(), strict=True)] or [0.0] * SUMS
+        digests[name] = [math.fsum(sums) for sums in zip(*copies.values(), strict=True)] or [0.0] * LENGTH
     return Merged(digests, unequal)
 
 
@@ -127,14 +127,14 @@ def _first_of(tensor: DTensor) -> int | None:
 
 
 def _sums(values: Tensor, first: int) -> Tensor:
-    """Return the signed sums of elements from ``first`` on: (SUMS,), in double precision, on the CPU."""
+    """Return the signed sums of elements from ``first`` on: (LENGTH,), in double precision, on the CPU."""
     flat = values.reshape(-1)
     if flat.is_complex():
         flat, first = torch.view_as_real(flat).reshape(-1), 2 * first
     if flat.is_quantized or flat.is_sparse:
         flat = flat.to_dense() if flat.is_sparse else flat.dequantize()
     columns, rows = _signs(str(flat.device))
-    total = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
+    total = torch.zeros(LENGTH, dtype=torch.float64, device=flat.device)
     at = 0
     while at < flat.numel():
         row, within = divmod(first + at, _ROW)
@@ -151,7 +151,7 @@ def _sums(values: Tensor, first: int) -> Tensor:
 
 @functools.cache
 def _signs(device: str) -> tuple[Tensor, Tensor]:
-    """Return signs of columns, (_ROW, SUMS), and of rows, (_ROWS, SUMS), the same in every process."""
+    """Return signs of columns, (_ROW, LENGTH), and of rows, (_ROWS, LENGTH), the same in every process."""
     generator = torch.Generator().manual_seed(0)
-    columns, rows = (torch.randint(0, 2, (n, SUMS), generator=generator) * 2.0 - 1.0 for n in (_ROW, _ROWS))
+    columns, rows = (torch.randint(0, 2, (n, LENGTH), generator=generator) * 2.0 - 1.0 for n in (_ROW, _ROWS))
     return columns.double().to(device), rows.double().to(device)

@@ -36,6 +36,7 @@ FILES_OF_SOME = {  # and the option, the mode or the event that makes each
     "plan.json": "of `mode=plan`: each strategy's memory and time ([planning.md](../planning.md))",
     "plan.svg": "the same as a picture, and `plan_dark.svg`",
     "dry_run.json": "of `mode=dry_run`: what the ranks would do ([dry-run.md](../dry-run.md))",
+    "check.json": "of `mode=check`: each promise under each strategy ([check.md](../check.md))",
     "job.json": "of a sweep's job: [below](#jobjson)",
     "crash/<time>/": "after a bug or a lost process ([the crash report](../failures.md#the-crash-report))",
     "fit-profile.txt": "with `debug=profiler`: the time in each of Lightning's hooks",
