@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import mlp
 from benchmarks.contenders import CHECKPOINT_STEPS, CLIP_NORM, LOG_STEPS, Turns, raw_steps
 from benchmarks.results import options, publish, row
+from lightswitch.strategies.replicas import EqualReplicas
 
 CHECKOUT = Path(__file__).parents[1]
 BATCH, PROCESSES = 32, 2
-DDP, RAW = "MLP, two processes", "plain DDP"
+DDP, RAW, GUARDS = "MLP, two processes", "plain DDP", "replicas compared, two processes"
 
 
 class DDPTurns(Turns):
@@ -40,13 +41,28 @@ class DDPTurns(Turns):
         self.file = Path(file)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        guards = [_guard_seconds(trainer, pl_module) for _ in self.seconds]
         if trainer.is_global_zero:
-            self.file.write_text(json.dumps({DDP: self.seconds, RAW: self.raw_seconds}))
+            self.file.write_text(json.dumps({DDP: self.seconds, RAW: self.raw_seconds, GUARDS: guards}))
+
+
+def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
+    """Return what the comparison of replicas takes of a step: its part of a save, and a call in each step."""
+    (guard,) = (one for one in trainer.callbacks if isinstance(one, EqualReplicas))
+    saves, steps = 20, 1000
+    begin = time.perf_counter()
+    for _ in range(saves):
+        guard.on_save_checkpoint(trainer, module, {})
+    saved = time.perf_counter()
+    for _ in range(steps):
+        guard.on_train_batch_start(trainer, module, None, 0)
+    return (saved - begin) / saves / CHECKPOINT_STEPS + (time.perf_counter() - saved) / steps
 
 
 def main() -> None:
     given = options("ddp", __doc__.splitlines()[0])
-    publish([row(DDP, RAW, measured(given.quick), "≤ 1.3")], given, per="a step")
+    seconds = measured(given.quick)
+    publish([row(DDP, RAW, seconds, "≤ 1.3"), row(GUARDS, DDP, seconds, "≤ 0.01")], given, per="a step")
 
 
 def measured(quick: bool) -> dict[str, list[float]]:
