@@ -8,8 +8,6 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.engine.conftest import CHECKOUT
 
 ENGINE = CHECKOUT / "src" / "lightswitch"
@@ -36,19 +34,18 @@ def _named_paths(path: Path) -> Iterator[str]:
                 yield word
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_every_file_that_a_document_names_is_there(path: Path) -> None:
-    missing = [name for name in _named_paths(path) if not any((root / name).exists() for root in ROOTS)]
-    assert not missing
+def test_every_file_that_a_document_names_is_there() -> None:
+    named = {(path, name) for path in DOCUMENTS for name in _named_paths(path)}
+    assert {(path, name) for path, name in named if not any((root / name).exists() for root in ROOTS)} == set()
 
 
 def test_the_names_of_files_are_found_in_the_documents() -> None:
     assert sum(len(list(_named_paths(path))) for path in DOCUMENTS) > 30
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_leads_somewhere(path: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(path)):
+def test_every_link_leads_somewhere() -> None:
+    links = [(path, link) for path in DOCUMENTS for link in re.findall(r"\]\(([^)\s]+)\)", _prose(path))]
+    for path, link in links:
         if re.match(r"\w+:", link):
             continue
         file, _, heading = link.partition("#")
@@ -96,9 +93,9 @@ def test_the_package_is_typed_for_those_who_install_it() -> None:
     assert '"py.typed"' in (CHECKOUT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_every_module_that_a_document_names_is_there(path: Path) -> None:
-    for name in re.findall(r"`(?:python -m )?(lightswitch(?:\.\w+)+)[`(]", path.read_text()):
+def test_every_module_that_a_document_names_is_there() -> None:
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    for name in re.findall(r"`(?:python -m )?(lightswitch(?:\.\w+)+)[`(]", text):
         module = CHECKOUT.joinpath("src", *name.split("."))
         owner = module.parent  # of a class or function
         assert any(place.is_dir() or place.with_suffix(".py").exists() for place in (module, owner)), name

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-import pytest
 from hydra.utils import get_object
 
 from tests.engine.conftest import CHECKOUT
@@ -84,6 +84,7 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
@@ -117,25 +118,16 @@ def _package(module: str) -> str:
     return (*module.split("."), "")[1]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_module)
-def test_project_and_engine_know_nothing_of_each_other_nor_of_the_tests(path: Path) -> None:
-    own = _module(path).split(".")[0]
-    others = {name.split(".")[0] for name in _imports(path)} & {
-        "lightswitch",
-        "project",
-        "train",
-        "tests",
-        "benchmarks",
-    }
-    assert others <= {own}
+def test_project_and_engine_know_nothing_of_each_other_nor_of_the_tests() -> None:
+    roots = {"lightswitch", "project", "train", "tests", "benchmarks"}
+    others = {path: {name.split(".")[0] for name in _imports(path)} & roots for path in SOURCES}
+    assert {path: names for path, names in others.items() if names - {_module(path).split(".")[0]}} == {}
 
 
-@pytest.mark.parametrize("module", [module for module in ENGINE if module != "lightswitch"])
-def test_packages_import_what_is_below_them(module: str) -> None:
-    own = PACKAGES.index(_package(module))
-    for other in _engine_imports(module):
-        if _package(other) != _package(module):
-            assert PACKAGES.index(_package(other)) > own, f"{module} imports {other}"
+def test_packages_import_what_is_below_them() -> None:
+    rank = {module: PACKAGES.index(_package(module)) for module in ENGINE.keys() - {"lightswitch"}}
+    imports = [(module, other) for module in rank for other in _engine_imports(module)]
+    assert [pair for pair in imports if _package(pair[0]) != _package(pair[1]) and rank[pair[1]] < rank[pair[0]]] == []
 
 
 def test_no_file_imports_another_that_imports_it() -> None:
@@ -175,9 +167,8 @@ _CHOICE = re.compile(rf"(?<![\w.])({'|'.join((*RECOMMENDED, *REPLACED))})=\[?([a
 _ITEM = re.compile(r"~(callbacks|logger)\.(\w+)")
 
 
-@pytest.mark.parametrize("module", ENGINE)
-def test_the_engine_recommends_choices_that_are_there_and_reads_no_file_of_conf(module: str) -> None:
-    for text in _strings(_tree(ENGINE[module])):
+def test_the_engine_recommends_choices_that_are_there_and_reads_no_file_of_conf() -> None:
+    for text in (text for path in ENGINE.values() for text in _strings(_tree(path))):
         assert not re.search(rf"\bconf/|\b({'|'.join((*RECOMMENDED, *REPLACED))})/\w+\.yaml", text), text
         for group, choice in _choices_in(text):
             assert group in RECOMMENDED, text
@@ -226,13 +217,12 @@ ENGINES_TESTS = [
 ]
 
 
-@pytest.mark.parametrize("path", ENGINES_TESTS, ids=lambda path: str(path.relative_to(CHECKOUT / "tests")))
-def test_the_engines_tests_need_nothing_that_a_fork_replaces(path: Path) -> None:
-    source = path.read_text()
-    assert not re.search(r"^\s*(from|import) project\b|[\"'=]project\.\w", source, re.MULTILINE)
-    for text in _strings(_tree(path)):
-        named = {(group, choice) for group, choice in _choices_in(text) if group in REPLACED}
-        assert not {(group, choice) for group, choice in named if choice in CHOICES[group]}, text
+def test_the_engines_tests_need_nothing_that_a_fork_replaces() -> None:
+    for path in ENGINES_TESTS:
+        assert not re.search(r"^\s*(from|import) project\b|[\"'=]project\.\w", path.read_text(), re.MULTILINE), path
+        for text in _strings(_tree(path)):
+            named = {(group, choice) for group, choice in _choices_in(text) if group in REPLACED}
+            assert not {(group, choice) for group, choice in named if choice in CHOICES[group]}, (path, text)
 
 
 def _strings(tree: ast.Module) -> Iterator[str]:
@@ -262,23 +252,24 @@ def _targets() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("target", _targets())
-def test_what_conf_names_is_there(target: str) -> None:
-    assert callable(get_object(target))
+def test_what_conf_names_is_there() -> None:
+    for target, path in _targets().items():
+        assert callable(get_object(target)), path
 
 
-@pytest.mark.parametrize("path", CONF, ids=lambda path: str(path.relative_to(CHECKOUT / "conf")))
-def test_a_choice_says_on_top_what_it_is(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    if any(line.startswith("# @package") for line in lines):
-        assert lines[0].startswith("# @package "), "Hydra reads it from the first line alone"
-        lines = lines[1:]
-    assert re.match(r"# \S", lines[0]), lines[0]
+def test_a_choice_says_on_top_what_it_is() -> None:
+    for path in CONF:
+        lines = path.read_text().splitlines()
+        if any(line.startswith("# @package") for line in lines):
+            assert lines[0].startswith("# @package "), f"{path}: Hydra reads it from the first line alone"
+            lines = lines[1:]
+        assert re.match(r"# \S", lines[0]), path
 
 
-@pytest.mark.parametrize("path", CONF, ids=lambda path: str(path.relative_to(CHECKOUT / "conf")))
-def test_a_strategy_or_precision_sits_in_the_trainer(path: Path) -> None:
-    if path.parent.name in ("strategy", "precision"):
-        assert path.read_text().startswith("# @package trainer\n")
-    if path.parent.name in ("experiment", "debug"):
-        assert path.read_text().startswith("# @package _global_\n")
+PACKAGE = {"strategy": "trainer", "precision": "trainer", "experiment": "_global_", "debug": "_global_"}
+
+
+def test_a_strategy_or_precision_sits_in_the_trainer() -> None:
+    for path in CONF:
+        if package := PACKAGE.get(path.parent.name):
+            assert path.read_text().startswith(f"# @package {package}\n"), path

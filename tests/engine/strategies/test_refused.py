@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN, Train
+from tests.engine.requests import composed, composing, problems
 from tests.engine.tiny import CLASSIFIER, LANGUAGE, NO_CHECKPOINTS, PICTURES
 from tests.engine.ways import TENSOR_PARALLEL
 
@@ -43,19 +45,14 @@ OPTIONS = {
 }
 
 
-def _typed(options: str) -> list[str]:
-    strategy, *typed = options.split()
-    return [*PLAIN, *CPU, f"strategy={strategy}", *(f"trainer.strategy.{option}" for option in typed)]
-
-
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    return answers({options: _typed(options) for options in OPTIONS}, tmp_path_factory.mktemp("answers"))
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_of_options(options: str, answered: dict[str, Answer]) -> None:
-    assert (answered[options].returncode, answered[options].err) == (2, f"error: {OPTIONS[options]}\n")
+def test_of_options(tmp_path: Path) -> None:
+    found = {}
+    with composing():
+        for typed in OPTIONS:
+            strategy, *options = typed.split()
+            words = (*PLAIN, *CPU, f"strategy={strategy}", *(f"trainer.strategy.{option}" for option in options))
+            found[typed] = problems(composed(*words, into=tmp_path))
+    assert found == {typed: {line} for typed, line in OPTIONS.items()}
 
 
 BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
