@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tests.project.test_readme import README
 DOCS, README_MD = CHECKOUT / "docs", CHECKOUT / "README.md"
 RUNNING, ADD = ((DOCS / name).read_text() for name in ("running.md", "add.md"))
 COMMANDS = [(command, page) for page in (RUNNING, ADD) for command in commands(page) if command not in commands(README)]
-((PLAN, TABLE),) = re.findall(r"^    \$ python (train\.py mode=plan .*)\n((?:    .*\n)+)", README, re.MULTILINE)
 ERRORS = re.findall(r"^    \$ python (train\.py .*)\n    (error: .*)$", RUNNING, re.MULTILINE)
 
 
@@ -48,22 +46,6 @@ def test_mistakes_are_told_as_the_guide_shows_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("command", "page"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_commands_of_the_guides_train(command: str, page: str, train: Train, tmp_path: Path) -> None:
     assert "step 2/2" in follow(shlex.split(command), page, tmp_path / "typed", train).out
-
-
-def test_the_plan_is_what_its_command_prints(train: Train, tmp_path: Path) -> None:
-    """Its table is cut, at the right and below; of another version of torch, a number may differ a little."""
-    folder = tmp_path / "plan"
-    folder.mkdir()
-    shutil.copy(CHECKOUT / "CHANGELOG.md", folder)  # its data
-    printed = map(_cells, train(*shlex.split(PLAN)[1:], folder=folder).out.splitlines())
-    for row in map(_cells, TABLE.splitlines()):
-        expected = [pytest.approx(cell, rel=0.02) if isinstance(cell, float) else cell for cell in row]
-        assert any(found[: len(row)] == expected for found in printed), row  # in this order
-
-
-def _cells(line: str) -> list[str | float]:
-    """Cells of a table's row."""
-    return [float(cell) if re.fullmatch(r"[\d.]+", cell) else cell for cell in re.split(r"\s{2,}", line.strip())]
 
 
 # What only the page itself makes, or the reader has; flags; sweeps; and a choice that is named without what it needs

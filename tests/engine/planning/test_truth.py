@@ -28,7 +28,7 @@ REAL = (
 )
 TENSOR_PARALLEL = "fsdp_tp trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
 DAILY = [("language", strategy) for strategy in ("ddp", "fsdp_hybrid", "fsdp1", TENSOR_PARALLEL)]
-DAILY += [("language", "fsdp trainer.strategy.activation_checkpointing=true"), ("late", "fsdp"), ("pictures", "ddp")]
+DAILY += [("late", "fsdp trainer.strategy.activation_checkpointing=true")]
 
 
 @pytest.mark.parametrize(("model", "strategy"), DAILY)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,28 +13,17 @@ from lightswitch.planning.fake_group import World
 from lightswitch.planning.fake_zero import plan_in_bfloat16
 from lightswitch.planning.simulation import simulate
 from tests.engine.planning.modules import LooksAtValues
-from tests.engine.planning.zero import CASES, RANKS, Case
-from tests.engine.processes import Start, said
+from tests.engine.planning.zero import CASES, RANKS, Case, held
+from tests.pool import Pool
 
 
-@pytest.fixture
-def held(start: Start, port: str, tmp_path: Path) -> dict[str, Any]:
-    """What the rank with the least holds, by case."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
-    environment |= {"LOCAL_WORLD_SIZE": str(RANKS), "TORCHELASTIC_RUN_ID": "zero", "GROUP_RANK": "0"}
-    command = (sys.executable, "-m", "tests.engine.planning.zero", str(tmp_path))
-    ranks = [start(*command, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(RANKS)]
-    for rank in ranks:
-        out = said(rank)
-        assert rank.returncode == 0, out
-    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    return {name: min((told[name] for told in of_ranks), key=lambda told: told["bytes"]) for name in CASES}
-
-
-def test_a_plan_says_what_a_rank_holds_under_deepspeed(held: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings("ignore")  # what DeepSpeed and a Trainer without a run around it warn of
+def test_a_plan_says_what_a_rank_holds_under_deepspeed(pool: Pool) -> None:
+    of_ranks = pool(RANKS)(held)
     for name, case in CASES.items():
         step = simulate(case.work(), case.strategy(), World(1, RANKS))
-        peak, real = step.growth.at(case.samples).peak(), held[name]
+        peak = step.growth.at(case.samples).peak()
+        real = min((told[name] for told in of_ranks), key=lambda told: told["bytes"])  # of the rank with the least
         assert peak.bytes == pytest.approx(real["bytes"], rel=0.01), name
         assert peak.by_kind == pytest.approx(real["by_kind"], abs=0.01 * real["bytes"]), name
         assert case.accumulation * step.micro_flops == real["flops"], name

@@ -1,17 +1,10 @@
-"""Steps under DeepSpeed, each once by two real ranks: what they hold, by the ledger that plans are made with.
-
-python -m tests.engine.planning.zero <folder>, by each rank, writes <folder>/<rank>.json.
-"""
+"""Steps under DeepSpeed, each once by two real ranks: what they hold, by the ledger that plans are made with."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +63,11 @@ CASES = {
 }
 
 
+def held() -> dict[str, dict[str, Any]]:
+    """What this rank holds, by case."""
+    return {name: _held(case) for name, case in CASES.items()}
+
+
 class _Endless:
     def __init__(self, batch: Callable[[], list[Tensor]]) -> None:
         self._batch = batch
@@ -97,8 +95,3 @@ def _held(case: Case) -> dict[str, Any]:
     all_sent = (one for micro in steps[-1].collectives for one in micro)
     sent = sorted([one.name, one.bytes] for one in all_sent if one.name != "broadcast")
     return {**asdict(least), "flops": steps[0].flops, "sent": sent}
-
-
-if __name__ == "__main__":
-    told = {name: _held(case) for name, case in CASES.items()}
-    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(told))

@@ -17,7 +17,7 @@ from tests.engine.tiny import LANGUAGE, LANGUAGE_MODEL, RUN, TEXT
 from tests.engine.ways import PLAN
 
 # By how a model is kept, choices of conf/strategy that its rows take in turn. ddp_spawn, whose processes start in
-# seconds, is in the ring.
+# seconds, is for the night.
 STRATEGIES = {
     "single": ("single", "auto"),
     "ddp": ("ddp", "ddp_fork"),
@@ -44,7 +44,7 @@ CALLBACKS = {
     "trainable only": ("callbacks=[default,trainable_only]",),
     "stopping early": ("callbacks=[default,early_stopping]",),
 }
-COMPILED = {"eager": (), "compiled": ("compile=true", "compile.backend=aot_eager")}
+COMPILED = {"eager": (), "compiled": ("compile=true", "compile.backend=eager")}  # aot_eager: strategies/
 FACTORS = {
     **{"strategy": list(STRATEGIES), "precision": list(PRECISIONS), "shape": list(SHAPES)},
     **{"batch": list(BATCHES), "callbacks": list(CALLBACKS), "compile": list(COMPILED)},

@@ -15,7 +15,7 @@ from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.requests import composed, composing, problems
 from tests.engine.tables import matrix
 from tests.engine.tours.pairs import PRECISIONS, REFUSED, STRATEGIES, Row, all_pairs, pairs_of, rows
-from tests.engine.tours.ring import RING
+from tests.engine.tours.ring import RING, SPAWN
 
 SHORT = (*WITNESS, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=2")
 EXACT = ("32-true", "64-true")
@@ -30,7 +30,8 @@ def test_every_pair_of_choices_is_in_a_run_or_refused() -> None:
 
 
 def test_every_strategy_is_in_a_run() -> None:
-    in_ring = {word.partition("=")[2] for way in RING.values() for word in way.switches if word.startswith("strategy=")}
+    words = {word for way in (*RING.values(), *SPAWN.values()) for word in way.switches}
+    in_ring = {word.partition("=")[2] for word in words if word.startswith("strategy=")}
     assert {row.strategy for row in rows()} | in_ring == {*matrix.STRATEGIES}
 
 

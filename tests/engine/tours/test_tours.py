@@ -15,10 +15,11 @@ from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tiny import LANGUAGE
-from tests.engine.tours.ring import RING, SEED, next_way
+from tests.engine.tours.ring import RING, SEED, SPAWN, next_way
 from tests.engine.ways import WAYS
 
 STEPS = 16
+EVERY = RING | SPAWN
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
 RUN += (*WITNESS, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
 STARTED = {  # what starts its processes, and how, where a way does so itself
@@ -31,44 +32,50 @@ KILL = "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill"
 
 @dataclass(frozen=True)
 class Tour:
-    """What a run that has ended gave, and what is read from its best checkpoint under the same way."""
+    """What a run that has ended gave, and what is read from its best checkpoint under the same way, by mode."""
 
     run: Finished
-    validated: Finished
-    predicted: torch.Tensor
+    read: dict[str, Finished]
     exported: dict[str, torch.Tensor]
 
 
-def _ended(train: Train, way: str, folder: Path | None) -> Tour:
-    run = train(*RUN, *RING[way].switches, ranks=RING[way].ranks, folder=folder)
-    reader = RING[way] if RING[way].ranks else WAYS["ddp × 2"]  # which need not start its processes
+def _ended(train: Train, way: str, folder: Path | None, *modes: str) -> Tour:
+    run = train(*RUN, *EVERY[way].switches, ranks=EVERY[way].ranks, folder=folder)
+    reader = EVERY[way] if EVERY[way].ranks else WAYS["ddp × 2"]  # which need not start its processes
     switches, ranks = reader.switches, reader.ranks
     reads = (*LANGUAGE, *switches, "trainer.accelerator=cpu", f"ckpt_path={run.run_dir}/checkpoints/best.ckpt")
-    validated = train(*reads, "mode=validate", ranks=ranks)
-    predicted = predictions(train(*reads, "mode=predict", ranks=ranks))
+    read = {mode: train(*reads, f"mode={mode}", ranks=ranks) for mode in modes}
     file = run.folder / "model.safetensors"
     export([str(run.run_dir), "-o", str(file)])
-    return Tour(run, validated, predicted, load_file(file))
+    return Tour(run, read, load_file(file))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    return _ended(runs_in(tmp_path_factory.mktemp("alone")), "single", None)
+    return _ended(runs_in(tmp_path_factory.mktemp("alone")), "single", None, "validate", "predict")
 
 
 @pytest.mark.parametrize("way", RING)
 def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(way: str, alone: Tour, train: Train) -> None:
     print(f"from {way} to {next_way(way)}: TOUR_SEED={SEED}")
+    go(way, next_way(way), alone, train)
+
+
+def go(way: str, following: str, alone: Tour, train: Train) -> None:
+    """Begin a run under one way, kill it, and end it under another, which validates and predicts by turns of days."""
     kill = (KILL, f"callbacks.kill.seed='{SEED} {way}'")
-    killed = train(*RUN, *RING[way].switches, *kill, ranks=RING[way].ranks, check=False)
+    killed = train(*RUN, *EVERY[way].switches, *kill, ranks=EVERY[way].ranks, check=False)
     assert killed.returncode != 0
-    tour = _ended(train, next_way(way), killed.folder)
-    if started := STARTED.get(next_way(way)):
+    mode = ("validate", "predict")[(list(EVERY).index(way) + SEED) % 2]
+    tour = _ended(train, following, killed.folder, mode)
+    if started := STARTED.get(following):
         assert {(rank["launcher"], rank["start_method"]) for rank in witnesses(tour.run.run_dir)[:1]} == {started}
     assert "\nresumes    runs/languagemodel/mine/checkpoints/" in tour.run.out
     assert list(tour.run.column("train/loss")) == list(range(STEPS))
     for metric in ("train/loss", "val/loss", "test/loss", "samples"):
         assert largest_difference(tour.run, alone.run, metric) <= 1e-5, metric
-    assert largest_difference(tour.validated, alone.validated, "val/loss") <= 1e-5
-    torch.testing.assert_close(tour.predicted, alone.predicted, rtol=0, atol=1e-3)
+    if mode == "validate":
+        assert largest_difference(tour.read[mode], alone.read[mode], "val/loss") <= 1e-5
+    else:
+        torch.testing.assert_close(predictions(tour.read[mode]), predictions(alone.read[mode]), rtol=0, atol=1e-3)
     torch.testing.assert_close(tour.exported, alone.exported, rtol=0, atol=1e-4)

@@ -10,7 +10,7 @@ from tests.engine.conftest import Train
 from tests.engine.planning.test_dry_run import MODEL, is_what_each_rank_does
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_tp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_tp"])
 def test_each_rank_does_what_a_dry_run_says(strategy: str, train: Train) -> None:
     is_what_each_rank_does(strategy, train)
 
