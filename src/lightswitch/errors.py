@@ -12,7 +12,8 @@
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
-    │   └── IrregularFile          a pipe, a device or a link where a file was expected (also an OSError)
+    │   ├── IrregularFile          a pipe, a device or a link where a file was expected (also an OSError)
+    │   └── NoExperiment           a module asks for its logger's experiment, and it has none (also an AttributeError)
     ├── BatchError                 a global batch that does not divide (a ValueError)
     ├── NeedsValues                a step asks for values where a plan has none (a RuntimeError)
     ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
@@ -134,6 +135,10 @@ class UnwrittenCheckpoint(Refused, OSError):
 
 class IrregularFile(Refused, OSError):
     """A pipe, a device, a directory or a link in the place of a file that is to be read or written."""
+
+
+class NoExperiment(Refused, AttributeError):
+    """`self.logger.experiment` of a logger that has none; `hasattr` is False, as of any attribute that is not there."""
 
 
 class BatchError(ValueError):

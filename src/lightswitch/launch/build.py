@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig
 
@@ -25,6 +26,7 @@ from lightswitch.launch import callbacks, compatibility, handshake, optimizers, 
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.launch.loop import replace_loops
+from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.process.state import leave_group_at_exit
 from lightswitch.runs.record import RunRecord
 from lightswitch.strategies.auto import auto
@@ -65,7 +67,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         refusals,
         strategy=strategy,
         callbacks=[*engine, *users, *callbacks.step_timer(cfg, run, users)],
-        logger=[logger for logger in (loggers or {}).values() if logger is not None],
+        logger=in_order(loggers or {}),
         **plugins(cfg, cluster, refusals),
         **plan.trainer_arguments(cfg.trainer),
         **callbacks.trainer_arguments(users, cfg.trainer),
@@ -82,6 +84,12 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     handshake.arrange(cfg, run, trainer, strategy, watchdog)
     install_launcher(strategy, run)
     return model, data, trainer
+
+
+def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:
+    """Return the loggers with metrics.csv last: the first is a module's `self.logger`, which has an `experiment`."""
+    named = [logger for logger in loggers.values() if logger is not None]
+    return sorted(named, key=lambda logger: isinstance(logger, MetricsFile))
 
 
 def _advise(cfg: DictConfig, run: RunContext, model: LightningModule, data: Any, plan: BatchPlan) -> None:

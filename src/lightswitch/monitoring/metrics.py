@@ -11,13 +11,14 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightswitch import regular_files
+from lightswitch.errors import NoExperiment
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,14 @@ class MetricsFile(Logger):
     @property
     def version(self) -> str:
         return ""
+
+    @property
+    def experiment(self) -> NoReturn:
+        """Raise NoExperiment: a table of metrics takes no pictures."""
+        raise NoExperiment(
+            "self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; "
+            "type logger=default, whose first is TensorBoard"
+        )
 
     @property
     def save_dir(self) -> str:
