@@ -56,7 +56,7 @@ class Fit:
     arguments: str = ""
     callbacks: tuple[Callable[[], pl.Callback], ...] = ()
 
-    def trainer(self, *callbacks: pl.Callback, logger: Logger | None = None) -> pl.Trainer:
+    def trainer(self, *callbacks: pl.Callback, logger: Logger | list[Logger] | None = None) -> pl.Trainer:
         """Return a Trainer with these callbacks after the engine's."""
         make = _of_conf(self.strategy) if isinstance(self.strategy, str) else self.strategy
         ranks = int(os.environ["WORLD_SIZE"])

@@ -60,6 +60,35 @@ def test_tensorboard_events_are_in_the_run_directory(directory: Path) -> None:
     assert {event.value for event in events.Scalars("samples")} == {40, 80, 120, 160}
 
 
+DRAWS = (
+    *(
+        "model._target_=tests.engine.modules.optimization.ShowsPictures",
+        "data._target_=tests.engine.modules.data.Images",
+    ),
+    *("trainer.accelerator=cpu", "global_batch_size=8", "trainer.max_steps=2", "trainer.log_every_n_steps=1"),
+)
+
+
+def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Train) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train(*DRAWS, "strategy=ddp", ranks=2)
+    (events,) = (run.run_dir / "tensorboard").glob("events.*")
+    tags = EventAccumulator(str(events)).Reload().Tags()
+    assert {"by_hand", "train/loss"} <= set(tags["scalars"])
+    assert (tags["histograms"], tags["images"]) == (["pixels"], ["first"])
+    assert list(run.column("train/loss")) == [0, 1]
+
+
+def test_a_module_that_draws_is_refused_in_a_line_where_no_logger_takes_pictures(train: Train) -> None:
+    refused = train(*DRAWS, "logger=csv", check=False)
+    assert refused.err.splitlines()[-1] == (
+        "error: self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; type "
+        "logger=default, whose first is TensorBoard"
+    )
+    assert (refused.returncode, "Traceback" in refused.err) == (2, False)
+
+
 @pytest.mark.skipif(
     find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
 )

@@ -1,0 +1,358 @@
+"""Diffusion, codebooks, flows, autoencoders and adversaries, over images (batch, 64)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, mse_loss, one_hot, softplus
+
+Noised = tuple[Tensor, Tensor, Tensor]
+Image = tuple[Tensor, Tensor]
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Embedding(10, 32)
+        self.into, self.out = nn.Linear(64, 32), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.out(nn.functional.gelu(self.into(x) + self.time(t)))
+
+
+class LitEma(nn.Module):
+    """The averages of a model in buffers, as latent-diffusion's ldm/modules/ema.py keeps them."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
+        super().__init__()
+        self.m_name2s_name: dict[str, str] = {}
+        self.register_buffer("decay", torch.tensor(decay))
+        self.register_buffer("num_updates", torch.tensor(0, dtype=torch.int))
+        for name, parameter in model.named_parameters():
+            self.m_name2s_name[name] = name.replace(".", "")
+            self.register_buffer(self.m_name2s_name[name], parameter.clone().detach().data)
+        self.collected_params: list[Tensor] = []
+
+    def forward(self, model: nn.Module) -> None:
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        with torch.no_grad():
+            shadow = dict(self.named_buffers())
+            for name, parameter in model.named_parameters():
+                average = shadow[self.m_name2s_name[name]]
+                average.sub_((1.0 - decay) * (average - parameter))
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
+        shadow = dict(self.named_buffers())
+        self.collected_params = [parameter.clone() for parameter in model.parameters()]
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(shadow[self.m_name2s_name[name]].data)
+        try:
+            yield
+        finally:
+            for kept, parameter in zip(self.collected_params, model.parameters(), strict=True):
+                parameter.data.copy_(kept.data)
+
+
+class LatentDiffusion(pl.LightningModule):
+    """Rombach et al. 2021: averages in buffers, which stand in for the weights in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Denoiser()
+        self.model_ema = LitEma(self.model)
+        self.register_buffer("alphas", torch.linspace(0.95, 0.05, 10), persistent=False)
+
+    def loss(self, batch: Noised) -> Tensor:
+        image, noise, t = batch
+        alpha = self.alphas[t][:, None]
+        return mse_loss(self.model(alpha.sqrt() * image + (1 - alpha).sqrt() * noise, t), noise)
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.model_ema(self.model)
+
+    @torch.no_grad()
+    def validation_step(self, batch: Noised, batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch))
+        with self.model_ema.scope(self.model):
+            self.log("val/loss_ema", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=3e-3, eps=1e-5)
+
+
+class DDPM(LatentDiffusion):
+    """Ho et al. 2020, with noise and times that the step draws."""
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        image = batch[0]
+        return self.loss((image, torch.randn_like(image), torch.randint(10, (len(image),), device=self.device)))
+
+
+class EmaCopy(pl.LightningModule):
+    """lucidrains' way: a deep copy whose weights follow by `lerp_`, and are validated by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Denoiser()
+        self.ema_model = copy.deepcopy(self.model).eval().requires_grad_(False)
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        return mse_loss(self.model(batch[0] + batch[1], batch[2]), batch[1])
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        for average, parameter in zip(self.ema_model.parameters(), self.model.parameters(), strict=True):
+            average.data.lerp_(parameter.data, 0.1)
+
+    def validation_step(self, batch: Noised, batch_idx: int) -> None:
+        self.log("val/loss", mse_loss(self.ema_model(batch[0] + batch[1], batch[2]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+
+class VAE(pl.LightningModule):
+    """Kingma & Welling 2013: noise that the step draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 16), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 64))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        mean, log_variance = self.encoder(batch[0]).chunk(2, -1)
+        z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1).mean() / 2
+        loss = mse_loss(self.decoder(z), batch[0])
+        self.log_dict({"reconstruction": loss, "divergence": divergence})
+        return loss + 0.01 * divergence
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
+
+
+class VQEma(pl.LightningModule):
+    """van den Oord et al. 2017: a codebook in buffers, which follows the mean of what all ranks assign to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 8), nn.Linear(8, 64)
+        self.register_buffer("codebook", torch.randn(6, 8))
+        self.register_buffer("cluster_size", torch.ones(6))
+        self.register_buffer("embed_avg", self.codebook.clone())
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        z = self.encoder(batch[0])
+        nearest = torch.cdist(z, self.codebook).argmin(-1)
+        quantized = embedding(nearest, self.codebook)
+        self.update(z.detach(), one_hot(nearest, 6).float())
+        return mse_loss(self.decoder(z + (quantized - z).detach()), batch[0]) + 0.25 * mse_loss(z, quantized.detach())
+
+    @torch.no_grad()
+    def update(self, z: Tensor, assigned: Tensor) -> None:
+        sizes, sums = assigned.sum(0), assigned.T @ z
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sizes)
+            torch.distributed.all_reduce(sums)
+        self.cluster_size.mul_(0.9).add_(sizes, alpha=0.1)
+        self.embed_avg.mul_(0.9).add_(sums, alpha=0.1)
+        self.codebook.data.copy_(self.embed_avg / (self.cluster_size[:, None] + 1e-5))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
+
+
+class VQDataInit(pl.LightningModule):
+    """A trained codebook, which the first batch gives its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 8), nn.Linear(8, 64)
+        self.codebook = nn.Parameter(torch.zeros(4, 8))
+        self.register_buffer("initted", torch.tensor(False))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        z = self.encoder(batch[0])
+        if not self.initted:
+            self.codebook.data.copy_(z[:4].detach())
+            self.initted.fill_(True)
+        quantized = embedding(torch.cdist(z, self.codebook).argmin(-1), self.codebook)
+        commitment = mse_loss(z, quantized.detach()) + mse_loss(z.detach(), quantized)
+        return mse_loss(self.decoder(z + (quantized - z).detach()), batch[0]) + commitment
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Coupling(nn.Module):
+    """Half of the features, scaled and shifted in place by what the other half says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        fixed, changed = x.chunk(2, -1)
+        scale, shift = self.net(fixed).chunk(2, -1)
+        scale = scale.tanh()
+        return torch.cat([changed * scale.exp() + shift, fixed], -1), scale.sum(-1)
+
+
+class RealNVP(pl.LightningModule):
+    """Dinh et al. 2016: what its blocks give is changed in place on a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Coupling() for _ in range(3))
+        self.log_scale = nn.Parameter(torch.zeros(64))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        z, volume = batch[0] + 0.1 * batch[1], torch.zeros(len(batch[0]), device=self.device)
+        for block in self.blocks:
+            z, more = block(z)
+            z[:, 32:] *= -1
+            volume = volume + more
+        z = z * self.log_scale.exp()
+        return (z.square().sum(-1) / 2 - volume - self.log_scale.sum()).mean() / 64
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5)
+
+
+class ActNorm(nn.Module):
+    """A scale and a shift, which the first batch gives its values (Kingma & Dhariwal 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loc, self.scale = nn.Parameter(torch.zeros(1, 64)), nn.Parameter(torch.ones(1, 64))
+        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.initialized.item() == 0:
+            with torch.no_grad():
+                self.loc.data.copy_(-x.mean(0, keepdim=True))
+                self.scale.data.copy_(1 / (x.std(0, keepdim=True) + 1e-2))
+            self.initialized.fill_(1)
+        return self.scale * (x + self.loc)
+
+
+class Glow(pl.LightningModule):
+    """Kingma & Dhariwal 2018, of which taming-transformers has the ActNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.coupling = ActNorm(), Coupling()
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        z, volume = self.coupling(self.norm(batch[0]))
+        return (z.square().sum(-1) / 2 - volume - self.norm.scale.abs().log().sum()).mean() / 64
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+class GAN(pl.LightningModule):
+    """Goodfellow et al. 2014, as Lightning's docs have it: two optimizers, each with a backward pass, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
+        self.discriminator = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> None:
+        real, noise, _ = batch
+        g, d = self.optimizers()
+        self.toggle_optimizer(g)
+        g_loss = softplus(-self.discriminator(self.generator(noise))).mean()
+        self.log("g_loss", g_loss, prog_bar=True)
+        self.manual_backward(g_loss)
+        g.step()
+        g.zero_grad()
+        self.untoggle_optimizer(g)
+        self.toggle_optimizer(d)
+        fake = self.generator(noise).detach()
+        d_loss = (softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(fake)).mean()) / 2
+        self.log("d_loss", d_loss, prog_bar=True)
+        self.manual_backward(d_loss)
+        d.step()
+        d.zero_grad()
+        self.untoggle_optimizer(d)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(part.parameters(), lr=2e-3, betas=(0.5, 0.999), eps=1e-5)
+            for part in (self.generator, self.discriminator)
+        ], []
+
+
+class WGAN(pl.LightningModule):
+    """Arjovsky et al. 2017: a critic whose weights are clamped, stepped more often than the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> None:
+        real, noise, _ = batch
+        g, c = self.optimizers()
+        loss = self.critic(self.generator(noise).detach()).mean() - self.critic(real).mean()
+        c.zero_grad()
+        self.manual_backward(loss)
+        c.step()
+        for parameter in self.critic.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+        if batch_idx % 2:
+            g.zero_grad()
+            self.manual_backward(-self.critic(self.generator(noise)).mean())
+            g.step()
+        self.log("critic", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.RMSprop(part.parameters(), lr=1e-3, eps=1e-3) for part in (self.generator, self.critic)]
+
+
+class GradientPenalty(pl.LightningModule):
+    """Gulrajani et al. 2017: a critic whose gradients are part of its loss, in automatic optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        real, fake, t = batch
+        between = torch.lerp(real, fake, t[:, None] / 10).requires_grad_(True)
+        gradient = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)[0]
+        penalty = (gradient.norm(2, dim=1) - 1).square().mean()
+        return self.critic(fake).mean() - self.critic(real).mean() + 10 * penalty
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class ScoreMatching(pl.LightningModule):
+    """Song et al. 2019: the slice of a Hessian, by a gradient of a gradient's product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        x, v = batch[0].clone().requires_grad_(), batch[1].sign()
+        score = -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+        along = torch.autograd.grad((score * v).sum(), x, create_graph=True)[0]
+        return ((along * v).sum(-1) + score.square().sum(-1) / 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)

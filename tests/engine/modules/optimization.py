@@ -1,0 +1,422 @@
+"""How classifiers of images (batch, 1, 8, 8) are optimized, regularized, scheduled and logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.utils import parametrizations
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torchmetrics.classification import MulticlassAccuracy
+
+Batch = tuple[Tensor, Tensor]
+
+
+def network(*between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), *between, nn.ReLU(), nn.Linear(16, 4))
+
+
+class Classifier(pl.LightningModule):
+    """A perceptron, by SGD: what the others of this file change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class BatchNorm(Classifier):
+    """Statistics of the rank's own batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(nn.BatchNorm1d(16))
+
+
+class Dropout(Classifier):
+    """Units that each rank drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(nn.Dropout(0.3))
+
+
+class RunningNorm(Classifier):
+    """A normalizer of inputs in buffers that are not persistent, moved by each rank's own batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64), persistent=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        pixels = batch[0].flatten(1)
+        self.mean.lerp_(pixels.mean(0), 0.2)
+        return cross_entropy(self.net(pixels - self.mean), batch[1])
+
+
+class StepsCounted(Classifier):
+    """A curriculum by a buffer that is not persistent and counts steps, the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx) * (1 - 0.9**self.seen)
+
+
+class SpectralNorm(Classifier):
+    """Miyato et al. 2018: a power iteration in buffers, in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.net[1])
+
+
+class WeightNorm(Classifier):
+    """Salimans & Kingma 2016."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.net[1])
+
+
+class Distillation(Classifier):
+    """Hinton et al. 2015: a frozen teacher, which is kept in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = network(nn.Dropout(0.5)).requires_grad_(False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.teacher.eval()
+        with torch.no_grad():
+            soft = (self.teacher(batch[0]) / 2).softmax(-1)
+        logits = self.net(batch[0])
+        return cross_entropy(logits, batch[1]) + kl_div((logits / 2).log_softmax(-1), soft, reduction="batchmean")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+
+
+class MultiTask(Classifier):
+    """Kendall et al. 2017: weights of two losses are learnt, a number each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bright, self.log_vars = nn.Linear(16, 1), nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in "ab")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        features = self.net[:3](batch[0])
+        brightness = batch[0].mean((1, 2, 3))
+        losses = [
+            cross_entropy(self.net[3](features), batch[1]),
+            (self.bright(features).squeeze(-1) - brightness).square().mean(),
+        ]
+        loss = sum(torch.exp(-s) * one + s for one, s in zip(losses, self.log_vars, strict=True))
+        return {"loss": loss, "classes": losses[0].detach(), "bright": losses[1].detach()}
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al. 2020, as davda54/sam has it."""
+
+    def __init__(self, params: Any, base: type[Optimizer], rho: float = 0.05, **named: Any) -> None:
+        super().__init__(params, dict(rho=rho, **named))
+        self.base_optimizer = base(self.param_groups, **named)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.norm(torch.stack([gradient.norm(p=2) for gradient in gradients]), p=2)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old_p"] = p.data.clone()
+                    p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("SAM is stepped by first_step and second_step")
+
+
+class Sharpness(Classifier):
+    """Sharpness-aware minimization by hand: the optimizer's own two steps, past `step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.second_step(zero_grad=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Zhang et al. 2019: slow weights, which every second step goes back to."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.slow = [[p.clone().detach() for p in group["params"]] for group in self.param_groups]
+        super().__init__(self.param_groups, self.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, q in zip(group["params"], slow, strict=True):
+                    q.data.add_(self.alpha * (p.data - q.data))
+                    p.data.copy_(q.data)
+        return loss
+
+
+class LooksAhead(Classifier):
+    """An optimizer around another, with a state that no `state` has."""
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.SGD(self.parameters(), lr=0.1))
+
+
+class LBFGS(Classifier):
+    """A closure that is called several times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=3)
+
+
+class AccumulatesByHand(Classifier):
+    """Gradients of two batches make a step, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx) / 2
+        self.manual_backward(loss)
+        if (batch_idx + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss)
+
+
+class TwoBackward(Classifier):
+    """Two losses, each with a backward pass of its own, and clipping by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        logits = self.net(batch[0])
+        self.manual_backward(cross_entropy(logits, batch[1]), retain_graph=True)
+        self.manual_backward(0.1 * logits.square().mean())
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class MaxNorm(Classifier):
+    """Rows of a weight are cut to a norm after each batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net[1].weight.renorm_(2, 0, 0.5)
+
+
+class OneCycle(Classifier):
+    """Smith 2018, by the length of the run, stepped each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = OneCycleLR(optimizer, 0.2, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class WarmRestarts(Classifier):
+    """A schedule that the module steps itself, by fractions of an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": CosineAnnealingWarmRestarts(optimizer, 1), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(self.global_step / 4)
+
+
+class Plateau(Classifier):
+    """A rate that halves where what the training logs has not become less."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+class Warmup(Classifier):
+    """A rate for each group by a lambda, with decay for matrices alone; what warms up is in `optimizer_step`."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 3:
+            for group in optimizer.param_groups:
+                group["lr"] = min(1.0, (self.trainer.global_step + 1) / 3) * 0.1
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+        return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+class Averaged(Classifier):
+    """Averages of weights by Lightning's callback, and a metric of torchmetrics'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("val/accuracy", self.accuracy, on_step=True, on_epoch=True)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [EMAWeightAveraging(decay=0.8)]
+
+
+class GradientHooks(Classifier):
+    """A gradient that is reversed on its way, one that a parameter scales, and clipping of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain = nn.Linear(16, 2)
+        self.net[1].bias.register_hook(lambda gradient: gradient * 0.5)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        features = self.net[:3](batch[0])
+        backwards = features.view_as(features)
+        backwards.register_hook(lambda gradient: -0.1 * gradient)
+        return cross_entropy(self.net[3](features), batch[1]) + cross_entropy(self.domain(backwards), batch[1] % 2)
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="value")
+
+
+class SkipsBatches(Classifier):
+    """Returns None for a batch that it will not learn from."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class StepsByHand(Classifier):
+    """Steps by hand, in automatic optimization, and returns None."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        cross_entropy(self.net(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+
+class LogsOfEveryKind(Classifier):
+    """`self.log` of each kind: by step, by epoch, both, sums, extremes, metrics, dicts, of one rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = MulticlassAccuracy(4, average="micro")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        self.log("by_step", loss)
+        self.log("by_both", loss, on_step=True, on_epoch=True, batch_size=len(logits))
+        self.log("synced", loss, sync_dist=True)
+        self.log("largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("count", float(len(logits)), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log_dict({"number": 3, "step": float(self.global_step)}, prog_bar=True)
+        self.right(logits, batch[1])
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        self.log("rank_0", 1.0, rank_zero_only=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"val/a": loss, "val/b": 2 * loss}, batch_size=len(batch[0]))
+
+
+class ShowsPictures(Classifier):
+    """What Lightning's examples show by `self.logger.experiment`: a number, a histogram, images."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        board = self.logger.experiment
+        board.add_scalar("by_hand", loss.item(), self.global_step)
+        board.add_histogram("pixels", batch[0], self.global_step)
+        board.add_image("first", batch[0][0].clamp(0, 1), self.global_step)
+        return loss
+
+
+class ArcFace(Classifier):
+    """Deng et al. 2018: an angle to normalized rows of a weight, with a margin; the largest gradient is clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        unit = nn.functional.normalize(self.net(batch[0])), nn.functional.normalize(self.weight)
+        cosine = nn.functional.linear(*unit).clamp(-0.999, 0.999)
+        margin = 0.3 * nn.functional.one_hot(batch[1], 4)
+        return cross_entropy(8 * torch.cos(cosine.acos() + margin), batch[1])
