@@ -66,6 +66,7 @@ _KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and 
 _SAVED = "checkpoints are written once all hooks of a batch or an epoch are over; no callback is asked after them"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
 _LOGGED = "what ranks log, who each see their share, is brought together: all of them reach these two moments"
+_LOGGED_BY_STEP = "what a module logs by step is of all ranks; a step of an evaluation is none of metrics.csv's rows"
 _WHOLE = "a fraction of an epoch is one of its steps: Lightning counts micro batches"
 _ITEMS = "the gradients of a step are divided by its items: DeepSpeed's method that sets it tells of it each time"
 _TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
@@ -142,6 +143,8 @@ PATCHES = (
     ),
     Patch(_CONNECTOR, "epoch_end_reached", "(self)", _LOGGED),
     Patch(_CONNECTOR, "on_epoch_end", "(self)", _LOGGED),
+    Patch(_CONNECTOR, "update_train_step_metrics", "(self)", _LOGGED_BY_STEP),
+    Patch(_CONNECTOR, "update_eval_step_metrics", "(self, step)", _LOGGED_BY_STEP),
     Patch(
         "lightning.pytorch.callbacks.WeightAveraging",
         "__class__",

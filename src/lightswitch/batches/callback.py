@@ -32,10 +32,12 @@ from lightswitch.batches.position import (
 )
 from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.batches.shared import SharedLoaders, data_rank
+from lightswitch.batches.step_logs import StepLogs
 from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.monitoring.batch_count import is_counted
 
 _TRANSFER = 1  # in a seed: of the hooks that move a batch to its device, which come before the others
 
@@ -69,6 +71,7 @@ class GlobalBatch(Callback):
         self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
         self._told = ToldSamples(plan)
         self._logs: LogsOfRanks | None = None  # of several ranks
+        self._step_logs: StepLogs | None = None
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
@@ -85,15 +88,19 @@ class GlobalBatch(Callback):
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
+        share = self.plan.replicas / trainer.world_size
+        self._step_logs = StepLogs(trainer, share)
+        self._step_logs.install()
         if trainer.world_size > 1:
-            self._logs = LogsOfRanks(trainer, self.plan.replicas / trainer.world_size)
+            self._logs = LogsOfRanks(trainer, share)
             self._logs.install()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         strategy.share = strategy.on_batch = strategy.on_output = None
-        if self._logs is not None:
-            self._logs.remove()
+        for logs in (self._logs, self._step_logs):
+            if logs is not None:
+                logs.remove()
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)
@@ -155,9 +162,12 @@ class GlobalBatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        logged = _is_logged(trainer)
+        logged = is_counted(trainer)
         if logged:
-            self._loss.add(outputs, self._weight())
+            weight = self._weight()
+            self._loss.add(outputs, weight)
+            if self._step_logs is not None:
+                self._step_logs.weight = float(weight)
         self._counter.finish_batch()
         if logged and self._counter.is_at_step_end(trainer):
             self._log_step(trainer, pl_module)
@@ -263,13 +273,6 @@ def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
             f"the global batch is cut for {plan.replicas} devices, and {type(trainer.strategy).__name__} has {found} "
             "that read different samples; give trainer.devices and trainer.num_nodes as numbers"
         )
-
-
-def _is_logged(trainer: Trainer) -> bool:
-    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
-    if every_n_steps == 0:  # which means never
-        return False
-    return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
 
 
 def _logged_steps(trainer: Trainer, position: Position) -> int:

@@ -16,16 +16,20 @@ def batches(trainer: Trainer) -> int:
     return trainer.fit_loop.total_batch_idx + 1  # by hand, a batch is never cut into micro batches
 
 
+def is_counted(trainer: Trainer) -> bool:
+    """Return whether this batch of training is logged by the interval alone, on all ranks alike."""
+    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
+    if every_n_steps == 0:  # which means never
+        return False
+    return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
+
+
 def is_logged(trainer: Trainer) -> bool:
-    """Return whether loggers are due at this batch of training.
+    """Return whether loggers are due at this batch of training, which may be the last one.
 
     Lightning's own answer, `should_update_logs`, first finds out which of its loops is the one that runs.
     """
-    every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
-    if every_n_steps == 0:  # which means never
-        return False
-    is_due: bool = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
-    return is_due or trainer.should_stop
+    return is_counted(trainer) or (trainer.should_stop and trainer.log_every_n_steps > 0)  # type: ignore[attr-defined]  # likewise
 
 
 class StepsByHand(Callback):

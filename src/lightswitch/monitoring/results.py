@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
+from torch import Tensor
 
 from lightswitch.monitoring.logged import Logged
 
@@ -52,6 +53,20 @@ class Results(_ResultCollection):
         self._of_step = None
         super().to(*args, **kwargs)
         return self
+
+    def logged_by_step(self) -> Iterator[tuple[str, Tensor]]:
+        """Return what loggers are to have of a step, by Lightning's key."""
+        for key, item in self.valid_items():
+            value = item._forward_cache
+            if item.meta.on_step and item.meta.logger and isinstance(value, Tensor) and value.numel() == 1:
+                yield key, value
+
+    def put_of_step(self, key: str, value: float) -> Tensor:
+        """Put another number in the place of what was logged for a step, and return it as it then stands."""
+        self._of_step = None
+        item = self[key]
+        item._forward_cache = replaced = torch.full_like(item._forward_cache, value)
+        return replaced
 
     def forget_batch(self) -> None:
         """Let go of the batch, from which a value's weight in an epoch's mean was taken."""

@@ -16,15 +16,21 @@ from tests.engine.plain import PlainModel
 
 RUN = (
     *("model._target_=tests.engine.batches.test_metrics.LogsMuch", PLAIN_DATA, "data.samples=75", "run_id=mine"),
-    *("global_batch_size=12", "trainer.max_epochs=2", "trainer.accelerator=cpu"),  # of 7 steps, the last of 3 samples
+    *(
+        "global_batch_size=12",
+        "trainer.max_epochs=2",
+        "trainer.accelerator=cpu",
+        "trainer.log_every_n_steps=1",
+    ),  # of 7 steps, the last of 3 samples
     *("callbacks.last_checkpoint.every_n_steps=4", "callbacks.last_checkpoint.keep=9"),
 )
 TRAINING = (
     *("train/mean", "train/sum", "train/min", "train/max", "train/both_epoch", "train/of_9", "train/end"),
     *("train/accuracy", "train/Accuracy", "train/F1", "train/highest"),
 )
+OF_STEPS = ("train/both_step", "train/largest")
 IN_BATCHES = ("train/of_batches",)  # the mean over batches, of which more devices have more
-EVALUATION = ("val/loss", "val/sum", "val/min", "val/of_36", "val/of_1", "val/end")
+EVALUATION = ("val/loss", "val/both_epoch", "val/sum", "val/min", "val/of_36", "val/of_1", "val/end")
 
 
 class LogsMuch(PlainModel):
@@ -41,6 +47,7 @@ class LogsMuch(PlainModel):
         each = nn.functional.cross_entropy(logits, batch[1], reduction="none")
         self._log("train", each, batch[2])
         self.log("train/both", each.mean(), on_step=True, on_epoch=True)
+        self.log("train/largest", each.max(), reduce_fx="max")
         for metric in (self.train_accuracy, self.several, self.of_samples):
             metric.update(logits, batch[1])
         self.of_batches(torch.tensor(float(batch_idx)))
@@ -54,6 +61,7 @@ class LogsMuch(PlainModel):
         each = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         self._log("val", each, batch[2])
         self.log("val/loss", each.mean())
+        self.log("val/both", each.mean(), on_step=True, on_epoch=True)
         self.seen.append(each.sum())
 
     def _log(self, stage: str, each: Tensor, indices: Tensor) -> None:
@@ -85,9 +93,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 3), ("deepspeed_stage_2", 2)])
 def test_what_is_logged_is_the_same_at_any_world_size(strategy: str, ranks: int, alone: Finished, train: Train) -> None:
     run = train(*RUN, f"strategy={strategy}", ranks=ranks)
-    for name in (*TRAINING, *EVALUATION):
+    for name in (*OF_STEPS, *TRAINING, *EVALUATION):
         assert largest_difference(run, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
     assert set(run.column("val/of_rank_0").values()) == {1.0}
+    assert "val/both_step" not in run.metrics()[0], "a batch of an evaluation is no step of training"
+
+
+def test_what_is_logged_by_step_is_of_all_its_micro_batches(alone: Finished, train: Train) -> None:
+    run = train(*RUN, "strategy=ddp", "micro_batch_size=2", ranks=2)
+    for name in OF_STEPS:
+        assert largest_difference(run, alone, name) <= 2e-6, name
 
 
 @pytest.mark.parametrize("step", [4, 8])
