@@ -155,7 +155,8 @@ def main() -> int:
         "faults",
         nargs="+",
         metavar="WAY:HOW:CADENCE:POINTS",
-        help=f"{', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all, or the name of one",
+        help=f"{', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all, "
+        "or the name of one",
     )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

@@ -13,7 +13,13 @@ import pytest
 CHECKOUT = Path(__file__).parents[3]
 # way, how, cadence, and how many of the operations; all of them: python -m tests.engine.faults single:kill:meet:0
 FAULTS = (
-    ("single:kill:meet:14", "single:kill:miss:12", "single:kill:stop:10", "single:tear:meet:10", "single:EIO:meet:symlink"),
+    (
+        "single:kill:meet:14",
+        "single:kill:miss:12",
+        "single:kill:stop:10",
+        "single:tear:meet:10",
+        "single:EIO:meet:symlink",
+    ),
     ("single:ENOSPC:meet:10", "single:EIO:miss:8", "single:EROFS:stop:8", "single:EACCES:meet:8"),
     ("ddp:kill:meet:6", "ddp:ENOSPC:miss:4", "fsdp:kill:miss:4", "fsdp:EIO:meet:2", "deepspeed:kill:stop:2"),
 )
