@@ -218,6 +218,7 @@ def _changes(moments: Sequence[Mapping[str, Any]], name: str, step: int) -> Iter
         step: from 1; its last moment is the start of the next.
     """
     before: Digest | None = None
+    earlier = ""
     for one in moments:
         is_of_step = one["moment"] != MODULE and (
             one["step"] == step - 1 or (one["step"] == step and one["moment"] == START)
@@ -225,8 +226,9 @@ def _changes(moments: Sequence[Mapping[str, Any]], name: str, step: int) -> Iter
         if not is_of_step or (now := one["digests"].get(f"{MODEL}{name}")) is None:
             continue
         if before is not None and (change := digests.norm(digests.minus(now, before))):
-            yield one["moment"], change
-        before = now
+            # of several optimizers that are stepped by hand, each one's step ends at the next one's forward pass
+            yield STEPPED if earlier == BEFORE_STEP else one["moment"], change
+        before, earlier = now, one["moment"]
 
 
 def _moments_of(name: str, step: int, moments: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -254,8 +256,9 @@ def _when(name: str, step: int, evidence: Evidence, hooks: Sequence[str]) -> str
         return f"{name} differs first, after step {step}: it changes in the optimizer's step"
     here = list(dict.fromkeys(moment for moment, _ in _changes(evidence.one, name, step)))
     there = [moment for moment, _ in _changes(evidence.way, name, step)]
-    in_one = listed([_told(one, hooks) for one in here], separator=" and ") or "no moment"
-    told = f"{name} differs first, after step {step}: in one process it changes in {in_one}"
+    in_one = listed([_told(one, hooks) for one in here], separator=" and ")
+    told = f"{name} differs first, after step {step}: in one process it "
+    told += f"changes in {in_one}" if in_one else "does not change"
     return told if there else f"{told}; under the strategy it does not change"
 
 

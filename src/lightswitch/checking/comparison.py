@@ -158,16 +158,18 @@ class Comparison:
         base = self.one if base is None else base
         largest, first, differing, count = 0.0, None, list[Difference](), 0
         for step, here, there in _common(base, other):
-            squares, norms = 0.0, 0.0
+            sums: dict[str, list[float]] = {}  # squared norms of differences and of tensors, by kind
             found = []
             for name in (name for name in here.digests if wanted(name) and name in there.digests):
                 count += 1
                 whole = digests.norm(here.digests[name])
                 apart = digests.norm(digests.minus(there.digests[name], here.digests[name]))
-                squares, norms = squares + apart * apart, norms + whole * whole
+                of_kind = sums.setdefault(_kind(name), [0.0, 0.0])
+                of_kind[0], of_kind[1] = of_kind[0] + apart * apart, of_kind[1] + whole * whole
                 if not apart <= self._allowed(name, step, here):
                     found.append(Difference(_own(name), step, _ratio(apart, whole)))
-            largest = max(largest, _ratio(math.sqrt(squares), math.sqrt(norms)), key=_finite_last)
+            ratios = (_ratio(math.sqrt(apart), math.sqrt(whole)) for apart, whole in sums.values())
+            largest = max([largest, *ratios], key=_finite_last)
             if found and first is None:
                 first, differing = found[0], found
         return Compared(largest, first, tuple(one.name for one in differing), count)
@@ -219,6 +221,11 @@ def unequal(other: States, wanted: Container[str] | None = None) -> Iterator[tup
 
 def _common(one: States, other: States) -> list[tuple[int, State, State]]:
     return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
+
+
+def _kind(name: str) -> str:
+    """Return which tensors are taken together: all of a module, and each kind of an optimizer's state."""
+    return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else MODEL
 
 
 def _own(name: str) -> str:

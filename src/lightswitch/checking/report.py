@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightswitch.checking.causes import Cause
-from lightswitch.checking.table import PROMISES, Cell
+from lightswitch.checking.table import HEADINGS, Cell
 from lightswitch.checking.table import as_data as cell_data
 from lightswitch.monitoring.summary import aligned
 
@@ -34,10 +34,8 @@ def is_broken(found: Found) -> bool:
 
 
 def table(found: Found) -> str:
-    """Return a row for each promise and a column for each way: the largest relative difference, or that it differs."""
-    rows = [["promise", *found.cells]]
-    for index, promise in enumerate(PROMISES):
-        rows.append([promise, *(cells[index].text for cells in found.cells.values())])
+    """Return a row for each way and a column for each promise: the largest relative difference, or that it differs."""
+    rows = [["strategy", *HEADINGS], *([way, *(cell.text for cell in cells)] for way, cells in found.cells.items())]
     return "\n".join(aligned(rows, [0]))
 
 
@@ -53,7 +51,7 @@ def lines(found: Found) -> Iterator[str]:
         for cause in found.causes.get(way, ()):
             if cause.when:
                 yield f"when       {way}: {cause.when}"
-            yield f"cause      {way}: {cause.told}"
+            yield f"cause      {way}: {cause.name}. {cause.told}"
             yield f"do         {cause.remedy}"
     if not is_broken(found):
         yield f"holds      {found.steps} steps, {found.devices} devices: no promise is broken"

@@ -20,6 +20,10 @@ RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED = (
     "resumed in one process",
     "exported, loaded",
 )
+HEADINGS = (  # of their columns
+    *("train/loss", "logged", "parameters", "buffers", "optimizer", "all ranks"),
+    *("two starts", "resumed", "in one", "exported"),
+)
 DIAGNOSED = (
     *(name for name in SAME_RUN if name != "logged"),
     RANKS,

@@ -43,7 +43,7 @@ _MODULES = ("build", "stages", "report", "auto", "hydra_entry")  # of launch, wh
 _EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # by how a precision's name begins
 _EPS_32 = 2.0**-23
 _NUDGE = 8  # units in the last place
-_NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
+NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
 
 
 def check(cfg: DictConfig, run: RunContext) -> None:
@@ -220,7 +220,7 @@ class _Runs:
             raise RefusedRequest([one.problem])
         if one.code == 0:
             raise Refused(f"{name} took no step in one process; give it data of at least one global batch")
-        if not self._on_gpus and _NEEDS_GPU.search(one.output):
+        if not self._on_gpus and NEEDS_GPU.search(one.output):
             raise Refused(
                 f"{name} needs a GPU, and this machine has fewer than check.devices={self._cfg.check.devices}: "
                 f"{one.problem}; check it on a machine that has them"

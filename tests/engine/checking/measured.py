@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,9 +36,14 @@ class Trial:
     whole: States
 
 
+class TrainingData(PlainData):
+    val_dataloader = pl.LightningDataModule.val_dataloader  # as where there is none
+
+
 def trial(pool: Pool, folder: Path, module: Callable[[], pl.LightningModule], strategy: str = "ddp") -> Trial:
     """Measure a module in one process, whole, once more, resumed, nudged and cut, and under a strategy."""
-    fit = Fit(module, partial(PlainData, samples=24 * STEPS), micro_batch=None, global_batch=24, steps=-1)
+    data = partial(TrainingData, samples=24 * STEPS)
+    fit = Fit(module, data, global_batch=24, micro_batch=None, steps=STEPS, arguments="gradient_clip_val=null")
     moments = pool(1)(_in_one_process, fit, folder)
     (way, _) = pool(2)(_fit, replace(fit, strategy=strategy), folder / strategy)
     found = {name: states(one) for name, one in moments.items()}
@@ -64,9 +70,10 @@ def _fit(
     probe_callback = Probe(str(folder), STEPS, every_moment=True, **probe)
     saves = [] if saved is None else [LastCheckpoints(str(saved), every_n_steps=STEPS // 2, keep=9)]
     trainer = fit.trainer(probe_callback, *saves)
-    trainer.fit(
-        fit.module(), fit.data(), ckpt_path=resumed if resumed and resumed.exists() else None, weights_only=True
-    )
+    checkpoint = resumed if resumed and resumed.exists() else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")  # Lightning's guess
+        trainer.fit(fit.module(), fit.data(), ckpt_path=checkpoint, weights_only=True)
     return read(folder)
 
 

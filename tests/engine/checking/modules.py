@@ -163,7 +163,7 @@ class PastLightning(Good):
         return loss
 
 
-class Reads(Good):
+class ReadsDice(Dice):
     """Computes with a weight outside of the forward pass of what holds it, which a sharded one can't be."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -174,8 +174,3 @@ class Reads(Good):
 class Raises(Good):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         raise ValueError("the step of the user's own")
-
-
-class NeedsCuda(Good):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(self.net(batch[0].cuda()), batch[1])

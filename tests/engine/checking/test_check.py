@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightswitch.checking.table import PROMISES
 from lightswitch.cluster.placement import Placement
+from lightswitch.launch.promises import NEEDS_GPU
 from tests.engine.requests import composed, composing, problems
 from tests.runs import Finished, Train
 
@@ -22,43 +24,41 @@ def _module(name: str) -> str:
 
 
 def _rows(finished: Finished) -> dict[str, list[str]]:
-    """Return the words of each row of the table, by promise."""
-    header, *_ = re.findall(r"^promise .*$", finished.out, re.MULTILINE)
-    lines = {name: re.search(rf"^{name}  (.*)$", finished.out, re.MULTILINE) for name in PROMISES}
-    return {"promise": header.split()[1:]} | {name: found[1].split() for name, found in lines.items() if found}
+    """Return the words of each strategy's row of the table."""
+    (found,) = re.findall(r"^(strategy .*\n(?:.+\n)+)\n", finished.out, re.MULTILINE)
+    return {words[0]: words[1:] for words in map(str.split, found.splitlines())}
 
 
 def test_a_good_module_keeps_all_promises(train: Train) -> None:
     finished = train(*CHECK, _module("Good"), "strategy=fsdp")
     rows, data = _rows(finished), json.loads((finished.run_dir / "check.json").read_text())
-    assert rows.keys() == {"promise", *PROMISES}
-    assert rows["promise"] == ["single", "fsdp"]
+    assert list(rows) == ["strategy", "single", "fsdp"]
+    assert rows["single"] == ["-"] * 6 + ["0", "0", "-", "yes"]
+    assert len(data["ways"]["fsdp"]) == len(PROMISES) == len(rows["fsdp"])
     assert "DIFFERS" not in finished.out
     assert "holds      8 steps, 2 devices" in finished.out
     assert data["holds"]
     assert set(data["ways"]) == {"single", "fsdp"}
     assert 0 < data["ways"]["fsdp"]["parameters"]["largest"] < 1e-5
     assert data["ways"]["single"]["killed, resumed"]["largest"] == 0
-    assert sorted(path.name for path in finished.run_dir.iterdir()) == [".lock", "check.json", "train.log"]
+    assert not list(finished.run_dir.glob("check_*")), "its runs are removed"
 
 
-def test_what_differs_is_told_with_its_moment_and_cause(train: Train) -> None:
-    finished = train(*CHECK, _module("Dice"), "check.strategies=[ddp]", "check.steps=2", check=False)
-    data = json.loads((finished.run_dir / "check.json").read_text())
+def test_what_differs_or_fails_is_told_with_its_moment_and_cause(train: Train) -> None:
+    words = (_module("ReadsDice"), "check.strategies=[ddp,fsdp]", "check.steps=2")
+    finished = train(*CHECK, *words, check=False)
+    data, rows = json.loads((finished.run_dir / "check.json").read_text()), _rows(finished)
     assert finished.returncode == 1
     assert not data["holds"]
-    assert _rows(finished)["train/loss"][1] == "DIFFERS"
+    assert rows["ddp"][0] == "DIFFERS"
+    assert rows["fsdp"] == ["FAILED"] * 10
     assert "when       ddp: net.0.weight differs first, after step 1" in finished.out
-    assert "cause      ddp: loss over the local batch" in finished.out
-    assert [cause["name"] for cause in data["causes"]["ddp"]] == ["loss over the local batch"]
-
-
-def test_a_strategy_that_is_refused_or_fails_is_told_in_its_line(train: Train) -> None:
-    finished = train(*CHECK, _module("Reads"), "check.strategies=[fsdp,fsdp_hybrid]", "check.steps=2", check=False)
-    assert finished.returncode == 1
+    assert "cause      ddp: loss over the local batch. one process that takes the micro batches" in finished.out
     assert re.search(r"^failed     fsdp: RuntimeError: .*DTensor", finished.out, re.MULTILINE)
-    assert "cause      fsdp: operation that the strategy can't do" in finished.out
-    assert re.search(r"^(refused|failed)    +fsdp_hybrid: ", finished.out, re.MULTILINE)
+    assert "cause      fsdp: operation that the strategy can't do. fsdp raises RuntimeError" in finished.out
+    assert {way: [cause["name"] for cause in causes] for way, causes in data["causes"].items()} == {
+        "single": [], "ddp": ["loss over the local batch"], "fsdp": ["operation that the strategy can't do"]
+    }  # fmt: skip
 
 
 def test_a_step_that_fails_in_one_process_is_the_modules_own(train: Train) -> None:
@@ -69,11 +69,11 @@ def test_a_step_that_fails_in_one_process_is_the_modules_own(train: Train) -> No
     assert not (finished.run_dir / "check.json").exists()
 
 
-def test_a_module_that_needs_gpus_is_told_in_a_line(train: Train) -> None:
-    finished = train(*CHECK, _module("NeedsCuda"), "strategy=ddp", check=False)
-    (line,) = finished.err.splitlines()
-    assert finished.returncode == 2
-    assert line.startswith("error: tests.engine.checking.modules.NeedsCuda needs a GPU, and this machine has fewer")
+def test_a_module_that_needs_gpus_is_known_by_its_error() -> None:
+    for needs_gpu in (lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device="cuda")):
+        with pytest.raises((RuntimeError, AssertionError)) as failed:
+            needs_gpu()
+        assert NEEDS_GPU.search(str(failed.value))
 
 
 @pytest.mark.parametrize(
