@@ -12,6 +12,8 @@ from lightswitch.checking.comparison import States, states
 from lightswitch.checking.runs import Ended, Starter
 from lightswitch.errors import Refused
 
+EQUAL = "equal"  # of an export
+
 
 @dataclass(frozen=True)
 class Way:
@@ -48,7 +50,7 @@ class Measured:
         killed: the same, whose ranks have killed themselves.
         resumed: from the checkpoint that the killed one has left, in the same way; None where it left none.
         elsewhere: from the same checkpoint, in one process; None where it left none, or the way is one process.
-        exported: what is wrong with the export of its last checkpoint; None where it loads with equal weights.
+        exported: "equal" where the export of its last checkpoint loads with equal weights, else what is wrong with it.
     """
 
     way: Way
@@ -56,7 +58,7 @@ class Measured:
     killed: Ended | None = None
     resumed: Ended | None = None
     elsewhere: Ended | None = None
-    exported: str | None = None
+    exported: str = EQUAL
     states: Mapping[str, States] = field(default_factory=dict)
 
     @property
@@ -77,14 +79,14 @@ def measure(start: Start, starter: Starter, way: Way, steps: int, single: Way) -
         if way != single:
             elsewhere = start(single, f"{way.name}_elsewhere", resume=checkpoint)
         resumed = start(way, "resumed", resume=checkpoint)
-    exported = starter.call(exports, whole.run_dir)
+    exported = starter.call(exports, whole.run_dir) or "the process that loads it has ended"
     runs = {"whole": whole, "killed": killed, "resumed": resumed, "elsewhere": elsewhere}
     found = {name: states(run.moments) for name, run in runs.items() if run is not None}
     return Measured(way, whole, killed, resumed, elsewhere, exported, found)
 
 
-def exports(run_dir: Path) -> str | None:
-    """Export a run's last checkpoint, load it, and return what is wrong with it in a line; None if nothing is."""
+def exports(run_dir: Path) -> str:
+    """Export a run's last checkpoint, load it, and return what is wrong with it in a line, or EQUAL."""
     from lightswitch.checkpoints import names
     from lightswitch.export import files, source
     from lightswitch.export.model import load
@@ -110,4 +112,4 @@ def exports(run_dir: Path) -> str | None:
         return str(refusal)
     except Exception as error:  # the module's own constructor may raise any
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return None
+    return EQUAL

@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightswitch.checking import probe
 from lightswitch.errors import ExitCode
 
+T = TypeVar("T")
+
 TIMEOUT_SECONDS = 1800.0  # of one run
 _SETTLE_SECONDS = 15.0  # for the other ranks, once one has failed
-_RANDOM = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Starter:
 
     def __init__(self, script: Path, preloaded: Sequence[str], environment: Mapping[str, str]) -> None:
         self._script = script
-        self._environment = {name: value for name, value in os.environ.items() if name not in _RANDOM}
+        self._environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         self._environment |= environment
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preloaded))
@@ -100,18 +102,17 @@ class Starter:
         output = "".join(path.read_text(errors="replace") for path in outputs if path.exists())
         return Ended(code, probe.read(folder), output, run_dir)
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns in a process of its own.
-
-        Raises:
-            EOFError: its process has ended without.
-        """
+    def call(self, function: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what a function returns in a process of its own; None where that process has ended without."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_answer, args=(theirs, self._environment, function, arguments))
         process.start()
         theirs.close()
         try:
-            return ours.recv()
+            found: T = ours.recv()
+            return found
+        except EOFError:
+            return None
         finally:
             process.join()
 

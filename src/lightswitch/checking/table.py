@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightswitch.checking.comparison import Compared, Comparison, States, unequal
-from lightswitch.checking.measure import Measured
+from lightswitch.checking.measure import EQUAL, Measured
 from lightswitch.checking.runs import Ended
 from lightswitch.errors import listed
 
@@ -156,7 +156,7 @@ def _cell(name: str, compared: Compared) -> Cell:
 
 
 def _exported(way: Measured) -> Cell:
-    return Cell(EXPORTED, "holds") if way.exported is None else Cell(EXPORTED, "failed", way.exported)
+    return Cell(EXPORTED, "holds") if way.exported == EQUAL else Cell(EXPORTED, "failed", way.exported)
 
 
 def digits(value: float) -> str:

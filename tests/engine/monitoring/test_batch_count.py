@@ -1,0 +1,31 @@
+"""An epoch of batches in which no optimizer step is counted is told when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightswitch.monitoring.batch_count import StepsAreCounted
+from tests.engine.fits import PLAIN, trained
+from tests.engine.plain import ManualModel
+from tests.pool import Pool
+
+
+class PastLightning(ManualModel):
+    """Steps optimizers of torch's own, which Lightning does not count."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+FIT = replace(PLAIN, callbacks=(StepsAreCounted,), micro_batch=None)
+NO_STEP = "no step    an epoch of 9 batches, and no optimizer step was counted"
+
+
+def test_steps_that_are_not_counted_are_told_after_the_first_epoch(pool: Pool) -> None:
+    by_hand = replace(FIT, module=PastLightning, arguments="gradient_clip_val=null max_epochs=2")
+    assert pool(1)(trained, by_hand)[0].told.count(NO_STEP) == 1
+
+
+def test_steps_that_are_counted_are_not(pool: Pool) -> None:
+    assert "no step" not in pool(1)(trained, replace(FIT, arguments="max_epochs=2", steps=18))[0].told
