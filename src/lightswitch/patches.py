@@ -257,6 +257,13 @@ PATCHES = (
         "activations are computed again, inside of the hooks that gather the unit; torch's wrapper renames parameters",
     ),
     Patch(
+        "torch.distributed.tensor.DTensor",
+        "data",
+        "getset_descriptor",
+        "parameter.data = … writes to the shard: torch takes the assignment, and the shard stays as it was",
+        for_process=True,
+    ),
+    Patch(
         "torch._dynamo.eval_frame.OptimizedModule",
         "_opt_mod_attributes",
         "set",

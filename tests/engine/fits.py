@@ -24,6 +24,7 @@ from lightswitch.batches.epoch_metrics import EpochMetrics
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.hooked_strategy import hooked
+from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import replace_loops
 from lightswitch.monitoring.grad_norm import GradNorm
 from lightswitch.strategies.callbacks import KnownCallbacks
@@ -77,6 +78,7 @@ class Fit:
             **{"use_distributed_sampler": False, "enable_progress_bar": False, "enable_model_summary": False},
             enable_checkpointing=any(isinstance(one, pl.callbacks.Checkpoint) for one in callbacks),
         )
+        skip_empty_hooks()
         replace_loops(trainer)
         return trainer
 

@@ -26,18 +26,22 @@ from lightswitch.checkpoints.piece import Piece, Stored
 from lightswitch.deepspeed.checkpoints import PortableDeepSpeed, States
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights
+from lightswitch.deepspeed.writes import EngineWrites
 from lightswitch.errors import Refused
 from lightswitch.strategies.averaging import laid_out_anew
 from lightswitch.strategies.callbacks import is_on_nvme
+from lightswitch.strategies.compilation import is_compiled
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.unused import Unused
+from lightswitch.strategies.writes import CarriesWrites
 
 
-class Regrouping(PortableDeepSpeed, DeepSpeedStrategy):
+class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
     """Strategy that makes DeepSpeed's engine anew over what is trained, with the weights and states that it has."""
 
     _trained: Trained
     _unused: Unused
+    _writes: EngineWrites | None = None
     _hooks: Sequence[RemovableHandle] = ()
 
     def _setup_model_and_optimizer(
@@ -48,10 +52,15 @@ class Regrouping(PortableDeepSpeed, DeepSpeedStrategy):
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         with _trained_groups(model, optimizer, self.zero_stage_3):
             engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        engine.set_gradient_accumulation_boundary(True)  # and not by the engine's own count of micro batches
+        if engine.managed_gradient_accumulation():
+            engine.set_gradient_accumulation_boundary(True)  # and not by the engine's own count of micro batches
         self._trained, parameters = Trained(model), names.parameters(model)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
-        self._unused = Unused(parameters, seconds, key=self.broadcast(secrets.token_hex(8)))
+        key = self.broadcast(secrets.token_hex(8))
+        self._unused = Unused(parameters, seconds, key)
+        if not is_on_nvme(self):
+            is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
+            self._writes = EngineWrites(engine, model, self.looks, is_whole, key, seconds)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
             for parameter in parameters.values()

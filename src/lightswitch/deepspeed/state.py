@@ -21,7 +21,7 @@ from lightswitch.errors import Refused
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Part of a parameter that this rank keeps."""
 
     flat: Tensor  # this rank's part of a group of parameters, in the optimizer's precision: (elements,)
@@ -45,7 +45,7 @@ def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[s
     Weights are in the optimizer's precision. The state (exp_avg, …, step) is empty before the first step, and of a
     frozen parameter. What is not a Piece, all ranks that have it hold whole.
     """
-    for name, parameter, part in _parts(engine, module):
+    for name, parameter, part in parts(engine, module):
         if part is None:
             yield name, parameter.detach(), {}
             continue
@@ -63,7 +63,7 @@ def update_working_copy(engine: Any, module: nn.Module) -> None:
         engine.optimizer.update_lp_params()
         return
     engine.optimizer.checkpoint_event_prologue()  # frees what is gathered
-    for _, parameter, part in _parts(engine, module):
+    for _, parameter, part in parts(engine, module):
         if part is not None:
             parameter.ds_tensor.detach().narrow(0, 0, part.elements).copy_(part.of(part.flat.detach()))  # type: ignore[attr-defined]  # DeepSpeed's
     engine.optimizer.checkpoint_event_epilogue()  # gathers what every device holds whole
@@ -75,7 +75,7 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
     Args:
         read: returns a whole parameter by its name, or None to leave it as it is.
     """
-    for name, parameter, part in _parts(engine, module):
+    for name, parameter, part in parts(engine, module):
         whole = read(name)
         if whole is None:
             continue
@@ -100,7 +100,7 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
         Refused: parameters of one group have been trained for more steps than others.
     """
     states, first = _states(engine), dict[Tensor, tuple[str, int]]()
-    for name, parameter, part in _parts(engine, module):
+    for name, parameter, part in parts(engine, module):
         if part is None or not parameter.requires_grad:
             continue
         saved = read(name)
@@ -127,7 +127,7 @@ def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> 
         )
 
 
-def _parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, _Part | None]]:
+def parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Part | None]]:
     """Yield each parameter with its name and this rank's part; None where every rank keeps it whole, and no optimizer
     does."""
     zero = engine.optimizer
@@ -137,7 +137,7 @@ def _parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
         yield name, parameter, _part(zero, parameter, flats.get(id(parameter)))
 
 
-def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> _Part | None:
+def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> Part | None:
     """Return this rank's part of a parameter, given the flat group that it is in at stages 1 and 2."""
     rank = dist.get_rank()
     if hasattr(parameter, "ds_tensor"):
@@ -148,14 +148,14 @@ def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> _Part | No
         else:
             flat, begin, elements = parameter.ds_tensor.detach(), 0, parameter.ds_tensor.numel()
         first = min(elements * rank, parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
-        return _Part(flat, begin, first, min(elements, parameter.ds_numel - first))  # type: ignore[attr-defined]  # DeepSpeed's
+        return Part(flat, begin, first, min(elements, parameter.ds_numel - first))  # type: ignore[attr-defined]  # DeepSpeed's
     if flat is None:
         return None
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
     if mapping is None:
-        return _Part(flat, 0, 0, 0)
+        return Part(flat, 0, 0, 0)
     here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return _Part(flat, here.start, there.start, here.numel)
+    return Part(flat, here.start, there.start, here.numel)
 
 
 def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
@@ -164,7 +164,7 @@ def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
     return states
 
 
-def _is_spread(value: object, part: _Part) -> bool:
+def _is_spread(value: object, part: Part) -> bool:
     return isinstance(value, Tensor) and value.shape == part.flat.shape
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,6 +82,8 @@ class DeepSpeed(Regrouping, Reversible):
         if self.global_rank == 0:
             for line in zero_config.differences(given, self.config, run.precision):
                 log.warning("%s", line)
+        if not self.lightning_module.automatic_optimization:
+            self.config["managed_gradient_accumulation"] = False  # a step takes all backward passes since the last
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
 
@@ -244,7 +246,10 @@ class DeepSpeed(Regrouping, Reversible):
                 )
             return output
 
-        output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
+        with self.outside_of_hooks():
+            if self._writes and self.looks.is_at_work:  # a step by hand
+                self._writes.carry_step()
+            output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
         if getattr(self.optimizers[0], "custom_loss_scaler", False):  # of this step's gradients alone
             patches.replace(self.optimizers[0], "custom_loss_scaler", False)
         return output
@@ -254,6 +259,15 @@ class DeepSpeed(Regrouping, Reversible):
         zero: Any = self.optimizers[0]
         patches.replace(zero, "external_loss_scale", zero.loss_scale / factor.item())
         patches.replace(zero, "custom_loss_scaler", True)
+
+    # Weights that are written to outside of the optimizer
+
+    def at_hand(self, hook: str) -> AbstractContextManager[None]:
+        return self._writes.at_hand(hook) if self._writes else super().at_hand(hook)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.looks.step(), self._writes.in_step(self.around_hook) if self._writes else nullcontext():
+            return super().training_step(*args, **kwargs)
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -267,6 +281,9 @@ class DeepSpeed(Regrouping, Reversible):
     def block_backward_sync(self) -> Iterator[None]:
         """Add gradients up in DeepSpeed's engine: entered for all micro batches of a step but the last."""
         assert isinstance(self.model, deepspeed.DeepSpeedEngine)
+        if not self.model.managed_gradient_accumulation():  # by hand: a step is where it is taken
+            yield
+            return
         self.model.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -275,9 +292,14 @@ class DeepSpeed(Regrouping, Reversible):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward without dividing the loss once more: Lightning has divided it by the accumulation."""
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        assert isinstance(self.model, deepspeed.DeepSpeedEngine)
+        if not self.model.managed_gradient_accumulation():
+            self.model.optimizer.clear_backward_seen_flag()  # or stage 3 adds up only what follows a forward pass
+        with self.outside_of_hooks():
+            return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def teardown(self) -> None:
+        self._writes = None
         self.release_engine()
         super().teardown()
 

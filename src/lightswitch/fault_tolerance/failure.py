@@ -18,6 +18,7 @@ _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 # Errors of what could not be had: of torch's on a GPU, of its allocator on the CPU, of Python's
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a part of a parameter beside a whole tensor
+_LACKS_METHOD = re.compile(r"'\w*DeepSpeedZero\w*' object has no attribute")  # Python's, of DeepSpeed's optimizers
 _LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
 
 
@@ -41,8 +42,11 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
         cause = cause.__cause__
     told = loader_workers.cause(cause) or one_line(cause)
     if _MIXES_TENSORS in told:
-        told += "; here a parameter is whole in the forward pass alone: what computes with it elsewhere, as an average "
-        told += "of weights made by hand does, needs strategy=ddp or deepspeed_stage_2"
+        told += "; here a parameter is whole in its unit's forward pass alone, and elsewhere in a training step in "
+        told += "parts; compute with it in a hook, as on_train_batch_end, or use strategy=ddp"
+    if _LACKS_METHOD.search(told):
+        told += "; DeepSpeed has its own optimizer in place of the module's, whose methods beside step are not called; "
+        told += "use strategy=ddp"
     follows = _FOLLOWS.search(told) is not None
     lacks_memory = _LACKS_MEMORY.search(one_line(cause)) is not None
     return Failure(

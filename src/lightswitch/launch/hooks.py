@@ -2,12 +2,13 @@
 
 Lightning calls each hook of each callback, also where it is the empty one of the base class, and before it formats a
 name and opens a context for its profiler. In a training step that is more than a hundred calls for a few that do
-something.
+something. A hook of the user's, which may write to weights, runs where the strategy has them at hand.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 
 from lightswitch import patches
+from lightswitch.strategies.writes import CarriesWrites
 
 _call_callbacks, _call_module, _call_strategy = (
     call._call_callback_hooks,
@@ -26,6 +28,9 @@ _EMPTY = {  # hooks of a step that do nothing in Lightning's own classes
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
 }
+_KNOWN = ("lightning", "lightswitch")  # packages whose hooks leave weights alone, or to the strategy
+_WITHOUT_WEIGHTS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+_OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 _EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
 _EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
 
@@ -54,18 +59,26 @@ class _CallbackHooks:
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
         module: LightningModule | None = trainer.lightning_module  # None before it is attached
-        if module is None or monitoring_callbacks is not None or is_observed(trainer):
+        if module is None or monitoring_callbacks is not None:
             _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         having = self._having.get(hook_name)
         if having is None or not having.fits(callbacks):
             having = self._having[hook_name] = _Having(hook_name, callbacks)
+        if is_observed(trainer):
+            users = [callback for callback in having.callbacks if _is_users(getattr(callback, hook_name))]
+            with _around(trainer, users[0], hook_name) if users else nullcontext():
+                _call_callbacks(trainer, hook_name, *args, **kwargs)
+            return
         known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
         before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
         for callback in having.callbacks:
             hook = getattr(callback, hook_name)
-            if callable(hook):
+            if _is_users(hook):
+                with _around(trainer, callback, hook_name):
+                    hook(trainer, module, *args, **kwargs)
+            elif callable(hook):
                 hook(trainer, module, *args, **kwargs)
         known["_current_fx_name"] = before
 
@@ -99,12 +112,27 @@ def _call_lightning_module_hook(
     trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
 ) -> Any:
     module: LightningModule | None = pl_module or trainer.lightning_module
-    if module is None or is_observed(trainer):
+    if module is None:
         return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     hook = getattr(module, hook_name)
-    if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
-        return None
-    return _call(hook, module, hook_name, args, kwargs)
+    with _around(trainer, module, hook_name) if _is_users(hook) else nullcontext():
+        if is_observed(trainer):
+            return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
+        if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
+            return None
+        return _call(hook, module, hook_name, args, kwargs)
+
+
+def _is_users(hook: Any) -> bool:
+    return callable(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _KNOWN
+
+
+def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
+    """Return a context in which a hook may write to weights."""
+    strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
+    if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
+        return nullcontext()
+    return strategy.around_hook(f"{hook_name} of {type(owner).__name__}")
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Trainer
@@ -12,12 +13,15 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightswitch import patches
 from lightswitch.hooked_strategy import HookedStrategy
@@ -91,6 +95,7 @@ class EpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self._results: Results = Results(training=True)
         self.automatic_optimization = Optimization(trainer)
+        self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
         self._moves_by_hooks = True
@@ -254,3 +259,45 @@ class Optimization(_AutomaticOptimization):
     """Automatic optimization that makes a `StepOutput` of each batch."""
 
     output_result_cls = StepOutput
+
+
+class OptimizationByHand(_ManualOptimization):
+    """Manual optimization that also counts steps which a module takes past Lightning's wrapper of an optimizer.
+
+    SAM's `second_step` takes one by an optimizer within, and many a module calls `self.optimizers().optimizer.step()`:
+    limits and checkpoints go by the count.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._depth = 0  # of steps within one another
+        self._are_the_runs: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        self._depth = 0
+        hooks = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
+        try:
+            return super().run(kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth += 1
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        counted = self.optim_step_progress.current
+        is_wrapped = counted.ready > counted.completed
+        if self._depth == 0 and not is_wrapped and self._is_the_runs(optimizer):
+            self.optim_step_progress.increment_ready()
+            self.optim_step_progress.increment_completed()
+
+    def _is_the_runs(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps a parameter that one of the run's does: an inner loop's may not."""
+        if optimizer not in self._are_the_runs:
+            groups = (group for of_run in self.trainer.optimizers for group in of_run.param_groups)
+            trained = {id(parameter) for group in groups for parameter in group["params"]}
+            own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._are_the_runs[optimizer] = any(id(parameter) in trained for parameter in own)
+        return self._are_the_runs[optimizer]

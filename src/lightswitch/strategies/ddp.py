@@ -20,17 +20,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.trained import Trained
+from lightswitch.strategies.writes import CarriesWrites, share, take_rank_0s
 
 log = logging.getLogger(__name__)
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"  # torch's, in a text of a page
 
 
-class DDP(PortableCheckpoints, DDPStrategy):
+class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
     """Data parallelism: a replica of the model on each device, whose gradients are averaged.
 
     Args:
@@ -144,7 +146,10 @@ class DDP(PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         try:
-            return super().training_step(*args, **kwargs)
+            with self.looks.step():
+                output = super().training_step(*args, **kwargs)
+            self._share()
+            return output
         except RuntimeError as error:
             if self.lightning_module.automatic_optimization or _UNFINISHED not in str(error):
                 raise
@@ -152,6 +157,17 @@ class DDP(PortableCheckpoints, DDPStrategy):
                 f"{type(self.lightning_module).__name__} optimizes by hand, and a backward pass has not reached every "
                 "parameter, whose gradients ddp waits for; type trainer.strategy.find_unused_parameters=true"
             ) from error
+
+    def _share(self) -> None:
+        """Give all ranks rank 0's weights that a training step has set from a rank's share of the batch."""
+        assert self.lightning_module is not None
+        shared = self.looks.shared
+        if self.looks.is_due:
+            shared = share(names.parameters(self.lightning_module))
+            self.looks.found(shared, shared)
+        elif shared:
+            parameters = names.parameters(self.lightning_module)
+            take_rank_0s(parameters[name] for name in sorted(shared))
 
     def setup_precision_plugin(self) -> None:
         self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)

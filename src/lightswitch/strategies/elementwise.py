@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
 from lightswitch.errors import Refused
@@ -36,7 +37,11 @@ Make = Callable[[list[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Problem:
-    """Matrices that are to come near .3, each element with a weight of its own in the loss."""
+    """Matrices whose loss is convex and has no minimum, each element with a weight of its own in it.
+
+    LBFGS solves what has one, whole or in pieces, and steps by the gradient alone what is not convex: the two would be
+    alike.
+    """
 
     starts: list[Tensor]
     weights: list[Tensor]
@@ -187,7 +192,7 @@ def _stepped(make: Make, problem: Problem) -> Stepped:
     @torch.enable_grad()
     def closure() -> float:
         optimizer.zero_grad()
-        losses = [(w * (p - 0.3) ** 2).sum() for w, p in zip(problem.weights, parameters, strict=True)]
+        losses = [(w * softplus(-p)).sum() for w, p in zip(problem.weights, parameters, strict=True)]
         loss = sum(losses[1:], losses[0])
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()  # type: ignore[return-value]  # as Lightning's closures do

@@ -24,15 +24,18 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightswitch import patches
+from lightswitch.checkpoints import names
 from lightswitch.checkpoints.piece import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.elementwise import refuse_sharded
+from lightswitch.strategies.gathered_writes import GatheredWrites, let_data_be_assigned, of_fsdp
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
@@ -170,6 +173,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             self._tell(units.values())
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
+        let_data_be_assigned()
+        own_names = {parameter: name for name, parameter in names.parameters(model).items()}
+        self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
         return model
 
     def prepared(self) -> nn.Module:
@@ -242,8 +248,14 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
                 module.unshard()
                 module.reshard()
 
+    @contextmanager
+    def at_hand(self, hook: str) -> Iterator[None]:
+        with implicit_replication():  # what a hook keeps whole, as an average in buffers, meets shards
+            yield
+        self._writes.follow()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self.looks.step():
             return self._redirected("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -34,6 +34,7 @@ from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
+from lightswitch.strategies.gathered_writes import GatheredWrites, of_fsdp1, write_back
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations, in_full_shape
@@ -163,6 +164,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         average_replicated(self._replicated)
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
+        own_names = {parameter: name for name, parameter in names.parameters(root.module).items()}
+        self._writes = GatheredWrites(of_fsdp1(root, own_names), self.looks)
         return root
 
     def prepared(self) -> nn.Module:
@@ -216,6 +219,17 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 refuse_in_pieces(optimizer, "fsdp1")
 
     # Steps
+
+    @contextmanager
+    def at_hand(self, hook: str) -> Iterator[None]:
+        yield
+        assert self._root is not None
+        self._writes.follow()
+        write_back(self._root)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.looks.step():
+            return super().training_step(*args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

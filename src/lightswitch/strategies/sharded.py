@@ -20,9 +20,10 @@ from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.replicated import average_gradient
 from lightswitch.strategies.reversible import Reversible
+from lightswitch.strategies.writes import CarriesWrites
 
 
-class Sharded(Reversible, ParallelStrategy):
+class Sharded(CarriesWrites, Reversible, ParallelStrategy):
     """Base of sharded strategies; it comes before Lightning's among the bases of a class, which frees what it
     gathers."""
 
@@ -68,11 +69,11 @@ class Sharded(Reversible, ParallelStrategy):
         return self._layer_sync.apply(model) if self._layer_sync else model
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        assert self.model is not None
-        broadcast_in_place(
-            self.model.buffers()
-        )  # as under ddp: the statistics of a batch norm differ by what a rank has seen
+        with self.outside_of_hooks():
+            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+            assert self.model is not None
+            # as under ddp: the statistics of a batch norm differ by what a rank has seen
+            broadcast_in_place(self.model.buffers())
         return output
 
     def on_validation_end(self) -> None:

@@ -109,6 +109,13 @@ def test_others_are_refused_in_pieces(name: str) -> None:
         refuse_in_pieces(made(name), "fsdp1")
 
 
+@pytest.mark.parametrize("lr", [1.0, 0.1, 0.001])
+@pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}, {"max_iter": 4}], ids=str)
+def test_no_problem_is_solved_by_lbfgs_and_taken_for_elementwise(lr: float, options: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="LBFGS does not change each element by itself"):
+        refuse_in_pieces(optim.LBFGS([torch.nn.Parameter(torch.zeros(4, 6))], lr=lr, **options), "DeepSpeed")
+
+
 def test_what_a_group_alone_asks_for_is_refused_in_pieces() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
     refuse_in_pieces(Lars(parameters), "fsdp1")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightswitch.fault_tolerance.failure import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
-from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
 from tests.engine.data.pictures import Pictures
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
@@ -17,6 +19,7 @@ from tests.engine.foreign import Encoder
 from tests.engine.models.language import LanguageModel
 from tests.engine.plain import AveragedModel
 from tests.engine.strategies.witness import to_the_bit
+from tests.pool import RankFailed
 
 SWITCHES = {  # ranks, and the part of the model that each rank holds
     "fsdp × 1": (1, 1.0),
@@ -146,15 +149,21 @@ def test_what_it_can_do_is_not_refused() -> None:
 AVERAGED = replace(PLAIN, module=AveragedModel, micro_batch=None, steps=3)
 
 
-def test_an_average_by_hand_is_told_which_strategies_take_it(train: Train) -> None:
-    averaged = ("model._target_=tests.engine.plain.AveragedModel", PLAIN_DATA, "trainer.max_steps=1", "strategy=fsdp")
-    failed = train(*averaged, ranks=2, check=False)
-    assert failed.returncode == 1
-    assert " made by hand does, needs strategy=ddp or deepspeed_stage_2\n" in failed.err.partition("Traceback")[0]
+class AveragedInStep(AveragedModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.on_train_batch_end()
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
-def test_an_average_by_hand_is_that_of_one_process_where_it_is_taken(strategy: str, fits: Fits) -> None:
+def test_an_average_within_a_step_is_told_where_to_make_it(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(AVERAGED, module=AveragedInStep, strategy="fsdp units=[Linear]"), 2)
+    told = failure_of(Rank(0, 2, "here", 1), failed.value.error).line
+    assert told.endswith("; compute with it in a hook, as on_train_batch_end, or use strategy=ddp")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_an_average_by_hand_is_that_of_one_process(strategy: str, fits: Fits) -> None:
     (alone,) = fits(AVERAGED)
     for rank in fits(replace(AVERAGED, strategy=strategy), 2):
         torch.testing.assert_close(rank.end["mean"], alone.end["mean"], rtol=0, atol=1e-5)

@@ -1,0 +1,238 @@
+"""Writes to weights under both FSDPs, which free what they have gathered: what was written there goes to the shards.
+
+Outside of the forward pass, writes go to shards by themselves, but for `parameter.data = …`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightswitch import patches
+from lightswitch.strategies.fsdp1_state import handles
+from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
+
+
+class _Data:
+    """The attribute `data` of a DTensor, which can be assigned: torch takes it, and leaves the shard as it was."""
+
+    _of_tensor: Any = torch.Tensor.data
+
+    def __get__(self, tensor: DTensor | None, kind: type) -> Any:
+        return self if tensor is None else self._of_tensor.__get__(tensor, kind)
+
+    @torch.no_grad()
+    def __set__(self, tensor: DTensor, value: Tensor) -> None:
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            self._of_tensor.__set__(tensor, value)
+            return
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if isinstance(value, DTensor):
+            value = value.redistribute(mesh, placements)
+        else:
+            value = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+        tensor._local_tensor.copy_(value._local_tensor)
+
+
+def let_data_be_assigned() -> None:
+    """Let `parameter.data = …` write to a DTensor, in this process."""
+    patches.replace(DTensor, "data", _Data())
+
+
+class Gathered(Protocol):
+    """A parameter that is gathered at times."""
+
+    @property
+    def is_gathered(self) -> bool: ...
+
+    @property
+    def whole(self) -> Tensor:
+        """What is gathered; where a parameter was assigned other `data`, with these values. In its own shape."""
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's part of what is gathered."""
+
+    @property
+    def kept(self) -> Tensor:
+        """This rank's shard: as `own`."""
+
+
+class GatheredWrites:
+    """Gathered parameters whose shards follow what is written to them.
+
+    Args:
+        units: parameters by name, by the modules at the end of whose forward pass they may be freed.
+        looks: at training steps.
+    """
+
+    def __init__(self, units: Mapping[nn.Module, Mapping[str, Gathered]], looks: Looks) -> None:
+        self._units, self._looks = units, looks
+        for module in units:
+            module.register_forward_hook(self._end_forward, prepend=True)  # before FSDP frees what it has gathered
+
+    def _end_forward(self, module: nn.Module, *_: Any) -> None:
+        if self._looks.is_at_work and (self._looks.is_due or self._looks.written):
+            self._carry(self._units[module])
+
+    def _carry(self, unit: Mapping[str, Gathered]) -> None:
+        unit = {name: parameter for name, parameter in unit.items() if parameter.is_gathered}
+        written, shared = self._looks.written, self._looks.shared
+        if self._looks.is_due and unit:
+            written = {name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs}
+            shared = share({name: parameter.whole for name, parameter in unit.items() if name in written})
+            self._looks.found(written, shared)
+        elif again := [parameter.whole for name, parameter in unit.items() if name in shared]:
+            take_rank_0s(again)
+        self._follow(parameter for name, parameter in unit.items() if name in written)
+
+    def follow(self) -> None:
+        """Let shards follow what a hook wrote to parameters that are gathered."""
+        for unit in self._units.values():
+            self._follow(unit.values())
+
+    def _follow(self, parameters: Iterable[Gathered]) -> None:
+        for parameter in parameters:
+            if parameter.is_gathered:
+                carried(parameter.own, parameter.kept)
+
+
+@torch.no_grad()
+def _differ(parameters: Iterable[Gathered]) -> list[bool]:
+    """Return which parameters were written to, on any rank. Collective."""
+    pairs = [(parameter.own, parameter.kept) for parameter in parameters]
+    device = pairs[0][0].device
+    differ = torch.stack([(own != kept.to(own)).any() for own, kept in pairs]).int().to(device)
+    dist.all_reduce(differ, dist.ReduceOp.MAX)
+    return [bool(one) for one in differ.tolist()]
+
+
+# FSDP2
+
+
+def of_fsdp(root: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[nn.Module, dict[str, Gathered]]:
+    """Return the parameters that FSDP2 gathers, by unit.
+
+    Args:
+        names: of parameters.
+    """
+    return {
+        module: {names[param.sharded_param]: _OfFSDP(param) for param in _params(module) if _is_a_copy(param)}
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+    }
+
+
+def _params(module: FSDPModule) -> Iterator[Any]:
+    """Yield torch's own records of the parameters that a module gathers."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, before torch 2.13
+    for group in filter(None, groups):
+        yield from group.fsdp_params
+
+
+def _is_a_copy(param: Any) -> bool:
+    """Return whether what is gathered has the shards' values, and is not made of them by an extension."""
+    return not hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
+
+
+@dataclass(frozen=True)
+class _OfFSDP:
+    param: Any  # torch's record
+
+    @property
+    def is_gathered(self) -> bool:
+        return bool(self.param.sharded_state.name == "UNSHARDED")
+
+    @property
+    def whole(self) -> Tensor:
+        parameter: Tensor = self.param._unsharded_param
+        if isinstance(parameter, DTensor):  # under tensor parallelism
+            return parameter._local_tensor.data
+        (into,) = self.param.all_gather_outputs
+        if parameter.data_ptr() != into.data_ptr():
+            _link(parameter, into.as_strided(self.param._orig_size, self.param._contiguous_orig_stride, 0))
+        return parameter.data
+
+    @property
+    def own(self) -> Tensor:
+        mesh, dim = self.param.mesh_info, self.param.fsdp_placement.dim
+        chunks = self.whole.chunk(getattr(mesh, "shard_mesh_size", 1), dim=dim)
+        rank = getattr(mesh, "shard_mesh_rank", 0)
+        return chunks[rank] if rank < len(chunks) else self.whole.narrow(dim, 0, 0)
+
+    @property
+    def kept(self) -> Tensor:
+        kept: Tensor = self.param.sharded_param._local_tensor
+        return kept
+
+
+# FSDP1
+
+
+def of_fsdp1(root: FullyShardedDataParallel, names: Mapping[nn.Parameter, str]) -> dict[nn.Module, dict[str, Gathered]]:
+    """Return the parameters that FSDP1 gathers, by the module that it wraps.
+
+    Args:
+        names: of parameters.
+    """
+    return {
+        unit.module: {names[parameter]: _OfFSDP1(handle, i) for i, parameter in enumerate(handle.flat_param._params)}
+        for unit, handle in handles(root)
+    }
+
+
+def write_back(root: FullyShardedDataParallel) -> None:
+    """Copy what was assigned to the `data` of sharded parameters into FSDP1's flat ones, as its next gathering does."""
+    for _, handle in handles(root):
+        handle._writeback_orig_params()
+
+
+@dataclass(frozen=True)
+class _OfFSDP1:
+    handle: Any  # torch's, of a flat parameter
+    index: int  # in that
+
+    @property
+    def is_gathered(self) -> bool:
+        return not self.handle.is_sharded(self.handle.flat_param) and self._gathered is not None
+
+    @property
+    def _gathered(self) -> Tensor | None:
+        found: Tensor | None = self.handle.flat_param._tensors[self.index]
+        return found
+
+    @property
+    def whole(self) -> Tensor:
+        view: Tensor = list(self.handle._get_unflat_views())[self.index].data
+        gathered = self._gathered
+        if gathered is not None and gathered.data_ptr() != view.data_ptr():
+            _link(gathered, view)
+        return view
+
+    @property
+    def own(self) -> Tensor:
+        part = self.handle.flat_param._shard_param_infos[self.index]
+        whole = self.whole.reshape(-1)
+        return whole.narrow(0, part.intra_param_start_idx, part.numel_in_shard) if part.in_shard else whole[:0]
+
+    @property
+    def kept(self) -> Tensor:
+        flat = self.handle.flat_param
+        part = flat._shard_param_infos[self.index]
+        kept: Tensor = flat._local_shard.detach()
+        return kept.narrow(0, part.offset_in_shard, part.numel_in_shard) if part.in_shard else kept[:0]
+
+
+@torch.no_grad()
+def _link(parameter: Tensor, into: Tensor) -> None:
+    """Let a gathered parameter that was assigned other `data` be again what is gathered into."""
+    into.copy_(parameter.detach())
+    parameter.data = into.detach()

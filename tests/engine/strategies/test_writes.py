@@ -1,0 +1,163 @@
+"""Weights that are written to outside of the optimizer are those of one process, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import Tensor, nn
+
+from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.errors import Refused
+from lightswitch.fault_tolerance.failure import Rank, failure_of
+from tests.engine.curves import largest_difference
+from tests.engine.fits import PLAIN, Curve, Fit, Fits
+from tests.engine.strategies import writing
+from tests.pool import Pool, RankFailed
+
+pytest.importorskip("deepspeed")
+
+STEPS = 8
+WAYS = ("ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+SHARDED = ("fsdp", "deepspeed_stage_3")  # where weights are elsewhere in a hook than in a forward pass
+COPIED = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")  # where another copy is stepped
+CELLS = [
+    *(("AtBatchEnd", way) for way in WAYS),
+    *((name, way) for name in ("AtBatchStart", "Late") for way in SHARDED),
+    *((name, way) for name in ("BeforeZeroGrad", "InOptimizerStep") for way in (*SHARDED, "fsdp1")),
+    *(("InTrainingStep", way) for way in (*SHARDED, "fsdp1", "deepspeed_stage_2")),
+    *(("OnTop", way) for way in (*SHARDED, "fsdp1", "deepspeed_stage_2")),
+    *(("InBuffers", way) for way in ("fsdp", *COPIED)),
+    *(("Clamped", way) for way in ("fsdp", *COPIED)),
+    *(("Renormed", way) for way in COPIED),
+    *(("ByHand", way) for way in COPIED),
+    *(("ClippedByHand", way) for way in COPIED[1:]),
+    *(("PastTheWrapper", way) for way in ("ddp", "deepspeed_stage_2")),
+    *(("SharpnessAware", way) for way in ("ddp",)),
+]
+
+
+def fit(idiom: str, strategy: str = "single", arguments: str = "gradient_clip_val=null", **changed: Any) -> Fit:
+    module: Callable[[], pl.LightningModule] = getattr(writing, idiom)
+    start = replace(PLAIN, module=module, strategy=strategy, micro_batch=None, steps=STEPS, arguments=arguments)
+    return replace(start, **changed)
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(("idiom", "strategy"), CELLS)
+def test_what_is_written_is_as_in_one_process(idiom: str, strategy: str, fits: Fits) -> None:
+    (alone,), ranks = fits(fit(idiom)), fits(fit(idiom, strategy), 2)
+    assert len(alone.column("train/loss")) == STEPS
+    assert distance(alone.end, alone.start) > 0.01
+    assert largest_difference(ranks[0], alone) <= 1e-5
+    assert distance(ranks[0].end, alone.end) <= 1e-5
+    assert distance(ranks[1].end, ranks[0].end) == 0
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+def test_so_is_what_a_callback_writes(strategy: str, fits: Fits) -> None:
+    following = {"callbacks": (writing.Follows,)}
+    (alone,), run = fits(fit("Distilled", **following)), fits(fit("Distilled", strategy, **following), 2)[0]
+    assert distance(run.end, alone.end) <= 1e-5
+    assert largest_difference(run, alone) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+def test_weights_set_from_the_first_batch_are_rank_0s_and_stay(strategy: str, fits: Fits) -> None:
+    ranks = fits(fit("Normalized", strategy, steps=4), 2)
+    assert distance(ranks[1].end, ranks[0].end) == 0
+    moved = (ranks[0].end["net.1.scale"] - ranks[0].start["net.1.scale"]).abs()
+    assert moved.min() > 0.05, "the optimizer alone moves it by a hundredth"
+    told = "weights    net.1.shift, net.1.scale set within training_step, by each rank from its share of the batch"
+    assert ranks[0].told.count(told) == 1
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+def test_accumulation_and_mixed_precision_keep_what_is_written(strategy: str, fits: Fits) -> None:
+    plain = {"micro_batch": 6, "arguments": "gradient_clip_val=0.5 precision=bf16-mixed"}
+    (alone,), run = fits(fit("Clamped", **plain)), fits(fit("Clamped", strategy, **plain), 2)[0]
+    assert distance(run.end, alone.end) <= 5e-3
+    assert max(float(run.end[name].abs().max()) for name in run.end if name.startswith("net")) <= 0.4
+
+
+@pytest.mark.parametrize("ways", [("deepspeed_stage_3", "fsdp"), ("fsdp1", "deepspeed_stage_2")])
+def test_a_run_goes_on_with_what_was_written_under_another_strategy(
+    ways: tuple[str, str], fits: Fits, pool: Pool, tmp_path: Path
+) -> None:
+    (alone,) = fits(fit("AtBatchEnd"))
+    arguments = f"gradient_clip_val=null default_root_dir={tmp_path}"
+    first, then = (fit("AtBatchEnd", way, arguments) for way in ways)
+    before = pool(2)(saved, replace(first, steps=3), tmp_path)[0]
+    after = pool(2)(saved, then, tmp_path, tmp_path / "step_3.ckpt")[0]
+    expected = alone.column("train/loss")
+    found = {**before, **after}
+    assert found.keys() == expected.keys()
+    assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5
+
+
+def saved(fit: Fit, folder: Path, resumed: Path | None = None) -> dict[int, float]:
+    pl.seed_everything(42, workers=True, verbose=False)
+    curve = Curve()
+    trainer = fit.trainer(LastCheckpoints(str(folder), every_n_steps=3), logger=curve)
+    trainer.fit(fit.module(), fit.data(), ckpt_path=resumed)
+    return curve.columns["train/loss"]
+
+
+class OfRank0(writing.Clamped):
+    """Looks at weights in a hook whose body one rank alone runs, from a step on."""
+
+    begins = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero and self.global_step > self.begins:
+            assert self.net[0].weight.detach().norm() > 0.1
+
+
+class OfRank0Later(OfRank0):
+    begins = 5
+
+
+def test_one_rank_alone_may_read_a_weight_in_parts(fits: Fits) -> None:
+    (alone,), run = (
+        fits(fit("Clamped", module=OfRank0)),
+        fits(fit("Clamped", "deepspeed_stage_3", module=OfRank0), 2)[0],
+    )
+    assert largest_difference(run, alone) <= 1e-5
+
+
+def test_a_method_that_deepspeeds_optimizer_lacks_is_told(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(fit("SharpnessAware", "deepspeed_stage_2"), 2)
+    assert failed.value.error is not None
+    told = failure_of(Rank(0, 2, "here", 1), failed.value.error).line
+    assert told.endswith(
+        "object has no attribute 'first_step'; DeepSpeed has its own optimizer in place of the module's, whose methods "
+        "beside step are not called; use strategy=ddp"
+    )
+
+
+class WritesLate(writing.PlainModel):
+    """Writes within its forward pass, from a step on at which no step is looked at."""
+
+    def training_step(self, batch: writing.Batch, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.global_step >= 4:
+            self.net[0].bias.data.mul_(0.9)
+        return loss
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2"])
+def test_what_begins_to_be_written_later_where_it_is_lost_is_refused(strategy: str, fits: Fits) -> None:
+    units = "fsdp units=[net.3]" if strategy == "fsdp" else strategy  # net.0 is gathered throughout a training step
+    with pytest.raises(RankFailed) as failed:
+        fits(fit("Clamped", units, module=WritesLate, steps=130), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith("net.0.bias was written within training_step, which it was not in the")

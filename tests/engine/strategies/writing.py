@@ -1,0 +1,256 @@
+"""Modules that write to their weights outside of the optimizer, each as an idiom stands in public code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from tests.engine.plain import PlainModel
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Distilled(PlainModel):
+    """A network and a frozen copy of it, to which the loss keeps it near."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]) + nn.functional.mse_loss(logits, self.teacher(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2, momentum=0.9)
+
+
+def follow_by_data(teacher: nn.Module, student: nn.Module) -> None:
+    """As lightly's and MoCo's update of a momentum encoder."""
+    for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+        own.data = own.data * 0.7 + other.data * 0.3
+
+
+@torch.no_grad()
+def follow_in_place(teacher: nn.Module, student: nn.Module) -> None:
+    """As DINO's and BYOL's."""
+    for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+        own.data.mul_(0.7).add_(0.3 * other.detach().data)
+
+
+@torch.no_grad()
+def follow_by_lerp(teacher: nn.Module, student: nn.Module) -> None:
+    for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+        own.lerp_(other, 0.3)
+
+
+class AtBatchEnd(Distilled):
+    def on_train_batch_end(self, *_: Any) -> None:
+        follow_by_data(self.teacher, self.net)
+
+
+class AtBatchStart(Distilled):
+    def on_train_batch_start(self, *_: Any) -> None:
+        follow_in_place(self.teacher, self.net)
+
+
+class BeforeZeroGrad(Distilled):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        follow_by_data(self.teacher, self.net)
+
+
+class InOptimizerStep(Distilled):
+    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
+        super().optimizer_step(*arguments, **named)
+        follow_by_lerp(self.teacher, self.net)
+
+
+class InTrainingStep(Distilled):
+    """As in lightly's examples: before the forward pass."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        follow_by_data(self.teacher, self.net)
+        return super().training_step(batch, batch_idx)
+
+
+class Late(Distilled):
+    """Begins to follow when the run is under way."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step > 5:
+            follow_in_place(self.teacher, self.net)
+
+
+class Follows(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        follow_by_data(module.teacher, module.net)
+
+
+class InBuffers(PlainModel):
+    """Averages weights in buffers, as latent diffusion's LitEma, and pulls them to the averages now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadows = {name: "mean_" + name.replace(".", "_") for name, _ in self.net.named_parameters()}
+        for name, parameter in self.net.named_parameters():
+            self.register_buffer(self.shadows[name], parameter.clone().detach().data)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        shadows = dict(self.named_buffers())
+        with torch.no_grad():
+            for name, parameter in self.net.named_parameters():
+                shadow = shadows[self.shadows[name]]
+                shadows[self.shadows[name]] = shadow.type_as(parameter)
+                shadow.sub_(0.3 * (shadow - parameter))
+            if self.global_step % 3 == 0:
+                for name, parameter in self.net.named_parameters():
+                    parameter.data.copy_(shadows[self.shadows[name]].data)
+
+
+class Clamped(PlainModel):
+    """Clips weights after each step, as a Wasserstein GAN's critic."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.4, 0.4)
+
+
+class Renormed(PlainModel):
+    """Bounds the norms of rows, and of a bias by another way to write."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.copy_(torch.renorm(self.net[0].weight, 2, 0, 0.5))
+            self.net[3].bias[:2] = 0.1
+            self.net[3].weight.data = self.net[3].weight.data * 0.98
+
+
+class Normalized(PlainModel):
+    """Sets scale and shift from the first batch, as ActNorm of normalizing flows does in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, ActNorm(16))
+
+
+class ActNorm(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(features)), nn.Parameter(torch.ones(features))
+        self.register_buffer("is_set", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set and self.training:
+            self.shift.data.copy_(-x.detach().mean(0))
+            self.scale.data = 1 / (x.detach().std(0) + 1e-3)
+            self.is_set.fill_(1)
+        return (x + self.shift) * self.scale
+
+
+class OnTop(Distilled):
+    """Follows within a training step by parameters of the module's own, on either side of a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.slow = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.slow.data = self.slow.data * 0.7 + self.scale.data * 0.3
+        loss = super().training_step(batch, batch_idx)
+        loss = loss + ((self.net(batch[0]) * self.scale - self.slow) ** 2).mean()
+        self.slow.data.add_(0.01)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+
+
+class ByHand(PlainModel):
+    """Manual optimization: as many backward passes a step as ``passes``, each of a part of the loss."""
+
+    def __init__(self, passes: int = 2) -> None:
+        super().__init__()
+        self.automatic_optimization, self.passes = False, passes
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part in range(self.passes):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.manual_backward(loss * (part + 1))
+        optimizer.step()
+        return loss
+
+
+class ClippedByHand(ByHand):
+    """A critic: clips weights within the step, after the optimizer's."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.4, 0.4)
+        return loss
+
+
+class PastTheWrapper(ByHand):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers().optimizer
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412), as its best-known implementation has it."""
+
+    def __init__(self, parameters: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **named: Any) -> None:
+        super().__init__(parameters, {"rho": rho, **named})
+        self.base_optimizer = base(self.param_groups, **named)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        owned = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in owned]).norm()
+        for p in owned:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (0.05 / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+class SharpnessAware(ByHand):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.first_step()
+        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.second_step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SAM(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+IDIOMS: dict[str, Callable[[], pl.LightningModule]] = {
+    kind.__name__: kind
+    for kind in (
+        *(AtBatchEnd, AtBatchStart, BeforeZeroGrad, InOptimizerStep, InTrainingStep, Late),
+        *(InBuffers, Clamped, Renormed),
+    )
+}
