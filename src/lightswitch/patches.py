@@ -312,6 +312,15 @@ PATCHES = (
         "int",
         "steps go on from a portable checkpoint: DeepSpeed sets them only from one of its own",
     ),
+    *(
+        Patch(
+            f"deepspeed.runtime.zero.{optimizer}",
+            "step",
+            "(self, closure)",
+            "steps by the engine where a module that optimizes by hand calls it: it reduces no gradients itself",
+        )
+        for optimizer in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
+    ),
     Patch(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_hp_optimizer_states_linked",

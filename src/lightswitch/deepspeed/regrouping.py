@@ -6,9 +6,10 @@ DeepSpeed lays out flat groups when its engine is made, of what is trained then.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         if engine.managed_gradient_accumulation():
             engine.set_gradient_accumulation_boundary(True)  # and not by the engine's own count of micro batches
+        else:  # by hand: also where a module steps past Lightning's wrapper
+            patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
         self._trained, parameters = Trained(model), names.parameters(model)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
         key = self.broadcast(secrets.token_hex(8))
@@ -67,6 +70,13 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             if parameter.requires_grad
         ]
         return engine, stepped
+
+    def _step(self, engine: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step by DeepSpeed's engine, which does more than its optimizer."""
+        if engine._running_engine_step:
+            return step(*args, **kwargs)
+        with self.outside_of_hooks():
+            return engine.step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Follow what is trained, at the beginning of a step: the engine has gradients of those before it."""

@@ -84,6 +84,8 @@ class DeepSpeed(Regrouping, Reversible):
                 log.warning("%s", line)
         if not self.lightning_module.automatic_optimization:
             self.config["managed_gradient_accumulation"] = False  # a step takes all backward passes since the last
+            if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
+                self.config["zero_optimization"]["overlap_comm"] = False  # which DeepSpeed refuses beside it
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
 

@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightswitch import patches
@@ -35,7 +34,7 @@ from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.elementwise import refuse_sharded
-from lightswitch.strategies.gathered_writes import GatheredWrites, let_data_be_assigned, of_fsdp
+from lightswitch.strategies.gathered_writes import GatheredWrites, WholeBesideShards, let_data_be_assigned, of_fsdp
 from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
@@ -250,7 +249,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @contextmanager
     def at_hand(self, hook: str) -> Iterator[None]:
-        with implicit_replication():  # what a hook keeps whole, as an average in buffers, meets shards
+        with WholeBesideShards():
             yield
         self._writes.follow()
 

@@ -5,7 +5,7 @@ Outside of the forward pass, writes go to shards by themselves, but for `paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,24 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
 
 from lightswitch import patches
 from lightswitch.strategies.fsdp1_state import handles
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
+_data_of_tensor: Any = torch.Tensor.data
+
 
 class _Data:
     """The attribute `data` of a DTensor, which can be assigned: torch takes it, and leaves the shard as it was."""
 
-    _of_tensor: Any = torch.Tensor.data
-
     def __get__(self, tensor: DTensor | None, kind: type) -> Any:
-        return self if tensor is None else self._of_tensor.__get__(tensor, kind)
+        return self if tensor is None else _data_of_tensor.__get__(tensor, kind)
 
     @torch.no_grad()
     def __set__(self, tensor: DTensor, value: Tensor) -> None:
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
-            self._of_tensor.__set__(tensor, value)
+            _data_of_tensor.__set__(tensor, value)
             return
         mesh, placements = tensor.device_mesh, tensor.placements
         if isinstance(value, DTensor):
@@ -44,6 +46,47 @@ class _Data:
 def let_data_be_assigned() -> None:
     """Let `parameter.data = …` write to a DTensor, in this process."""
     patches.replace(DTensor, "data", _Data())
+
+
+class WholeBesideShards(TorchFunctionMode):
+    """Mode in which whole tensors and shards meet, as an average in buffers and a parameter, in hooks.
+
+    DTensors are gathered where a tensor that comes first is whole, where torch can't compute with shards, and where an
+    element is set, which it would do in a copy.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for value in (*args, *kwargs.values()) for one in _flat(value) if isinstance(one, Tensor)]
+        if not any(isinstance(one, DTensor) for one in tensors):
+            return func(*args, **kwargs)
+        if isinstance(tensors[0], DTensor) and func is not Tensor.__setitem__:
+            try:
+                with implicit_replication():
+                    return func(*args, **kwargs)
+            except NotImplementedError:  # torch has no sharded form of it
+                pass
+        whole = [_gathered(value) for value in args]
+        result = func(*whole, **{key: _gathered(value) for key, value in kwargs.items()})
+        name = getattr(func, "__name__", "")
+        writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+        for one, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True) if writes else ():
+            if isinstance(one, DTensor):
+                one.data = its_whole
+        return args[0] if writes and isinstance(args[0], DTensor) else result
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _gathered(value: Any) -> Any:
+    """Return what has DTensors with whole tensors in their places. Collective."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_gathered, value))
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Gathered(Protocol):
@@ -234,5 +277,5 @@ class _OfFSDP1:
 @torch.no_grad()
 def _link(parameter: Tensor, into: Tensor) -> None:
     """Let a gathered parameter that was assigned other `data` be again what is gathered into."""
-    into.copy_(parameter.detach())
-    parameter.data = into.detach()
+    into.data.copy_(parameter.data)  # past autograd, which may have saved it
+    parameter.data = into.data

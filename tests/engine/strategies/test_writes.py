@@ -33,7 +33,7 @@ CELLS = [
     *(("OnTop", way) for way in (*SHARDED, "fsdp1", "deepspeed_stage_2")),
     *(("InBuffers", way) for way in ("fsdp", *COPIED)),
     *(("Clamped", way) for way in ("fsdp", *COPIED)),
-    *(("Renormed", way) for way in COPIED),
+    *(("Renormed", way) for way in ("fsdp", *COPIED)),
     *(("ByHand", way) for way in COPIED),
     *(("ClippedByHand", way) for way in COPIED[1:]),
     *(("PastTheWrapper", way) for way in ("ddp", "deepspeed_stage_2")),
@@ -76,18 +76,19 @@ def test_weights_set_from_the_first_batch_are_rank_0s_and_stay(strategy: str, fi
     assert distance(ranks[1].end, ranks[0].end) == 0
     moved = (ranks[0].end["net.1.scale"] - ranks[0].start["net.1.scale"]).abs()
     assert moved.min() > 0.05, "the optimizer alone moves it by a hundredth"
-    told = "weights    net.1.shift, net.1.scale set within training_step, by each rank from its share of the batch"
+    told = "weights    net.1.scale, net.1.shift set within training_step, by each rank from its share of the batch"
     assert ranks[0].told.count(told) == 1
 
 
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("strategy", WAYS[1:])
 def test_accumulation_and_mixed_precision_keep_what_is_written(strategy: str, fits: Fits) -> None:
     plain = {"micro_batch": 6, "arguments": "gradient_clip_val=0.5 precision=bf16-mixed"}
-    (alone,), run = fits(fit("Clamped", **plain)), fits(fit("Clamped", strategy, **plain), 2)[0]
-    assert distance(run.end, alone.end) <= 5e-3
+    replicated, run = (fits(fit("Clamped", way, **plain), 2)[0] for way in ("ddp", strategy))
+    assert distance(run.end, replicated.end) <= 1e-3
     assert max(float(run.end[name].abs().max()) for name in run.end if name.startswith("net")) <= 0.4
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("ways", [("deepspeed_stage_3", "fsdp"), ("fsdp1", "deepspeed_stage_2")])
 def test_a_run_goes_on_with_what_was_written_under_another_strategy(
     ways: tuple[str, str], fits: Fits, pool: Pool, tmp_path: Path
