@@ -249,7 +249,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @contextmanager
     def at_hand(self, hook: str) -> Iterator[None]:
-        with WholeBesideShards():
+        with WholeBesideShards(hook):
             yield
         self._writes.follow()
 

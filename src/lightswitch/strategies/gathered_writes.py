@@ -18,6 +18,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
 from lightswitch import patches
+from lightswitch.errors import Refused
 from lightswitch.strategies.fsdp1_state import handles
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
@@ -53,7 +54,15 @@ class WholeBesideShards(TorchFunctionMode):
 
     DTensors are gathered where a tensor that comes first is whole, where torch can't compute with shards, and where an
     element is set, which it would do in a copy.
+
+    Args:
+        hook: in words.
     """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self._hook = hook
+        self._copies: dict[int, DTensor] = {}  # of parts of DTensors, which would be views of whole ones
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,20 +71,42 @@ class WholeBesideShards(TorchFunctionMode):
         tensors = [one for value in (*args, *kwargs.values()) for one in _flat(value) if isinstance(one, Tensor)]
         if not any(isinstance(one, DTensor) for one in tensors):
             return func(*args, **kwargs)
-        if isinstance(tensors[0], DTensor) and func is not Tensor.__setitem__:
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and id(tensors[0]) in self._copies:
+            raise Refused(
+                f"{self._hook} writes to a part of a parameter by {name}, which fsdp has as a copy; write to the "
+                "parameter itself (p[…] = …), or use strategy=ddp"
+            )
+        if isinstance(tensors[0], DTensor) and name != "__setitem__":
             try:
                 with implicit_replication():
-                    return func(*args, **kwargs)
+                    result = func(*args, **kwargs)
             except NotImplementedError:  # torch has no sharded form of it
-                pass
+                return self._whole(func, args, kwargs, writes)
+            if name in _PARTS:
+                self._copies.update((id(part), part) for part in _flat(result) if not _is_view(part, tensors[0]))
+            return result
+        return self._whole(func, args, kwargs, writes)
+
+    def _whole(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> Any:
         whole = [_gathered(value) for value in args]
         result = func(*whole, **{key: _gathered(value) for key, value in kwargs.items()})
-        name = getattr(func, "__name__", "")
-        writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
-        for one, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True) if writes else ():
+        if not writes:
+            return result
+        for one, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True):
             if isinstance(one, DTensor):
                 one.data = its_whole
-        return args[0] if writes and isinstance(args[0], DTensor) else result
+        return args[0] if isinstance(args[0], DTensor) else result
+
+
+_PARTS = ("__getitem__", "narrow", "select", "chunk", "split", "unbind", "view", "reshape", "flatten")
+
+
+def _is_view(part: Any, of: DTensor) -> bool:
+    if not isinstance(part, DTensor):
+        return True
+    return part._local_tensor.untyped_storage().data_ptr() == of._local_tensor.untyped_storage().data_ptr()
 
 
 def _flat(value: Any) -> Sequence[Any]:
