@@ -316,10 +316,13 @@ PATCHES = (
         Patch(
             f"deepspeed.runtime.zero.{optimizer}",
             "step",
-            "(self, closure)",
+            expected,
             "steps by the engine where a module that optimizes by hand calls it: it reduces no gradients itself",
         )
-        for optimizer in ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
+        for optimizer, expected in (
+            ("stage_1_and_2.DeepSpeedZeroOptimizer", "(self, closure)"),
+            ("stage3.DeepSpeedZeroOptimizer_Stage3", "(*args, **kwargs)"),  # as NVTX's decorator has it
+        )
     ),
     Patch(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
