@@ -151,7 +151,7 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
 
     def release_engine(self) -> None:
         """Take DeepSpeed's engine out of the process: its hooks would run beside those of the next."""
-        engine = self.model
+        engine, self._writes = self.model, None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return
         if self.zero_stage_3:

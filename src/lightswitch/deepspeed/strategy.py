@@ -300,8 +300,19 @@ class DeepSpeed(Regrouping, Reversible):
         with self.outside_of_hooks():
             return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self.outside_of_hooks():  # of a callback that saves: what is read here is not to be gathered
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self.outside_of_hooks():
+            return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.outside_of_hooks():
+            super().save_checkpoint(*args, **kwargs)
+
     def teardown(self) -> None:
-        self._writes = None
         self.release_engine()
         super().teardown()
 

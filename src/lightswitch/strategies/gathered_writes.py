@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -94,9 +95,9 @@ class WholeBesideShards(TorchFunctionMode):
         result = func(*whole, **{key: _gathered(value) for key, value in kwargs.items()})
         if not writes:
             return result
-        for one, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True):
-            if isinstance(one, DTensor):
-                one.data = its_whole
+        for parameter, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True):
+            if isinstance(parameter, DTensor):
+                parameter.data = its_whole
         return args[0] if isinstance(args[0], DTensor) else result
 
 
@@ -128,7 +129,7 @@ class Gathered(Protocol):
 
     @property
     def whole(self) -> Tensor:
-        """What is gathered; where a parameter was assigned other `data`, with these values. In its own shape."""
+        """The gathered values, in the parameter's shape; those that were assigned to its `data` since, if any were."""
 
     @property
     def own(self) -> Tensor:
@@ -170,12 +171,12 @@ class GatheredWrites:
     def follow(self) -> None:
         """Let shards follow what a hook wrote to parameters that are gathered."""
         for unit in self._units.values():
-            self._follow(unit.values())
+            if any(parameter.is_gathered for parameter in islice(unit.values(), 1)):  # a unit's are, or are not
+                self._follow(unit.values())
 
     def _follow(self, parameters: Iterable[Gathered]) -> None:
         for parameter in parameters:
-            if parameter.is_gathered:
-                carried(parameter.own, parameter.kept)
+            carried(parameter.own, parameter.kept)
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ _AFTER = ", after the step"
 
 
 class Looks:
-    """Which training steps are looked at, and what was found in them.
+    """Record of the training steps that are looked at, and of what was found in them.
 
     The first steps are, and a few later: what begins to be written later is found, and refused.
 
