@@ -27,11 +27,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run tests/nightly and the cases that are marked nightly")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if _is_left_out(item, config.option.nightly)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not _is_left_out(item, config.option.nightly)]
     items.sort(key=_turn)
     for item in items:
         if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
             item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
+
+
+def _is_left_out(item: pytest.Item, nightly: bool) -> bool:
+    is_marked = item.get_closest_marker("nightly") is not None
+    return not (is_marked or item.nodeid.startswith("tests/nightly/")) if nightly else is_marked
 
 
 def _turn(item: pytest.Item) -> int:

@@ -21,6 +21,7 @@ from tests.engine import requests
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
+from tests.night import at_night
 
 Composed = Callable[..., DictConfig]
 
@@ -59,7 +60,7 @@ def test_every_callback_is_made(choice: str, composed: Composed) -> None:
     assert all(isinstance(callback, pl.Callback) for callback in made.values())
 
 
-@pytest.mark.parametrize("choice", choices("logger"))
+@pytest.mark.parametrize("choice", [*(name for name in choices("logger") if name != "mlflow"), *at_night("mlflow")])
 def test_every_logger_is_made(choice: str, composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"wandb": "wandb", "mlflow": "mlflow"}.get(choice)
     if needs and importlib.util.find_spec(needs) is None:

@@ -12,6 +12,7 @@ import torch
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.tiny import MODELS, RECORD
+from tests.night import at_night
 
 RUN = (
     *PLAIN,
@@ -35,7 +36,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("switch", [*list(SWITCHES)[1:], *at_night("two devices")])
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
     switched = train(*RUN, *SWITCHES[switch])
 

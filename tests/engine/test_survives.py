@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.night import at_night
 
 RUN = (
     *PLAIN,
@@ -33,7 +34,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     [
         pytest.param([4], ((), ()), id="in an epoch"),
         pytest.param([9], ((), ()), id="at an epoch's end"),
-        pytest.param([8], ((), ()), id="at a validation"),
+        pytest.param([8], ((), ()), id="at a validation", marks=pytest.mark.nightly),
         pytest.param([13], (("data.workers=2",), ()), id="with loader workers"),
         pytest.param([13], (("micro_batch_size=6",), ("micro_batch_size=6",)), id="with accumulation"),
     ],
@@ -54,7 +55,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert resumed.column("test/loss")[STEPS] == reference.column("test/loss")[STEPS]
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", *at_night("fsdp")])
 def test_a_module_that_asks_how_long_the_run_is_goes_on_in_the_same_order(strategy: str, train: Train) -> None:
     """For which Lightning makes the training loader before the checkpoint is read, under a strategy that shards."""
     epochs = (*RUN, "model._target_=tests.engine.plain.CycleModel", f"strategy={strategy}", "trainer.max_epochs=4")

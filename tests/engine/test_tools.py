@@ -16,6 +16,7 @@ from tests.nightly.test_images_and_tables import FILES as PAGE_OF_IMAGES
 from tests.nightly.test_tutorial import COMMANDS, ELSEWHERE, FILES
 
 
+@pytest.mark.nightly
 def test_a_benchmark_measures_something(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks.streams", "--quick", "--out", str(out)]
@@ -23,6 +24,7 @@ def test_a_benchmark_measures_something(tmp_path: Path) -> None:
     assert all(row["milliseconds"] > 0 for row in json.loads(out.read_text())["rows"])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_make_says_what_it_does_not_run(tmp_path: Path) -> None:
     """With any Python that is given, and nothing of the packages in a place of their own."""

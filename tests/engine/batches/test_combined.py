@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 
 from tests.engine.conftest import Finished, Train
+from tests.night import at_night
 
 PAIRS = (
     *(
@@ -31,7 +32,7 @@ def _read(run: Finished) -> dict[int, dict[str, set[int]]]:
     return {step: dict(read) for step, read in steps.items()}
 
 
-@pytest.mark.parametrize("mode", ["null", "min_size", "max_size"])
+@pytest.mark.parametrize("mode", ["null", "max_size", *at_night("min_size")])
 def test_two_loaders_read_the_same_at_any_world_size_and_after_a_resume(mode: str, train: Train) -> None:
     run = (*PAIRS, f"data.mode={mode}")
     whole = train(*run, f"trainer.max_steps={STEPS}")

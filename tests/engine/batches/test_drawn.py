@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, random_split
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.plain import PlainData, PlainModel, Points
+from tests.night import at_night
 
 HERE = "tests.engine.batches.test_drawn"
 RUN = ("trainer.accelerator=cpu", "run_id=mine", "global_batch_size=12", "trainer.log_every_n_steps=1")
@@ -80,7 +81,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("split"))(*SPLIT)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), *at_night(("fsdp", 3))])
 def test_a_split_that_is_drawn_in_setup_is_one(strategy: str, ranks: int, split: Finished, train: Train) -> None:
     """Else a resume on more devices would train on what has been held out."""
     run = train(*SPLIT, f"strategy={strategy}", ranks=ranks)
@@ -121,7 +122,7 @@ def test_a_validation_draws_the_same_where_it_is_run_again(train: Train) -> None
     assert again.column("val/loss") == repeated.column("val/loss")
 
 
-@pytest.mark.parametrize("fraction", ["limit_train_batches", "overfit_batches"])
+@pytest.mark.parametrize("fraction", ["limit_train_batches", *at_night("overfit_batches")])
 def test_a_fraction_of_an_epoch_is_of_its_steps(fraction: str, train: Train) -> None:
     run = (*PLAIN, *RUN, "data.samples=66", "trainer.max_epochs=2", f"+trainer.{fraction}=0.5")
     run = (*run, "trainer.val_check_interval=0.4", "trainer.check_val_every_n_epoch=1")

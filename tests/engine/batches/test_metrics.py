@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 
 RUN = (
     *("model._target_=tests.engine.batches.test_metrics.LogsMuch", PLAIN_DATA, "data.samples=75", "run_id=mine"),
@@ -90,7 +91,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 3), ("deepspeed_stage_2", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("deepspeed_stage_2", 2), *at_night(("ddp", 2))])
 def test_what_is_logged_is_the_same_at_any_world_size(strategy: str, ranks: int, alone: Finished, train: Train) -> None:
     run = train(*RUN, f"strategy={strategy}", ranks=ranks)
     for name in (*OF_STEPS, *TRAINING, *EVALUATION):
@@ -168,7 +169,8 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.mark.parametrize(  # the end of epoch 1, whose validation is due, and after it
-    ("step", "strategy"), [(6, "single"), (7, "single"), (6, "ddp"), (7, "fsdp"), (6, "deepspeed_stage_2")]
+    ("step", "strategy"),
+    [(6, "single"), (7, "fsdp"), (6, "deepspeed_stage_2"), *at_night((7, "single"), (6, "ddp"))],
 )
 def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train: Train) -> None:
     options = {} if strategy == "single" else {"ranks": 2}

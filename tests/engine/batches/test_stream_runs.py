@@ -12,6 +12,7 @@ import pytest
 from tests.engine.conftest import PLAIN_MODEL, Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.tiny import RECORD
+from tests.night import at_night
 
 STREAM = (PLAIN_MODEL, "data._target_=tests.engine.batches.streams.StreamData", "trainer.accelerator=cpu")
 SHORT = ("trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0", *RECORD)
@@ -42,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "more"),
-    [("ddp", 2, ("micro_batch_size=4",)), ("fsdp", 2, ("data.workers=2",)), ("fsdp", 3, ())],
+    [("ddp", 2, ("micro_batch_size=4",)), ("fsdp", 3, ("data.workers=2",))],
 )
 def test_a_stream_has_the_curve_of_one_process(
     strategy: str, ranks: int, more: tuple[str, ...], alone: dict[str, Finished], train: Train
@@ -69,7 +70,7 @@ def test_a_stream_whose_epochs_end_was_cut_off_goes_on_in_the_next(
         assert largest_difference(gone_on, alone[kind], metric) <= 1e-5, metric
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("kind", ["stateful", *at_night("plain")])
 def test_a_killed_stream_goes_on_under_another_strategy_and_world_size(
     kind: str, alone: dict[str, Finished], train: Train
 ) -> None:

@@ -10,13 +10,14 @@ import torch
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import WAYS
+from tests.night import at_night
 
 RUN = (*LANGUAGE, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=1")
 AS_LIGHTNING = (
     "callbacks.lightnings._target_=tests.engine.checkpoints.lightnings.AsLightning",
     "callbacks.lightnings.folder=${hydra:runtime.output_dir}",
 )
-WRITTEN = ("single", "fsdp × 2", "fsdp1 × 2", "deepspeed_stage_2 × 2", "deepspeed_stage_3 × 2")
+WRITTEN = ("single", "fsdp1 × 2", "deepspeed_stage_3 × 2", *at_night("fsdp × 2", "deepspeed_stage_2 × 2"))
 
 
 @pytest.fixture(scope="module")

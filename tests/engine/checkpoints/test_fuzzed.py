@@ -24,6 +24,7 @@ from lightswitch.export.weights import Weights
 from tests.engine.checkpoints import hostile
 from tests.engine.checkpoints.damages import OF_A_FILE, damage
 from tests.engine.conftest import PLAIN, Train, runs_in
+from tests.night import at_night
 
 BATCH = 100
 RUN = (*PLAIN, "trainer.accelerator=cpu", "strategy=ddp", "run_id=mine", "callbacks.last_checkpoint.every_n_steps=2")
@@ -37,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.run_dir / "checkpoints"
 
 
-@pytest.mark.parametrize("first", range(0, 300, BATCH))
+@pytest.mark.parametrize("first", [0, *at_night(*range(BATCH, 300, BATCH))])
 def test_a_damaged_checkpoint_is_passed_over_or_it_is_what_was_written(
     first: int, trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

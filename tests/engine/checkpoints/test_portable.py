@@ -19,6 +19,7 @@ from lightswitch.errors import UnfitCheckpoint
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 
 # Optimizers that keep state in another one inside of them
 
@@ -92,7 +93,7 @@ TWO = (
 
 @pytest.mark.parametrize(
     ("model", "strategy"),
-    [("LookaheadModel", "single"), ("LookaheadModel", "fsdp"), ("SAMModel", "ddp"), ("SAMModel", "fsdp")],
+    [("LookaheadModel", "single"), ("SAMModel", "fsdp"), *at_night(("LookaheadModel", "fsdp"), ("SAMModel", "ddp"))],
 )
 def test_an_optimizer_inside_of_another_goes_on(model: str, strategy: str, train: Train) -> None:
     run, options = (*TWO, f"{HERE}.{model}"), {} if strategy == "single" else {"ranks": 2}
@@ -130,7 +131,7 @@ class OutsideModel(PlainModel):
         return torch.optim.Adam([*self.parameters(), self.shift], lr=0.05)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", *at_night("deepspeed_stage_2")])
 def test_an_optimizer_over_what_is_no_parameter_is_refused_before_training(strategy: str, train: Train) -> None:
     options = {} if strategy == "single" else {"ranks": 2}
     refused = train(*TWO, f"{HERE}.OutsideModel", f"strategy={strategy}", check=False, **options)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from lightswitch.checkpoints import hub_files
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.ways import WAYS
+from tests.night import at_night
 
 SHORT = (*PLAIN, "trainer.max_steps=1", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "run_id=mine")
 NAMES = ("init_names={body.: net.}",)
@@ -31,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("way", ["single", "fsdp × 2", "deepspeed_stage_3 × 2"])
+@pytest.mark.parametrize("way", ["fsdp × 2", *at_night("single", "deepspeed_stage_3 × 2")])
 def test_a_run_starts_from_those_that_fit_and_tells_the_others(way: str, folder: Path, train: Train) -> None:
     words = (*SHORT, f"init_from={folder}", *NAMES, *WAYS[way].switches)
     run = train(*words, ranks=WAYS[way].ranks)

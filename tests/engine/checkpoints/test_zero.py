@@ -12,13 +12,14 @@ from tests.engine.checkpoints import hostile
 from tests.engine.checkpoints.test_foreign import AS_LIGHTNING
 from tests.engine.conftest import Train
 from tests.engine.tiny import PICTURES
+from tests.night import at_night
 
 LATE = ("model._target_=tests.engine.foreign.Late", PICTURES, "trainer.accelerator=cpu", "~callbacks.progress")
 RUN = (*LATE, "trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
 
 
 @pytest.mark.filterwarnings("ignore")  # DeepSpeed's own, when it is imported
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, *at_night(2)])
 def test_weights_are_those_of_deepspeeds_own_converter(stage: int, train: Train) -> None:
     """Of frozen and tied parameters, single numbers, buffers of both kinds; 3 ranks divide nothing evenly."""
     batch = ("global_batch_size=24", "micro_batch_size=4")

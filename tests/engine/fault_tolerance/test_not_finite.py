@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import PLAIN, Train
+from tests.night import at_night
 
 NAN = ("model._target_=tests.engine.plain.NanModel", "model.step=7", PLAIN[1], "logger=csv", "run_id=mine")
 RUN = (*NAN, "~callbacks.lr_monitor", "global_batch_size=40", "trainer.max_steps=12", "trainer.log_every_n_steps=1")
@@ -47,7 +48,7 @@ def test_no_checkpoint_is_saved_of_weights_that_a_gradient_has_spoilt(train: Tra
     assert max(path.name for path in (run.run_dir / "checkpoints").glob("step_*")) == "step_6.ckpt"
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("single", "fsdp")])
 def test_a_step_is_skipped_on_all_ranks_and_changes_no_weight(strategy: str, train: Train) -> None:
     ranks = 1 if strategy == "single" else 2
     run = train(*RUN, "on_nan=skip", f"model.rank={ranks - 1}", f"strategy={strategy}", ranks=ranks)

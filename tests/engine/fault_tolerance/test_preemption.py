@@ -15,6 +15,7 @@ import pytest
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.engine.fault_tolerance.pace import PACE_TARGET
 from tests.engine.processes import TRAIN_PY, shown_by
+from tests.night import at_night
 
 STEPS = 40
 RUN = (
@@ -77,7 +78,7 @@ def test_a_signal_to_one_rank_ends_all_in_one_checkpoint(
         assert found == pytest.approx(expected, abs=1e-5), metric
 
 
-@pytest.mark.parametrize("step", [6, 7, 8])
+@pytest.mark.parametrize("step", [6, *at_night(7, 8)])
 def test_a_run_that_ends_beside_a_validation_validates_once(step: int, train: Train, uninterrupted: Finished) -> None:
     run = (*RUN, FAST, "strategy=single")
     asks = ("callbacks.asks._target_=tests.engine.fault_tolerance.pace.AsksOnce", f"callbacks.asks.step={step}")
@@ -115,9 +116,12 @@ def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train) -> No
     assert "Traceback" not in stopped.err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp trainer.devices=2", 0), ("ddp_fork trainer.devices=2", 0), ("fsdp", 2)]
+    ("strategy", "ranks", "rank"),
+    [
+        *(("ddp trainer.devices=2", 0, 1), ("ddp_fork trainer.devices=2", 0, 0), ("fsdp", 2, 1)),
+        *at_night(("ddp trainer.devices=2", 0, 0), ("ddp_fork trainer.devices=2", 0, 1), ("fsdp", 2, 0)),
+    ],
 )
 def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
     strategy: str, ranks: int, rank: int, train: Train

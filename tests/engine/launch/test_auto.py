@@ -47,6 +47,7 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
     assert "; use devices of " in line
 
 
+@pytest.mark.nightly
 @SIMULATED
 def test_of_a_step_that_looks_at_values_states_decide(train: Train) -> None:
     """650 parameters: 10,400 bytes of states, and each process may have 20,000 bytes, half of them for states."""

@@ -25,6 +25,7 @@ from tests.engine.launch.averaging import SWA
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import TENSOR_PARALLEL, WAYS, Way
+from tests.night import at_night
 
 RUN = (*PLAIN, "callbacks.swa._target_=tests.engine.launch.averaging.SWA", "callbacks.swa.start_step=8")
 RUN += ("callbacks.swa.every_n_steps=2", "global_batch_size=40", "run_id=mine")
@@ -32,15 +33,18 @@ RUN += ("callbacks.swa.every_n_steps=2", "global_batch_size=40", "run_id=mine")
 AVERAGED = ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging", "callbacks.ema.decay=0.8")
 EMA = (*LANGUAGE, "scheduler=constant", "trainer.val_check_interval=2", "callbacks.last_checkpoint.every_n_steps=2")
 EMA += (*AVERAGED, "run_id=mine", "micro_batch_size=6")
-TENSOR_PARALLEL_BY_2 = Way(TENSOR_PARALLEL, 2)
-CHAIN = [WAYS["ddp × 2"], WAYS["fsdp × 2"], WAYS["deepspeed_stage_3 × 2"], TENSOR_PARALLEL_BY_2, WAYS["single"]]
+CHAIN = [WAYS["fsdp × 2"], WAYS["deepspeed_stage_3 × 2"], WAYS["single"]]
+LONG_CHAIN = [WAYS["ddp × 2"], *CHAIN[:2], Way(TENSOR_PARALLEL, 2), WAYS["single"]]
 STEPS = 3  # of each run of the chain: it ends between two checkpoints, and within an epoch
 
 
-def test_a_run_is_validated_and_resumed_by_its_averages_under_one_strategy_after_another(train: Train) -> None:
-    alone = train(*EMA, f"trainer.max_steps={STEPS * len(CHAIN)}", "strategy=single")
+@pytest.mark.parametrize("chain", [CHAIN, *at_night((LONG_CHAIN,))], ids=["three", "five"])
+def test_a_run_is_validated_and_resumed_by_its_averages_under_one_strategy_after_another(
+    chain: list[Way], train: Train
+) -> None:
+    alone = train(*EMA, f"trainer.max_steps={STEPS * len(chain)}", "strategy=single")
     folder = None
-    for run, way in enumerate(CHAIN, start=1):
+    for run, way in enumerate(chain, start=1):
         switched = train(*EMA, f"trainer.max_steps={STEPS * run}", *way.switches, ranks=way.ranks, folder=folder)
         folder = switched.folder
     for metric in ("train/loss", "val/loss"):
@@ -162,7 +166,7 @@ def test_an_average_of_epochs_is_the_same_resumed_at_an_epochs_last_step(train: 
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), ("deepspeed_stage_2", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), *at_night(("deepspeed_stage_2", 2))])
 def test_a_run_goes_on_by_the_trained_weights_without_the_callback(strategy: str, ranks: int, train: Train) -> None:
     run = (*PLAIN, "global_batch_size=40", "trainer.log_every_n_steps=1", f"strategy={strategy}", "run_id=mine")
     plain = train(*run, "trainer.max_steps=4", ranks=ranks)

@@ -18,6 +18,7 @@ from lightswitch.config.overrides import normalised
 from lightswitch.launch import commands, resolvers
 from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
+from tests.night import at_night
 
 OF_TRAINING = (
     "optimizer.lr=1e-4",
@@ -140,7 +141,7 @@ def test_a_pasted_evaluation_reads_that_checkpoint(monkeypatch: pytest.MonkeyPat
         assert _composed(_pasted(commands.evaluate(path, placement.detect(), "test"))).ckpt_path == path
 
 
-@pytest.mark.parametrize(("run_id", "name"), [("1234_5", "gpt"), ("a=b,c", "1e3")])
+@pytest.mark.parametrize(("run_id", "name"), [("a=b,c", "1e3"), *at_night(("1234_5", "gpt"))])
 def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name: str, train: Train) -> None:
     first = train(*PLAIN, f"run_id={run_id}", f"name={name}", "trainer.max_steps=2", "trainer.val_check_interval=2")
     told = dict(line.split(maxsplit=1) for line in first.out.replace("go on", "go_on").splitlines() if " " in line)

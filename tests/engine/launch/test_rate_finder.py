@@ -16,6 +16,7 @@ from lightswitch.launch.rate_finder import rising
 from tests.engine.conftest import PLAIN_DATA, Finished, Train
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PartialModel, PlainModel
+from tests.night import at_night
 from tests.runs import runs_in
 
 RUN = ("model._target_=tests.engine.launch.test_rate_finder.Counting", PLAIN_DATA, "model.halved=step")
@@ -24,7 +25,8 @@ FINDS = (*RUN, "callbacks=[default,lr_finder]", "callbacks.lr_finder.min_lr=1e-4
 FINDS += ("callbacks.lr_finder.num_training_steps=30",)
 _STAGE_3 = "stage:3,stage3_param_persistence_threshold:20"  # biases stay gathered
 ZERO = ("strategy=deepspeed", f"trainer.strategy.config={{zero_optimization:{{{_STAGE_3}}}}}")
-WAYS = {"fsdp": ["strategy=fsdp"], "zero 3": [*ZERO]}
+OTHERS = ("ddp", "fsdp1", "deepspeed_stage_2_offload")
+WAYS = {"zero 3": [*ZERO], **{name: [f"strategy={name}"] for name in ("fsdp", *OTHERS)}}
 ON_TWO = ("trainer.devices=2", "micro_batch_size=10")
 
 
@@ -58,7 +60,7 @@ def alone(once: Callable[..., Finished]) -> Finished:
     return once(*FINDS)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["fsdp", "zero 3", *at_night(*OTHERS)])
 def test_the_rate_is_that_of_one_process(way: str, alone: Finished, once: Callable[..., Finished]) -> None:
     run = once(*FINDS, *WAYS[way], *ON_TWO, ranks=2)
     assert rate_of(run) == rate_of(alone)
@@ -83,6 +85,7 @@ def test_a_resumed_run_goes_on_with_the_rate(alone: Finished, train: Train) -> N
     assert largest_difference(resumed, alone) == 0
 
 
+@pytest.mark.nightly
 def test_a_rate_that_was_found_goes_on_under_zero_and_back(alone: Finished, train: Train) -> None:
     begun = train(*FINDS, "trainer.max_steps=4")
     under_zero = train(*FINDS, *ZERO, *ON_TWO, "trainer.max_steps=8", folder=begun.folder, ranks=2)

@@ -11,6 +11,7 @@ import pytest
 from tests.engine.conftest import Finished, Train
 from tests.engine.planning.truth import NumbersOfText
 from tests.engine.tiny import LANGUAGE_MODEL
+from tests.night import at_night
 
 MODEL = (*LANGUAGE_MODEL, "data._target_=tests.engine.planning.truth.NumbersOfText")
 REAL = (
@@ -29,11 +30,8 @@ WORLDS = {  # a step of 24 samples in two micro batches
 }
 
 
-def test_each_rank_does_what_a_dry_run_says(train: Train) -> None:
-    is_what_each_rank_does("fsdp_hybrid", train)
-
-
-def is_what_each_rank_does(strategy: str, train: Train) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp_hybrid", *at_night("ddp", "fsdp", "fsdp_tp")])
+def test_each_rank_does_what_a_dry_run_says(strategy: str, train: Train) -> None:
     size, micro, more = WORLDS[strategy]
     words = (*MODEL, f"strategy={strategy}", "global_batch_size=24", f"micro_batch_size={micro}", *more)
     told = _told(train("mode=dry_run", *words, "dry_run.steps=4", *_ranks(size)))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE_MODEL
+from tests.night import at_night
 
 TEXT = "data._target_=tests.engine.planning.truth.NumbersOfText"
 PICTURES = "data._target_=tests.engine.planning.truth.NumbersOfPictures"
@@ -28,15 +29,15 @@ REAL = (
 )
 TENSOR_PARALLEL = "fsdp_tp trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
 DAILY = [("language", strategy) for strategy in ("ddp", "fsdp_hybrid", "fsdp1", TENSOR_PARALLEL)]
-DAILY += [("late", "fsdp trainer.strategy.activation_checkpointing=true")]
+RECOMPUTES = "fsdp trainer.strategy.activation_checkpointing=true"
+DAILY += [("late", RECOMPUTES)]
+BUCKETS = "ddp trainer.strategy.gradient_as_bucket_view=true"
+OTHERS = [("language", strategy) for strategy in ("fsdp", "fsdp_grad_op", BUCKETS, RECOMPUTES)]
+OTHERS += [(model, strategy) for model in ("pictures", "late") for strategy in ("fsdp", "ddp")] + [("late", "fsdp1")]
 
 
-@pytest.mark.parametrize(("model", "strategy"), DAILY)
+@pytest.mark.parametrize(("model", "strategy"), [*DAILY, *at_night(*OTHERS)])
 def test_a_plan_says_what_a_rank_holds(model: str, strategy: str, train: Train) -> None:
-    is_what_a_rank_holds(model, strategy, train)
-
-
-def is_what_a_rank_holds(model: str, strategy: str, train: Train) -> None:
     words = (*MODELS[model], *BATCH, *f"strategy={strategy}".split())
     plan, real = planned(train, *words), held(train, *(word for word in words if "devices" not in word), ranks=2)
     assert plan["tensor_bytes"] == pytest.approx(real["bytes"], rel=0.01)

@@ -209,6 +209,7 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], li
     assert line in problem
 
 
+@pytest.mark.nightly
 def test_nothing_of_it_is_imported_where_it_is_off() -> None:
     script = "import sys, lightswitch.launch.build\nprint(*(name for name in sys.modules if 'compilation' in name))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == []

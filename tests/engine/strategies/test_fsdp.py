@@ -19,6 +19,7 @@ from tests.engine.foreign import Encoder
 from tests.engine.models.language import LanguageModel
 from tests.engine.plain import AveragedModel
 from tests.engine.strategies.witness import to_the_bit
+from tests.night import at_night
 from tests.pool import RankFailed
 
 SWITCHES = {  # ranks, and the part of the model that each rank holds
@@ -35,7 +36,9 @@ SWITCHES = {  # ranks, and the part of the model that each rank holds
     "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]": (4, 0.5),
 }
 MODELS = {"language": LANGUAGE, "classifier": CLASSIFIER}
-CASES = [*(("language", switch) for switch in SWITCHES), ("classifier", "fsdp × 2"), ("classifier", "fsdp1")]
+OVER = ("fsdp × 1", "fsdp_grad_op", "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]")  # in tours
+CASES = [*(("language", switch) for switch in SWITCHES if switch not in OVER), ("classifier", "fsdp × 2")]
+CASES += at_night(*(("language", switch) for switch in OVER), ("classifier", "fsdp1"))
 
 
 @pytest.mark.parametrize(("model", "switch"), CASES)

@@ -15,6 +15,7 @@ from lightswitch.errors import Refused
 from lightswitch.export.__main__ import main as export
 from tests.engine.strategies.shapes import modules
 from tests.engine.strategies.shapes.walk import END, SAVED, Cell, ranks, trained
+from tests.night import at_night
 from tests.pool import Pool, RankFailed
 
 pytest.importorskip("deepspeed")
@@ -97,8 +98,10 @@ _CHOSEN |= {("ddp", shape) for shape in REFUSED["ddp"]} | {("deepspeed_stage_3",
 _CHOSEN |= {("deepspeed_stage_1", shape) for shape in ("Unused", "FreezingInGroup")}
 _CHOSEN |= {("ddp find_unused", shape) for shape in WITH_UNUSED}
 
+CELLS = [*(cell for cell in EVERY if cell in _CHOSEN), *at_night(*(cell for cell in EVERY if cell not in _CHOSEN))]
 
-@pytest.mark.parametrize(("strategy", "shape"), [cell for cell in EVERY if cell in _CHOSEN])
+
+@pytest.mark.parametrize(("strategy", "shape"), CELLS)
 def test_a_shape_trains_resumes_tests_and_exports_as_in_one_process(
     strategy: str, shape: str, alone: Alone, pool: Pool, tmp_path: Path
 ) -> None:

@@ -1,18 +1,11 @@
-"""mode=dry_run under the other strategies, and over a sweep of worlds."""
+"""mode=dry_run over a sweep of worlds."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.engine.conftest import Train
-from tests.engine.planning.test_dry_run import MODEL, is_what_each_rank_does
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_tp"])
-def test_each_rank_does_what_a_dry_run_says(strategy: str, train: Train) -> None:
-    is_what_each_rank_does(strategy, train)
+from tests.engine.planning.test_dry_run import MODEL
 
 
 def test_a_sweep_ends_with_how_the_run_scales(train: Train) -> None:

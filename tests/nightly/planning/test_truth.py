@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.conftest import Train
-from tests.engine.planning.test_truth import BATCH, MODELS, held, is_what_a_rank_holds, planned
-
-STRATEGIES = ("fsdp", "fsdp_grad_op", "ddp trainer.strategy.gradient_as_bucket_view=true")
-OTHERS = (("pictures", "fsdp"), ("pictures", "ddp"), ("late", "ddp"), ("late", "fsdp"), ("late", "fsdp1"))
-RECOMPUTES = "fsdp trainer.strategy.activation_checkpointing=true"
-
-
-@pytest.mark.parametrize(("model", "strategy"), [*(("language", name) for name in (*STRATEGIES, RECOMPUTES)), *OTHERS])
-def test_a_plan_says_what_a_rank_holds(model: str, strategy: str, train: Train) -> None:
-    is_what_a_rank_holds(model, strategy, train)
+from tests.engine.planning.test_truth import BATCH, MODELS, held, planned
 
 
 def test_what_is_offloaded_is_counted_on_the_host(train: Train) -> None:
