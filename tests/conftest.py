@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -12,8 +13,13 @@ import pytest
 from tests.runs import GPUS
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
-FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "slurm/", "tours/", "fork/", "strategies/")
-BUDGET_SECONDS = 4 * 11 * 60  # of the tests of `make test`, of which four run at a time on two cores
+FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
+FIRST += ("strategies/", "fork/", "launch/")
+BUDGET_SECONDS = 4 * 13 * 60  # of the tests of `make test`, of which four run at a time; lint and types take two more
+# The examples train under a strategy of each kind by day; under all of them at night, as those of a fork always do.
+EXAMPLES_AT_NIGHT = re.compile(
+    r"test_promises\.py::test_(a_model_has|what_is)\w+\[.*-(?!single|ddp|fsdp\]|\w*_tp|\w*_3\])"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,18 +38,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if _is_left_out(item, config.option.nightly)]
+    left_out = [item for item in items if not _is_wanted(item, config.option.nightly)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _is_left_out(item, config.option.nightly)]
+    items[:] = [item for item in items if _is_wanted(item, config.option.nightly)]
     items.sort(key=_turn)
     for item in items:
         if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
             item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
 
 
-def _is_left_out(item: pytest.Item, nightly: bool) -> bool:
-    is_marked = item.get_closest_marker("nightly") is not None
-    return not (is_marked or item.nodeid.startswith("tests/nightly/")) if nightly else is_marked
+def _is_wanted(item: pytest.Item, nightly: bool) -> bool:
+    """Whether it is run by day, as is a file of tests/nightly that is named, or at night."""
+    repeats = item.get_closest_marker("nightly") is not None or EXAMPLES_AT_NIGHT.search(item.nodeid) is not None
+    return repeats or "tests/nightly/" in item.nodeid if nightly else not repeats
 
 
 def _turn(item: pytest.Item) -> int:
