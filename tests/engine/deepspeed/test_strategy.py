@@ -20,6 +20,7 @@ from tests.engine.deepspeed.zero import Native, TakenOut
 from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
+from tests.night import at_night
 from tests.pool import Pool
 
 pytest.importorskip("deepspeed")
@@ -27,7 +28,8 @@ pytest.importorskip("deepspeed")
 STAGES = ("1", "1_offload", "2", "2_offload", "3", "3_offload")
 UNEVEN = replace(PLAIN, micro_batch=3, steps=10)  # of nine an epoch, the last of fewer samples
 FITS = {"language": LANGUAGE, "classifier": CLASSIFIER, "uneven batches": UNEVEN}
-CASES = [*(("language", stage) for stage in STAGES), ("classifier", "3"), ("uneven batches", "3")]
+CASES = [*(("language", stage) for stage in ("1", "2", "3", "3_offload")), ("uneven batches", "3")]
+CASES += at_night(("language", "1_offload"), ("language", "2_offload"), ("classifier", "3"))  # in tours
 ENCODER = Fit(foreign.Encoder, Pictures, global_batch=16, micro_batch=4)
 LATE = replace(ENCODER, module=foreign.Late)
 

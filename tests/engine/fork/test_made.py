@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.conftest import CHECKOUT, Train
 from tests.engine.fork.forks import fork, git, made, run
+from tests.night import at_night
 
 OURS = r"tests[./]engine|benchmarks|lightswitch\.fork (?!NAME)|\.ci/|template/|\bproject\.(models|data)|src/project"
 EXAMPLES = r"(?i)\b(gpt\w*|vit|digits|python_source|fashion_mnist|openwebtext)\b"
@@ -37,7 +38,7 @@ def _matches(pattern: str, texts: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "options"),  # names that are sorted before and after what is imported beside them
-    [("ab", ()), ("zebra_finch", ("--bare",)), ("zebra_finch", PACKAGE), ("ab", (*PACKAGE, "--bare"))],
+    [("ab", ()), ("zebra_finch", (*PACKAGE, "--bare")), *at_night(("zebra_finch", ("--bare",)), ("ab", PACKAGE))],
 )
 def test_a_fork_is_one_commit_that_names_nothing_of_ours(
     name: str, options: tuple[str, ...], clone: Path, tmp_path: Path

@@ -11,6 +11,7 @@ import pytest
 from lightswitch.runs import lock
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.night import at_night
 
 RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")
 MORE = "trainer.max_steps=4"
@@ -66,7 +67,7 @@ def test_a_refused_start_leaves_every_byte_of_an_earlier_run(request_: str, earl
     [
         ("ddp", "another model's size"),
         ("ddp_fork", "a model that does not like the data"),
-        ("ddp_spawn", "another optimizer"),
+        *at_night(("ddp_spawn", "another optimizer")),
     ],
 )
 def test_so_does_one_of_two_ranks(strategy: str, request_: str, earlier: Finished, train: Train) -> None:
