@@ -148,7 +148,8 @@ def of_difference(evidence: Evidence, comparison: Comparison, whole: States) -> 
     found = _of_difference(evidence, comparison, whole, module)
     if found is None:
         unexplained = listed([one.name for one in (loss, first) if one is not None])
-        return Cause(UNKNOWN, f"none of the ten explains {unexplained}", "read the moments in check.json", when)
+        told = f"none of the ten explains that {unexplained or 'a replica'} differs"
+        return Cause(UNKNOWN, told, "take parts of the step away, with check.steps=2, until it holds", when)
     return Cause(found.name, found.told, found.remedy, when)
 
 

@@ -135,18 +135,6 @@ class Replaying(Good):
         return self.loss(self.net(batch[0] + torch.stack(self.seen).mean(0)), batch[1])
 
 
-class Unsaved(Replaying):
-    """Keeps it in a buffer that no checkpoint of Lightning's holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(2), persistent=False)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.mean = self.mean * 0.5 + batch[0].mean(0)
-        return self.loss(self.net(batch[0] + self.mean), batch[1])
-
-
 class PastLightning(Good):
     """Steps an optimizer that Lightning does not see."""
 

@@ -15,7 +15,6 @@ from tests.pool import Pool
 IN_ONE_PROCESS = {
     modules.Unseeded: "generator that nobody seeds",
     modules.Replaying: "state in Python objects",
-    modules.Unsaved: "state in Python objects",
     modules.PastLightning: "optimizer stepped past Lightning",
 }
 UNDER_DDP = {
