@@ -166,7 +166,7 @@ class Comparison:
                 apart = digests.norm(digests.minus(there.digests[name], here.digests[name]))
                 of_kind = sums.setdefault(_kind(name), [0.0, 0.0])
                 of_kind[0], of_kind[1] = of_kind[0] + apart * apart, of_kind[1] + whole * whole
-                if not apart <= self._allowed(name, step, here):
+                if apart and not apart <= self._allowed(name, step, here):
                     found.append(Difference(_own(name), step, _ratio(apart, whole)))
             ratios = (_ratio(math.sqrt(apart), math.sqrt(whole)) for apart, whole in sums.values())
             largest = max([largest, *ratios], key=_finite_last)
@@ -204,7 +204,7 @@ class Comparison:
                     if at <= step
                 )
                 allowed = _ALLOWED * self._eps / _EPS_32 * value + _ABOVE_NUDGE * max(nudges, default=0.0)
-                if not apart <= allowed:
+                if apart and not apart <= allowed:
                     found.append(Difference(name, step, _ratio(apart, value)))
             if found and first is None:
                 first, differing = found[0], found

@@ -44,7 +44,7 @@ def trial(pool: Pool, folder: Path, module: Callable[[], pl.LightningModule], st
     """Measure a module in one process, whole, once more, resumed, nudged and cut, and under a strategy."""
     data = partial(TrainingData, samples=24 * STEPS)
     fit = Fit(module, data, global_batch=24, micro_batch=None, steps=STEPS, arguments="gradient_clip_val=null")
-    moments = pool(1)(_in_one_process, fit, folder)
+    (moments,) = pool(1)(_in_one_process, fit, folder)
     (way, _) = pool(2)(_fit, replace(fit, strategy=strategy), folder / strategy)
     found = {name: states(one) for name, one in moments.items()}
     one = Measured(SINGLE, _ended(moments["whole"]), states=found)
@@ -54,10 +54,11 @@ def trial(pool: Pool, folder: Path, module: Callable[[], pl.LightningModule], st
 
 def _in_one_process(fit: Fit, folder: Path) -> Mapping[str, list[dict[str, Any]]]:
     saved = folder / "killed" / "saved"
+    cut = replace(fit, micro_batch=12) if fit.module().automatic_optimization else fit
     return {
         "whole": _fit(fit, folder / "whole"),
         "nudged": _fit(fit, folder / "nudged", nudge=8 * EPS),
-        "cut": _fit(replace(fit, micro_batch=12), folder / "cut"),
+        "cut": _fit(cut, folder / "cut"),
         "killed": _fit(fit, folder / "killed", saved=saved),
         "resumed": _fit(fit, folder / "resumed", resumed=saved / f"step_{STEPS // 2}.ckpt"),
     }
