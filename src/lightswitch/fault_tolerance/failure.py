@@ -18,6 +18,7 @@ _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 # Errors of what could not be had: of torch's on a GPU, of its allocator on the CPU, of Python's
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a part of a parameter beside a whole tensor
+_NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # torch's, in a name that a module looks up
 _LACKS_METHOD = re.compile(r"'\w*DeepSpeedZero\w*' object has no attribute")  # Python's, of DeepSpeed's optimizers
 _LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
 
@@ -44,6 +45,8 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     if _MIXES_TENSORS in told:
         told += "; here a parameter is whole in its unit's forward pass alone, and elsewhere in a training step in "
         told += "parts; compute with it in a hook, as on_train_batch_end, or use strategy=ddp"
+    if isinstance(cause, KeyError) and _NAME_OF_FSDP1 in told:
+        told += "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp"
     if _LACKS_METHOD.search(told):
         told += "; DeepSpeed has its own optimizer in place of the module's, whose methods beside step are not called; "
         told += "use strategy=ddp"

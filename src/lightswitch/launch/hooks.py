@@ -132,7 +132,7 @@ def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str)
     strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
     if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
         return nullcontext()
-    return strategy.around_hook(f"{hook_name} of {type(owner).__name__}")
+    return strategy.around_hook(f"{hook_name} of {type(owner).__name__.removeprefix('FSDP')}")  # fully_shard's prefix
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
