@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
 
 from lightswitch.errors import Refused, listed
 from lightswitch.strategies.rank_0 import broadcast_in_place
@@ -99,7 +99,7 @@ class Looks:
         """Context of a training step."""
         self._steps += 1
         self.is_due = self._steps <= _FIRST or self._steps % _EVERY == 0
-        if self.is_due and isinstance(torch.empty(0), FakeTensor):  # a step that is planned has no values
+        if self.is_due and detect_fake_mode() is not None:  # a step that is planned has no values
             self.is_due = False
         if self.is_due:
             self.written, self.shared = set(), set()
@@ -162,9 +162,9 @@ def take_rank_0s(parameters: Iterable[Tensor]) -> None:
 def _digest(tensor: Tensor) -> Tensor:
     """Return the sum and the norm of a tensor: (2,)."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    values = values if values.is_floating_point() else values.double()
-    sums = values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)
-    return torch.nan_to_num(torch.stack(sums))
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    sums = values.sum(dtype=dtype), torch.linalg.vector_norm(values.to(dtype))
+    return torch.nan_to_num(torch.stack(sums).double())
 
 
 @torch.no_grad()
