@@ -237,10 +237,14 @@ class _Touches(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in _METADATA:
-            for value in (*args, *(kwargs or {}).values()):
-                for one in value if isinstance(value, list | tuple) else (value,):
-                    if (name := self._names.get(id(one))) is not None:
-                        self._touch(name)
+            names = self._names
+            for value in (*args, *kwargs.values()) if kwargs else args:  # for each operation of a hook: kept short
+                if id(value) in names:
+                    self._touch(names[id(value)])
+                elif type(value) in (list, tuple):
+                    for one in value:
+                        if id(one) in names:
+                            self._touch(names[id(one)])
         return func(*args, **(kwargs or {}))
 
 

@@ -128,6 +128,10 @@ class Gathered(Protocol):
     def is_gathered(self) -> bool: ...
 
     @property
+    def is_cut(self) -> bool:
+        """Whether ranks gather different parts of it, under tensor parallelism."""
+
+    @property
     def whole(self) -> Tensor:
         """The gathered values, in the parameter's shape; those that were assigned to its `data` since, if any were."""
 
@@ -162,7 +166,8 @@ class GatheredWrites:
         written, shared = self._looks.written, self._looks.shared
         if self._looks.is_due and unit:
             written = {name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs}
-            shared = share({name: parameter.whole for name, parameter in unit.items() if name in written})
+            written_whole = {name: one.whole for name, one in unit.items() if name in written and not one.is_cut}
+            shared = share(written_whole)
             self._looks.found(written, shared)
         elif again := [parameter.whole for name, parameter in unit.items() if name in shared]:
             take_rank_0s(again)
@@ -227,6 +232,10 @@ class _OfFSDP:
         return bool(self.param.sharded_state.name == "UNSHARDED")
 
     @property
+    def is_cut(self) -> bool:
+        return isinstance(self.param._unsharded_param, DTensor)
+
+    @property
     def whole(self) -> Tensor:
         parameter: Tensor = self.param._unsharded_param
         if isinstance(parameter, DTensor):  # under tensor parallelism
@@ -278,6 +287,10 @@ class _OfFSDP1:
     @property
     def is_gathered(self) -> bool:
         return not self.handle.is_sharded(self.handle.flat_param) and self._gathered is not None
+
+    @property
+    def is_cut(self) -> bool:
+        return False
 
     @property
     def _gathered(self) -> Tensor | None:
