@@ -161,10 +161,11 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
     def _share(self) -> None:
         """Give all ranks rank 0's weights that a training step has set from a rank's share of the batch."""
         assert self.lightning_module is not None
-        shared = self.looks.shared
-        if self.looks.is_due:
-            shared = share(names.parameters(self.lightning_module))
-            self.looks.found(shared, shared)
+        looks, shared = self.looks, self.looks.shared
+        if looks.is_due:
+            parameters = names.parameters(self.lightning_module)
+            shared = share({name: parameters[name] for name in parameters if looks.is_first or name in looks.known})
+            looks.found(shared, shared)
         elif shared:
             parameters = names.parameters(self.lightning_module)
             take_rank_0s(parameters[name] for name in sorted(shared))

@@ -83,16 +83,18 @@ class Looks:
     Attributes:
         is_at_work: within a training step.
         is_due: the training step at work, or else the last, is looked at.
+        is_first: and it is one of the first.
         written: names of parameters that the last look found to be written within a training step.
         shared: those of them that ranks have written otherwise, each from its share of a batch.
+        known: names that any look has found.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self.is_at_work, self.is_due = False, False
+        self.is_at_work, self.is_due, self.is_first = False, False, False
         self.written: set[str] = set()
         self.shared: set[str] = set()
-        self._found: set[str] = set()
+        self.known: set[str] = set()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -101,6 +103,7 @@ class Looks:
         self.is_due = self._steps <= _FIRST or self._steps % _EVERY == 0
         if self.is_due and detect_fake_mode() is not None:  # a step that is planned has no values
             self.is_due = False
+        self.is_first = self.is_due and self._steps <= _FIRST
         if self.is_due:
             self.written, self.shared = set(), set()
         self.is_at_work = True
@@ -116,13 +119,13 @@ class Looks:
             Refused: a later look finds what the first did not: what was written since is lost.
         """
         self.refuse_late(written)
-        new = sorted(shared - self._found)
+        new = sorted(shared - self.known)
         if new and dist.get_rank() == 0:
             log.info(
                 "weights    %s set within training_step, by each rank from its share of the batch: all take rank 0's",
                 listed(new, "parameters"),
             )
-        self._found |= written
+        self.known |= written
         self.written |= written
         self.shared |= shared
 
@@ -132,7 +135,7 @@ class Looks:
         Raises:
             Refused: one was not.
         """
-        if self._steps > _FIRST and (late := sorted(written - self._found)):
+        if self._steps > _FIRST and (late := sorted(written - self.known)):
             raise Refused(
                 f"{listed(late, 'parameters')} was written within training_step, which it was not in the first steps, "
                 "and the strategy has not kept it; write in a hook, as on_train_batch_end, or use strategy=ddp"
