@@ -2,7 +2,6 @@
 
 python train.py                                          # one process, real data, under a minute
 python train.py strategy=ddp trainer.devices=2           # the same run over two processes
-python train.py model=vit data=digits
 python train.py run_id=mine                              # started again, it goes on where it stood
 python train.py mode=plan trainer.devices=8 plan.device=h100  # what it would take
 python train.py mode=dry_run trainer.num_nodes=128 trainer.devices=8 dry_run.rank=517  # what its ranks would do

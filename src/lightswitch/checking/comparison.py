@@ -49,7 +49,7 @@ def states(moments: Iterable[Mapping[str, Any]]) -> dict[int, State]:
 
 @dataclass(frozen=True)
 class Difference:
-    """What two runs differ in first.
+    """First difference of two runs.
 
     Attributes:
         name: of a tensor as the module has it, of a state of an optimizer, or of a metric.

@@ -29,7 +29,7 @@ class Way:
 
 
 class Start(Protocol):
-    """What starts a run of a way, and returns what is left of it."""
+    """Function that starts a run of a way, and returns what is left of it."""
 
     def __call__(self, way: Way, name: str, resume: Path | None = None, **probe: Any) -> Ended:
         """Start it.
@@ -43,7 +43,7 @@ class Start(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """What became of a way's runs.
+    """Runs of a way, and what they have left.
 
     Attributes:
         whole: the run from start to end.

@@ -14,7 +14,7 @@ from lightswitch.monitoring.summary import aligned
 
 @dataclass(frozen=True)
 class Found:
-    """What a check has found.
+    """Findings of a check.
 
     Attributes:
         cells: the cells of each way, in the order of PROMISES; of single process first.

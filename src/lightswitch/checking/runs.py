@@ -30,7 +30,7 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 @dataclass(frozen=True)
 class Ended:
-    """What is left of a run.
+    """Remains of a run.
 
     Attributes:
         code: exit code of the first rank that failed, else 0; negative for a signal.
@@ -50,7 +50,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Why it has not ended well, in a line."""
+        """Reason why it has not ended well, in a line."""
         if refused := re.findall(r"^error: (.*)$", self.output, re.MULTILINE):
             return str(refused[0])
         if failed := re.findall(r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$", self.output, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""mode=check: whether a module keeps the promises, measured on its own data and config."""
+"""The check of `mode=check`: whether a module keeps the promises, measured on its own data and config."""
 
 from __future__ import annotations
 
@@ -83,6 +83,11 @@ class _Runs:
         self._precision = str(cfg.trainer.get("precision") or "32")
 
     def check(self) -> report.Found:
+        """Return what the runs show.
+
+        Raises:
+            Ended, Refused: as of the function of this name.
+        """
         one = self._measure(self.single)
         if not one.is_trained:
             self._refuse(one.whole)
