@@ -138,7 +138,7 @@ class IrregularFile(Refused, OSError):
 
 
 class NoExperiment(Refused, AttributeError):
-    """Error of `self.logger.experiment` of a logger that has none; `hasattr` is False, as of any attribute that is not there."""
+    """Error of `self.logger.experiment` of a logger that has none; to `hasattr`, as any attribute that is not there."""
 
 
 class BatchError(ValueError):
