@@ -5,7 +5,6 @@ python train.py strategy=ddp trainer.devices=2           # the same run over two
 python train.py run_id=mine                              # started again, it goes on where it stood
 python train.py mode=plan trainer.devices=8 plan.device=h100  # what it would take
 python train.py mode=dry_run trainer.num_nodes=128 trainer.devices=8 dry_run.rank=517  # what its ranks would do
-python train.py mode=check strategy=fsdp                 # that this model and data keep the promises under it
 python train.py mode=test ckpt_path=runs/gpt/mine/checkpoints/best.ckpt
 sbatch slurm/multinode.sh strategy=ddp
 """

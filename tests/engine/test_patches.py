@@ -187,7 +187,7 @@ def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
     in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fake_zero
     in_a_loop |= {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}
     in_a_loop |= {"assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"}
-    in_a_loop |= {"callbacks", "limit_val_batches", "log_every_n_steps"}  # lightswitch.launch.range_test
+    in_a_loop |= {"callbacks", "log_every_n_steps"}  # lightswitch.launch.range_test
     in_a_loop |= {"lr_scheduler_configs"}
     assert _replaced() - {"<name>"} == {patch.name for patch in PATCHES} - in_a_loop
 

@@ -43,7 +43,7 @@ class Start(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs of a way, and what they have left.
+    """Runs of a way, and what became of them.
 
     Attributes:
         whole: the run from start to end.

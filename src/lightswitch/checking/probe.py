@@ -65,7 +65,7 @@ class Probe(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set past Lightning's declaration
             if isinstance(callback, EqualReplicas):
-                callback.ends_runs = False  # what differs is to be measured
+                callback.only_tell()  # what differs is to be measured
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:

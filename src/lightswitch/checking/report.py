@@ -1,4 +1,4 @@
-"""What a check tells: its table, a line for each thing that differs, and check.json."""
+"""Words of a check: its table, a line for each thing that differs, and check.json."""
 
 from __future__ import annotations
 

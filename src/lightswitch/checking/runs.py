@@ -30,7 +30,7 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 @dataclass(frozen=True)
 class Ended:
-    """Remains of a run.
+    """Remains of a run that has ended.
 
     Attributes:
         code: exit code of the first rank that failed, else 0; negative for a signal.
@@ -50,7 +50,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Reason why it has not ended well, in a line."""
+        """The line that says why it has not ended well."""
         if refused := re.findall(r"^error: (.*)$", self.output, re.MULTILINE):
             return str(refused[0])
         if failed := re.findall(r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$", self.output, re.MULTILINE):
@@ -155,8 +155,8 @@ def _train(script: Path, words: Sequence[str], output: Path, environment: dict[s
         os.dup2(descriptor, number)
     _become(environment)
     sys.path.insert(0, str(script.parent))  # as Python does for a script
-    sys.argv = [str(script), *words]
-    sys.orig_argv = [sys.executable, *sys.argv]
+    sys.argv[:] = [str(script), *words]
+    sys.orig_argv[:] = [sys.executable, *sys.argv]
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -1,4 +1,4 @@
-"""The check of `mode=check`: whether a module keeps the promises, measured on its own data and config."""
+"""The check of a module by mode=check: whether it keeps the promises, on its own data and config."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class _Runs:
         self._precision = str(cfg.trainer.get("precision") or "32")
 
     def check(self) -> report.Found:
-        """Return what the runs show.
+        """Run all, and return what was found.
 
         Raises:
-            Ended, Refused: as of the function of this name.
+            Refused: the module does not train in one process.
         """
         one = self._measure(self.single)
         if not one.is_trained:

@@ -31,15 +31,16 @@ class EqualReplicas(Callback):
 
     A parameter that differs ends the run, for whatever is saved is rank 0's. Buffers may differ: batch norms take
     statistics of their rank's samples, and DDP broadcasts rank 0's before each forward pass. Others are named once.
-
-    Attributes:
-        ends_runs: whether a difference does.
     """
 
     def __init__(self) -> None:
-        self.ends_runs = True
+        self._ends_runs = True
         self._batches = 0
         self._told_of_buffers = False
+
+    def only_tell(self) -> None:
+        """Let a run go on whose parameters differ."""
+        self._ends_runs = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches = 0
@@ -64,7 +65,7 @@ class EqualReplicas(Callback):
         parameters = {name: held for name, held in strategy.kept_parameters().items() if isinstance(held, Tensor)}
         buffers = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
         unequal = differing({**parameters, **buffers}, strategy.root_device)
-        if self.ends_runs and (found := [name for name in unequal if name in parameters]):
+        if self._ends_runs and (found := [name for name in unequal if name in parameters]):
             ranks = sorted({rank for name in found for rank in unequal[name]})
             raise UnequalReplicas(
                 f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} is not what rank 0 has, after step "
