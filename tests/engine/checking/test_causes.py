@@ -11,6 +11,7 @@ from lightswitch.checking.causes import REMEDIES, of_difference, of_one
 from tests.engine.checking import modules
 from tests.engine.checking.measured import trial
 from tests.pool import Pool
+from tests.runs import CHECKOUT
 
 IN_ONE_PROCESS = {
     modules.Unseeded: "generator that nobody seeds",
@@ -34,6 +35,8 @@ def test_each_cause_has_a_module_and_a_remedy() -> None:
     named = {*IN_ONE_PROCESS.values(), *UNDER_DDP.values(), "operation that the strategy can't do"}
     assert named == REMEDIES.keys()
     assert len(named) == 10
+    page = (CHECKOUT / "docs" / "check.md").read_text()
+    assert [name for name, remedy in REMEDIES.items() if f"| {name} |" not in page or remedy not in page] == []
 
 
 @pytest.mark.parametrize("module", UNDER_DDP, ids=lambda module: module.__name__)
