@@ -45,7 +45,7 @@ test: lint types ## run all that CI runs: make test ARGS="tests/project -k compo
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-nightly: $(INSTALLED) ## run what takes long: soaks, the environments of forks, benchmarks, what a GPU will run
-	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --nightly $(or $(ARGS),tests)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --nightly $(or $(ARGS),tests/engine tests/nightly tests/project)
 
 test-lowest: $(LOWEST_INSTALLED) ## run parity, checkpoints, launch and strategies on the lowest versions that pyproject.toml allows
 	.venv-lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),$(LOWEST_TESTS))
