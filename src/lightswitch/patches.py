@@ -143,8 +143,16 @@ PATCHES = (
     ),
     Patch(_CONNECTOR, "epoch_end_reached", "(self)", _LOGGED),
     Patch(_CONNECTOR, "on_epoch_end", "(self)", _LOGGED),
+    Patch(_CONNECTOR, "on_batch_end", "(self)", "what a rank logs of a sample that another evaluates is undone then"),
     Patch(_CONNECTOR, "update_train_step_metrics", "(self)", _LOGGED_BY_STEP),
     Patch(_CONNECTOR, "update_eval_step_metrics", "(self, step)", _LOGGED_BY_STEP),
+    Patch(
+        "torch.autograd",
+        "_engine_run_backward",
+        "(t_outputs, *args, **kwargs)",
+        "within a step under FSDP: a gradient that is differentiated itself is refused; put back after the step",
+        for_process=True,
+    ),
     Patch(
         "lightning.pytorch.callbacks.WeightAveraging",
         "__class__",

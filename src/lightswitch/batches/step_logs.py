@@ -52,7 +52,7 @@ class StepLogs:
 
     def install(self) -> None:
         """Bring together from now on."""
-        connector = self._trainer._logger_connector
+        trainer, connector = self._trainer, self._trainer._logger_connector
         log_trained, log_evaluated = connector.update_train_step_metrics, connector.update_eval_step_metrics
 
         def trained() -> None:
@@ -64,12 +64,12 @@ class StepLogs:
             log_trained()
 
         def evaluated(step: int) -> None:
-            loggers = self._trainer.loggers
-            self._trainer.loggers = [logger for logger in loggers if not isinstance(logger, MetricsFile)]
+            loggers = trainer.loggers
+            trainer.loggers = [logger for logger in loggers if not isinstance(logger, MetricsFile)]
             try:
                 log_evaluated(step)
             finally:
-                self._trainer.loggers = loggers
+                trainer.loggers = loggers
 
         patches.replace(connector, "update_train_step_metrics", trained)
         patches.replace(connector, "update_eval_step_metrics", evaluated)

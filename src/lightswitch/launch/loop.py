@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightswitch import patches
 from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.launch import first_steps
 from lightswitch.launch.hooks import is_observed
 from lightswitch.monitoring.batch_count import is_logged
 from lightswitch.monitoring.results import Results
@@ -98,6 +99,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
+        self._begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -152,7 +154,8 @@ class EpochLoop(_TrainingEpochLoop):
         batch = self._moved(batch)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
-        output, ends_epoch = self._trained(batch, batch_idx)
+        with first_steps.refusing(trainer, self._begun):
+            output, ends_epoch = self._trained(batch, batch_idx)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -160,7 +163,9 @@ class EpochLoop(_TrainingEpochLoop):
         if ends_epoch:
             raise StopIteration
         call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
-        call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        with first_steps.refusing(trainer, self._begun):
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        self._begun += 1
         self._show_results()
         progress.increment_completed()
         if is_logged(trainer) or trainer.fast_dev_run:

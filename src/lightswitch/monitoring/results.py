@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
@@ -65,8 +65,8 @@ class Results(_ResultCollection):
         """Put another number in the place of what was logged for a step, and return it as it then stands."""
         self._of_step = None
         item = self[key]
-        item._forward_cache = replaced = torch.full_like(item._forward_cache, value)
-        return replaced
+        assert isinstance(item, Value)
+        return item.put(value)
 
     def forget_batch(self) -> None:
         """Let go of the batch, from which a value's weight in an epoch's mean was taken."""
@@ -88,6 +88,11 @@ class Value(_ResultMetric):
             return self
         super().to(*args, **kwargs)
         return self
+
+    def put(self, value: float) -> Tensor:
+        """Replace what was logged for a step, and return it as it then stands."""
+        self._forward_cache = replaced = torch.full_like(cast(Tensor, self._forward_cache), value)
+        return replaced
 
     def add(self, before: Logged) -> None:
         """Count what was logged before, of the same epoch."""

@@ -254,7 +254,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._writes.follow()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), self.looks.step():
+        with self.precision_plugin.train_step_context(), self.looks.step(), self.refusing_second_derivatives():
             return self._redirected("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +69,37 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
         model = self.precision_plugin.convert_module(module)
         return self._layer_sync.apply(model) if self._layer_sync else model
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.refusing_second_derivatives():
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def refusing_second_derivatives(self) -> Iterator[None]:
+        """Context of a step, in which no gradient may be taken that is to be differentiated itself.
+
+        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third one meets shards,
+        or loses a part of a gradient.
+
+        Raises:
+            Refused: the module takes one.
+        """
+        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]  # of `backward` and of `grad`
+
+        def run_once(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+            if create_graph:
+                assert self.lightning_module is not None
+                raise Refused(
+                    f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which goes "
+                    "through each parameter a third time, when it is no longer gathered; use strategy=ddp"
+                )
+            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
+
+        patches.replace(torch.autograd, "_engine_run_backward", run_once)
+        try:
+            yield
+        finally:
+            patches.replace(torch.autograd, "_engine_run_backward", run)
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with self.outside_of_hooks():
             output = super().optimizer_step(optimizer, closure, *args, **kwargs)
@@ -84,6 +116,11 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
 
     def on_predict_end(self) -> None:
         self.free_gathered()
+
+
+def first_name(module: nn.Module) -> str:
+    """Return the name of a module's own class: `fully_shard` gives it another."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def checkpoint_activations(unit: nn.Module) -> None:
