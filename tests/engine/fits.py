@@ -23,6 +23,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.epoch_metrics import EpochMetrics
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.freezing import Freezing
+from lightswitch.checkpoints.transient import TransientBuffers
 from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import replace_loops
@@ -63,7 +64,8 @@ class Fit:
         ranks = int(os.environ["WORLD_SIZE"])
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
-        engine = [GlobalBatch(plan, seed=42), EpochMetrics(), Freezing(), KnownCallbacks(), FusedStep()]
+        engine = [GlobalBatch(plan, seed=42), EpochMetrics(), Freezing(), TransientBuffers(), KnownCallbacks()]
+        engine += [FusedStep()]
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=ranks,

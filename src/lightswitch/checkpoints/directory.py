@@ -1,7 +1,8 @@
 """A checkpoint on disk: one directory, with the same content under every strategy and world size.
 
 __<rank>_0.distcp, .metadata   torch.distributed.checkpoint: model.<name>, optimizer.<index>.<name>.<key>,
-                               trained.<name> where the model is an average of what is trained
+                               trained.<name> where the model is an average of what is trained,
+                               transient.<name> of buffers that training changes and its state leaves out
 trainer.pt                     all else, readable with weights_only=True
 SHA256SUMS                     of every file above, as `sha256sum -c` reads them
 .lightswitch                   empty: lightswitch has made the directory, and may remove it

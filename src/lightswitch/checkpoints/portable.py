@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,10 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         """
         saved = self._reader.names(f"{kind}.")
         self._reader.fill({f"{kind}.{name}": tensor for name, tensor in tensors.items() if name in saved})
+
+    def saved(self, kind: str) -> dict[str, Callable[[], Tensor]]:
+        """Return what reads each tensor of a kind, by name, that the checkpoint which was loaded has, on the CPU."""
+        return {name: partial(self._reader.read, f"{kind}.{name}") for name in self._reader.names(f"{kind}.")}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 # that begins no batch: the wait for a rank in one step of a save, and that for all steps of a write
 _STEP, _WRITE = 1 / 3, 2 / 3
 _TRAINED = "current_model_state"  # Lightning's key, for weights beside which their averages are the model
-_MODEL = ("model", "trained")  # how names of the model's tensors begin in a checkpoint
+TRANSIENT = "transient"  # key of buffers that training changes and that the module's state leaves out
+_MODEL = ("model", "trained", TRANSIENT)  # how names of the model's tensors begin in a checkpoint
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
@@ -243,6 +244,7 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]
     checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
     trained = checkpoint.pop(_TRAINED, {})  # a callback may have left some of its weights out
     tensors |= {f"trained.{name}": value for name, value in trained.items() if f"model.{name}" in tensors}
+    tensors |= {f"{TRANSIENT}.{name}": value for name, value in checkpoint.pop(TRANSIENT, {}).items()}
     states = checkpoint.pop("optimizer_states", [])
     for index, optimizer in enumerate(states):
         found = names.tensors_in(optimizer["state"])

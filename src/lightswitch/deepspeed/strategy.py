@@ -254,6 +254,7 @@ class DeepSpeed(Regrouping, Reversible):
             output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
         if getattr(self.optimizers[0], "custom_loss_scaler", False):  # of this step's gradients alone
             patches.replace(self.optimizers[0], "custom_loss_scaler", False)
+        self._share_buffers()
         return output
 
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:

@@ -15,6 +15,7 @@ from lightswitch.batches.plateau import PlateauState
 from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.checkpoints.initial import InitialWeights
 from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.checkpoints.transient import TransientBuffers
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.fault_tolerance.not_finite import FiniteLoss
@@ -55,7 +56,7 @@ def of_engine(
     """
     engine: list[Callback] = [record, watchdog, Ending(), batch]
     engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
-    engine += [PredictionWriter(), ModelSize(), Freezing()]
+    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand(), StepsAreCounted()]
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
