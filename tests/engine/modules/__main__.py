@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.engine.modules.catalogue import CATALOGUE, FIELDS, SINGLE, Entry
+from tests.engine.modules.catalogue import CATALOGUE, FIELDS, Entry
 from tests.engine.modules.walk import WAYS, Cell, walk
 from tests.engine.tables import documents
 from tests.pool import Pool
@@ -33,13 +33,11 @@ def main() -> None:
     chosen = [name for name, entry in CATALOGUE.items() if not arguments.modules or _is_named(entry, arguments.modules)]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")
-    with TemporaryDirectory() as folder:
-        pool = Pool(Path(folder))
+    with TemporaryDirectory() as folder, contextlib.closing(Pool(Path(folder))) as pool:
         for name in chosen:
             row = _row(pool, name, arguments.ways)
             if arguments.ways == list(WAYS):
                 _put(name, row)
-        pool.close()
 
 
 def _is_named(entry: Entry, words: list[str]) -> bool:
@@ -62,7 +60,8 @@ def _row(pool: Pool, name: str, ways: list[str]) -> Row:
 def _put(name: str, row: Row) -> None:
     kept = json.loads(CELLS.read_text()) if CELLS.exists() else {}
     kept[name] = {way: [cell.outcome, cell.told] for way, cell in row.items()}
-    documents.keep(CELLS, {name: kept[name] for name in CATALOGUE if name in kept})
+    kept = {name: kept[name] for name in CATALOGUE if name in kept}
+    documents.keep(CELLS, kept)
     documents.put("modules.md", "modules", page({name: _cells(row) for name, row in kept.items()}))
 
 
@@ -83,7 +82,7 @@ def page(rows: dict[str, Row]) -> list[str]:
 
 
 def _named(entry: Entry) -> str:
-    held = "" if entry.reference == SINGLE else f" Held to {entry.reference}: {entry.because}."
+    held = f" Held to {entry.reference}: {entry.because}." if entry.because else ""
     return f"**{entry.name}**: {entry.sentence}{held}".replace("|", "\\|")
 
 

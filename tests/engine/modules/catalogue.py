@@ -13,6 +13,7 @@ SINGLE, MICRO, TWO_RANKS = "single", "single in micro batches", "ddp"  # runs th
 
 OWN_BATCH = "its loss is over the device's own batch"
 NOISE = "its step draws noise, by the device"
+OWN_PYTHON = "it has a state in Python, which no checkpoint has, and is not resumed here"
 OWN_STATE = "it changes state by what the device itself has seen"
 
 
@@ -22,7 +23,9 @@ class Entry:
 
     Args:
         reference: the run that it is held to, one process with whole batches unless ``because`` says why not.
-        cuts: plan for tensor parallelism, as Fit's strategy names it.
+        cuts: there is a plan for tensor parallelism.
+        resumes: all of its state is in a checkpoint.
+        is_clipped: gradients are clipped by their norm, if it does not do so itself; torch has none of sparse ones.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -30,6 +33,8 @@ class Entry:
     reference: str = SINGLE
     because: str = ""
     cuts: bool = False
+    resumes: bool = True
+    is_clipped: bool = True
 
     @property
     def name(self) -> str:
@@ -51,7 +56,7 @@ class Field:
 s, g, q, t, o = vision_ssl, generative, sequence, structured, optimization
 _PLAIN = (
     *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.WeightNorm, o.Distillation, o.MultiTask, o.Sharpness),
-    *(o.LooksAhead, o.LBFGS, o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.WarmRestarts, o.Plateau),
+    *(o.LBFGS, o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.WarmRestarts, o.Plateau),
     *(o.Warmup, o.Averaged, o.GradientHooks, o.SkipsBatches, o.StepsByHand, o.LogsOfEveryKind, o.ShowsPictures),
     o.ArcFace,
 )
@@ -82,10 +87,10 @@ FIELDS = [
             *(Entry(m, data.LINES) for m in (q.Checkpointed, q.MixtureOfExperts, q.TBPTT, q.RecurrentCells)),
             Entry(q.SpeechCTC, data.SPEECH),
             Entry(q.TemporalFusion, data.SERIES),
-            Entry(q.Word2Vec, data.PAIRS),
+            Entry(q.Word2Vec, data.PAIRS, is_clipped=False),
             Entry(q.PaddedLanguageModel, data.SENTENCES, MICRO, OWN_BATCH),
             Entry(q.LoadBalanced, data.LINES, MICRO, OWN_BATCH),
-            Entry(q.Stateful, data.LINES, TWO_RANKS, "it has a state in Python"),
+            Entry(q.Stateful, data.LINES, TWO_RANKS, OWN_PYTHON, resumes=False),
         ],
     ),
     Field(
@@ -100,13 +105,14 @@ FIELDS = [
             *(Entry(m, data.TRANSITIONS) for m in (t.DQN, t.DDPG)),
             Entry(t.Detection, data.SCENES, MICRO, OWN_BATCH),
             Entry(t.Dice, data.MASKS, MICRO, OWN_BATCH),
-            Entry(t.Reinforce, data.TRANSITIONS, TWO_RANKS, "it has a state in Python"),
+            Entry(t.Reinforce, data.TRANSITIONS, TWO_RANKS, OWN_PYTHON, resumes=False),
         ],
     ),
     Field(
         "Optimization and logging",
         [
             *(Entry(m, data.IMAGES) for m in _PLAIN),
+            Entry(o.LooksAhead, data.IMAGES, because=OWN_PYTHON, resumes=False),
             Entry(o.BatchNorm, data.IMAGES, TWO_RANKS, "a batch norm has the statistics of the device's own batch"),
             Entry(o.Dropout, data.IMAGES, TWO_RANKS, NOISE),
             Entry(o.RunningNorm, data.IMAGES, TWO_RANKS, OWN_STATE),

@@ -185,7 +185,7 @@ class CLIP(pl.LightningModule):
         return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.logit_scale.data.clamp_(0, 1.02)
+        self.logit_scale.data.clamp_(0.999, 4.6)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,9 @@ from tempfile import TemporaryDirectory
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 import lightswitch
@@ -21,7 +24,7 @@ from lightswitch.errors import Refused
 from lightswitch.export.__main__ import main as export
 from lightswitch.launch.build import in_order
 from lightswitch.monitoring.metrics import MetricsFile
-from tests.engine.fits import Curve, Fit
+from tests.engine.fits import Fit
 from tests.engine.modules.catalogue import CATALOGUE, MICRO, SINGLE, Entry
 from tests.pool import Pool, RankFailed
 
@@ -80,15 +83,21 @@ class Walk:
         self._pool, self._folder, self._count = pool, folder, 0
         self.reference = cache(self._reference)
 
-    def cell(self, name: str, way: str) -> Cell:
-        """Train a module under a way; resume there what the reference saved, and with the reference what it saved."""
+    def cell(self, name: str, way: str, goes_back: bool = True) -> Cell:
+        """Train a module under a way; resume there what the reference saved, and with the reference what it saved.
+
+        Args:
+            goes_back: without it, the last of these is left out.
+        """
         entry = CATALOGUE[name]
         try:
             expected = self.reference(name)
             whole = self._fit(entry, way)
-            resumed = self._fit(entry, way, expected.checkpoints()[0])
-            gone_back = self._fit(entry, entry.reference, whole.checkpoints()[0])
-            runs = {"": whole, ", resumed": resumed, f", resumed by {entry.reference}": gone_back}
+            runs = {"": whole}
+            if entry.resumes:
+                runs[", resumed"] = self._fit(entry, way, expected.checkpoints()[0])
+            if entry.resumes and goes_back:
+                runs[f", resumed by {entry.reference}"] = self._fit(entry, entry.reference, whole.checkpoints()[0])
             found = {when: differences(entry, expected, run) for when, run in runs.items()}
         except RankFailed as failed:
             if isinstance(failed.error, Refused):
@@ -127,7 +136,8 @@ def trained(name: str, way: str, folder: Path, checkpoint: Path | None) -> Ended
     entry = CATALOGUE[name]
     pl.seed_everything(1 if checkpoint is None else 2, workers=True, verbose=False)
     module, data = entry.module(), entry.data()
-    curve = Curve()
+    is_clipped = entry.is_clipped and module.automatic_optimization
+    is_clipped = is_clipped and not is_overridden("configure_gradient_clipping", module)
     fit = Fit(
         entry.module,
         entry.data,
@@ -135,11 +145,20 @@ def trained(name: str, way: str, folder: Path, checkpoint: Path | None) -> Ended
         global_batch=8,
         micro_batch=4 if way == MICRO else None,
         steps=END,
-        arguments=f"gradient_clip_val={0.5 if module.automatic_optimization else 'null'} max_epochs=4",
+        arguments=f"gradient_clip_val={0.5 if is_clipped else 'null'} max_epochs=4",
     )
     saves = LastCheckpoints(str(folder / "checkpoints"), every_n_steps=SAVED, keep=9)
-    fit.trainer(saves, logger=[*_default_loggers(folder), curve]).fit(module, data, ckpt_path=checkpoint)
-    return Ended(dict(curve.columns), folder / "checkpoints")
+    fit.trainer(saves, logger=_default_loggers(folder)).fit(module, data, ckpt_path=checkpoint)
+    if dist.is_initialized():
+        dist.barrier()  # the pool ends a rank that has used DeepSpeed, which may be the one that has the others' store
+    return Ended(_columns(folder / "metrics.csv"), folder / "checkpoints")
+
+
+def _columns(path: Path) -> Columns:
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in rows[0] if name != "step"]
+    return {name: {int(row["step"]): float(row[name]) for row in rows if row[name]} for name in names}
 
 
 def _default_loggers(folder: Path) -> list[Logger]:
@@ -168,8 +187,8 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     """Of the largest number, where that is not tiny."""
     if not expected.numel():
         return 0.0
-    scale = max(float(expected.abs().max()), 1e-2)
-    apart = float((found.double() - expected.double()).abs().max()) / scale
+    found, expected = found.double(), expected.double()
+    apart = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-2))
     return apart if apart == apart else float("inf")
 
 
