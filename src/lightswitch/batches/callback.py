@@ -31,6 +31,7 @@ from lightswitch.batches.position import (
     set_logged_steps,
 )
 from lightswitch.batches.randomness import mix, seed_generators
+from lightswitch.batches.repeated import RepeatedSamples, is_repeated
 from lightswitch.batches.shared import SharedLoaders, data_rank
 from lightswitch.batches.step_logs import StepLogs
 from lightswitch.batches.told_samples import ToldSamples
@@ -72,6 +73,7 @@ class GlobalBatch(Callback):
         self._told = ToldSamples(plan)
         self._logs: LogsOfRanks | None = None  # of several ranks
         self._step_logs: StepLogs | None = None
+        self._repeated: RepeatedSamples | None = None
         self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
 
     # What is imposed on strategy and module: in every process, from setup to teardown.
@@ -92,15 +94,16 @@ class GlobalBatch(Callback):
         self._step_logs = StepLogs(trainer, share)
         self._step_logs.install()
         if trainer.world_size > 1:
-            self._logs = LogsOfRanks(trainer, share)
+            self._logs, self._repeated = LogsOfRanks(trainer, share), RepeatedSamples(trainer, pl_module)
             self._logs.install()
+            self._repeated.install()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         strategy.share = strategy.on_batch = strategy.on_output = None
-        for logs in (self._logs, self._step_logs):
-            if logs is not None:
-                logs.remove()
+        for installed in (self._logs, self._step_logs, self._repeated):
+            if installed is not None:
+                installed.remove()
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)
@@ -221,9 +224,19 @@ class GlobalBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed what an evaluation draws, so that it tells the same of the same weights, also after a resume."""
+        if self._repeated is not None and not trainer.predicting:
+            self._repeated.begin(dataloader_idx)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out what this rank has predicted of another's samples, before any callback writes it."""
+        loop = trainer.predict_loop
+        for index, of_loader in enumerate(zip(loop._predictions, loop.epoch_batch_indices, strict=True)):
+            if is_repeated(loop._combined_loader, index):
+                for of_batches in of_loader:
+                    of_batches.clear()
 
     # Position
 

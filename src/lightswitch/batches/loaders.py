@@ -81,16 +81,12 @@ def evaluation_loader(
     A batch is no larger than the loader's own, nor than a micro batch. The arguments are those of `training_loader`.
 
     Raises:
-        Refused: there are fewer samples than ranks, or none.
+        Refused: there are no samples.
     """
     sampler = sampler_of(loader)
     samples = samples_of(sampler, loader.dataset)
     if not samples:
         raise Refused("an evaluation set has no samples; leave its loader out")
-    if samples < plan.replicas:
-        raise Refused(
-            f"an evaluation set of {samples} samples can't be shared by {plan.replicas} devices; use fewer devices"
-        )
     batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
     slices: Any = EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed)
     assert loader.batch_sampler is not None

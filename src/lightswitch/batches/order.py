@@ -157,13 +157,17 @@ class EvaluationSlices(Sampler[Any]):
     """Batch sampler of one rank: a contiguous share of the samples, each exactly once over all ranks.
 
     Every rank makes the same number of batches, as forward passes of sharded strategies are collective; so shares that
-    differ by one sample are cut into batches that differ by one sample.
+    differ by one sample are cut into batches that differ by one sample. Of fewer samples than ranks, the first rank has
+    one, and those that have none read one of another's.
 
     Args:
         samples: over all ranks.
         batch: samples of one batch, at most.
         replicas: ranks that read different samples.
         seed: of the order, where the sampler draws one.
+
+    Attributes:
+        is_repeated: this rank has no sample of its own; see `lightswitch.batches.repeated`.
     """
 
     def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
@@ -171,6 +175,11 @@ class EvaluationSlices(Sampler[Any]):
         is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
         self.order: Sequence[Any] = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
         self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
+        if samples < replicas:
+            self.begin, self.end = -(-samples * rank // replicas), -(-samples * (rank + 1) // replicas)
+        self.is_repeated = self.begin == self.end
+        self.end += self.is_repeated
+        self.begin, self.end = min(self.begin, samples - 1), min(self.end, samples)
         self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
         self.batch_size = batch
 

@@ -110,10 +110,12 @@ def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
 def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     samples: int, replicas: int, batch: int
 ) -> None:
-    if samples < replicas:
-        return
     order = SequentialSampler(range(samples))
-    ranks = [list(EvaluationSlices(order, samples, batch, replicas, rank, seed=1)) for rank in range(replicas)]
+    slices = [EvaluationSlices(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
+    assert not slices[0].is_repeated
+    assert sum(not one.is_repeated for one in slices) == min(samples, replicas)
+    assert {(len(one), len(next(iter(one)))) for one in slices if one.is_repeated} <= {(1, 1)}
+    ranks = [list(one) for one in slices if not one.is_repeated]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))
     assert all(part for rank in ranks for part in rank)

@@ -12,18 +12,15 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.tensor import Replicate, Shard
 
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.errors import Refused, RefusedRequest
+from lightswitch.errors import RefusedRequest
 from lightswitch.planning.dry_run import span
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.files import Layout, files, stored_bytes
 from lightswitch.planning.rank import Rank, rehearse
-from lightswitch.planning.reads import check_evaluation
 from lightswitch.planning.simulation import Work
 from lightswitch.process import forked
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.fsdp1 import FSDP1
-from tests.engine.data.text import Text
 from tests.engine.models.language import LanguageModel
 
 WORK = Work(
@@ -80,11 +77,6 @@ def test_the_first_rank_writes_buffers() -> None:
     one = stored_bytes((5,), torch.float32)
     assert files({"a": weight, "b": buffer}, {"replicate": 2}).bytes == (2 * one, 0)
     assert files({"a": weight, "b": weight}, {"replicate": 2}).bytes == (one, one)
-
-
-def test_evaluation_that_not_every_rank_can_share_is_refused() -> None:
-    with pytest.raises(Refused, match="34 samples can't be shared by 64 devices"):
-        check_evaluation(Text().val_dataloader(), BatchPlan.derive(64, None, 64))
 
 
 def test_a_process_that_ends_is_told() -> None:
