@@ -17,6 +17,8 @@ def first_unpicklable(owners: dict[str, object]) -> str | None:
         owners: objects by name; of a module, the attributes of every submodule are tried.
     """
     for name, owner in owners.items():
+        if _reason(owner) is None:  # a class may leave out of its state what can't be pickled
+            continue
         for path, value in _parts(name, owner):
             if (reason := _reason(value)) is not None:
                 return f"{path} is {_kind(value)}" if isinstance(value, types.FunctionType) else f"{path}: {reason}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Trainer
@@ -276,7 +275,6 @@ class OptimizationByHand(_ManualOptimization):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._depth = 0  # of steps within one another
-        self._are_the_runs: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         self._depth = 0
@@ -300,9 +298,7 @@ class OptimizationByHand(_ManualOptimization):
 
     def _is_the_runs(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps a parameter that one of the run's does: an inner loop's may not."""
-        if optimizer not in self._are_the_runs:
-            groups = (group for of_run in self.trainer.optimizers for group in of_run.param_groups)
-            trained = {id(parameter) for group in groups for parameter in group["params"]}
-            own = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._are_the_runs[optimizer] = any(id(parameter) in trained for parameter in own)
-        return self._are_the_runs[optimizer]
+        groups = (group for of_run in self.trainer.optimizers for group in of_run.param_groups)
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(parameter) in trained for parameter in own)
