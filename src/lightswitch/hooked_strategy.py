@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,7 +154,20 @@ class HookedStrategy(Mixin, Strategy):
                 local.mul_(factor.to(local.device))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "world_size", 1) > 1 and _goes_by_loss(optimizer):
+            closure = partial(self._of_all_ranks, closure)
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         if self.on_step is not None:
             self.on_step()
         return output
+
+    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
+        """Return the mean of a loss over the ranks, which would else not evaluate it equally often. Collective."""
+        loss = closure()
+        return self.reduce(loss.detach(), reduce_op="mean") if isinstance(loss, Tensor) else loss
+
+
+def _goes_by_loss(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer can't step without a function that evaluates the loss, as LBFGS can't."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -193,8 +193,10 @@ class EngineWrites:
     def _let_go(self) -> None:
         """Carry what was touched, and free what was gathered."""
         self._carry(sorted(self._touched))
-        for name in filter(lambda name: _is_there(self._parameters[name]), sorted(self._gathered)):
-            self._parameters[name].partition()  # type: ignore[attr-defined]  # DeepSpeed's
+        for name in sorted(self._gathered):
+            parameter: Any = self._parameters[name]
+            if _is_there(parameter) and not parameter.ds_active_sub_modules:  # else DeepSpeed frees it, at their end
+                parameter.partition()
         self._touched.clear()
         self._gathered.clear()
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightswitch import patches
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 from lightswitch.strategies.initial_weights import left_on_meta
 from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.replicated import average_gradient
@@ -52,7 +52,8 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
         """Return the module before anything of it is sharded.
 
         Raises:
-            Refused: it optimizes by hand, or keeps a tensor that can't be broadcast.
+            Refused: it optimizes by hand, has a hook on a parameter's gradient, or keeps a tensor that can't be
+                broadcast.
         """
         module = self.lightning_module
         assert module is not None
@@ -60,6 +61,11 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
             raise Refused(
                 f"{type(module).__name__} uses manual optimization, where a sharded strategy has the "
                 "parameters gathered; use strategy=ddp"
+            )
+        if hooked := [name for name, one in module.named_parameters() if one._backward_hooks]:
+            raise Refused(
+                f"{listed(hooked)} has a hook on its gradient (register_hook), and a sharded strategy computes with "
+                "another tensor in its place, which has none; use strategy=ddp"
             )
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
             raise Refused(
