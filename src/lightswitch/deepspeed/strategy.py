@@ -88,6 +88,7 @@ class DeepSpeed(Regrouping, Reversible):
                 self.config["zero_optimization"]["overlap_comm"] = False  # which DeepSpeed refuses beside it
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
+            self.precision_plugin.steps_by_hand = not self.lightning_module.automatic_optimization
 
     @property
     def _loss_scaling(self) -> dict[str, float]:

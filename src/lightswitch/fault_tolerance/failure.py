@@ -19,7 +19,6 @@ _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to ho
 # Errors of what could not be had: of torch's on a GPU, of its allocator on the CPU, of Python's
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a part of a parameter beside a whole tensor
 _NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # torch's, in a name that a module looks up
-_LACKS_METHOD = re.compile(r"'\w*DeepSpeedZero\w*' object has no attribute")  # Python's, of DeepSpeed's optimizers
 _LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
 
 
@@ -47,9 +46,6 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
         told += "parts; compute with it in a hook, as on_train_batch_end, or use strategy=ddp"
     if isinstance(cause, KeyError) and _NAME_OF_FSDP1 in told:
         told += "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp"
-    if _LACKS_METHOD.search(told):
-        told += "; DeepSpeed has its own optimizer in place of the module's, whose methods beside step are not called; "
-        told += "use strategy=ddp"
     follows = _FOLLOWS.search(told) is not None
     lacks_memory = _LACKS_MEMORY.search(one_line(cause)) is not None
     return Failure(

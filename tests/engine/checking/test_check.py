@@ -45,7 +45,7 @@ def test_a_good_module_keeps_all_promises(train: Train) -> None:
 
 
 def test_what_differs_or_fails_is_told_with_its_moment_and_cause(train: Train) -> None:
-    words = (_module("ReadsDice"), "check.strategies=[ddp,fsdp]", "check.steps=2")
+    words = (_module("ReadsDice"), "check.strategies=[ddp,fsdp]", "check.steps=6")
     finished = train(*CHECK, *words, check=False)
     data, rows = json.loads((finished.run_dir / "check.json").read_text()), _rows(finished)
     assert finished.returncode == 1

@@ -117,7 +117,7 @@ MISTAKES = {
     "callbacks.x=1": "callbacks.x is not switched on. To switch it on: callbacks=[default,x]",
     "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",
     "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
-    "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run",
+    "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run, check",
     "lr_scaling.rule=cubic": "lr_scaling.rule is 'cubic'; use one of: none, linear, sqrt",
     "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: it counts samples, so it is at least 1",
     "trainer.num_nodes=0": "trainer.num_nodes=0: use a number from 1",
@@ -277,7 +277,7 @@ MISTAKES |= {
     "name=???": "name: there is no default; type name=VALUE",
     "run_id=???": "run_id: there is no default; type run_id=VALUE",
     "run_id=": "run_id is empty; type run_id=NAME",
-    "mode=eval": "mode=eval: use one of fit, validate, test, predict, plan, dry_run",
+    "mode=eval": "mode=eval: use one of fit, validate, test, predict, plan, dry_run, check",
     "mode=plan plan.memory_gib=big": "plan.memory_gib=big: use a number greater than 0",
     "mode=dry_run dry_run.rank=99": "dry_run.rank=99: the world has one rank, 0",
     "global_batch_size=64.5": "global_batch_size=64.5: found float, expected int",
@@ -417,7 +417,7 @@ def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict
 def test_mistakes_are_told_all_at_once(answered: dict[str, Answer]) -> None:
     assert answered["several"].err.splitlines() == [
         "error: seed=x: found str, expected int",
-        "error: mode=train: use one of fit, validate, test, predict, plan, dry_run",
+        "error: mode=train: use one of fit, validate, test, predict, plan, dry_run, check",
         "error: trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
         "error: model.wdth: PlainModel takes no wdth. Did you mean width?",
     ]

@@ -106,9 +106,9 @@ _MODULE = {
         Inside("steps", samples, [64, 64], ""),
         Elsewhere("engine/launch/test_habits.py", "test_a_batch_size_that_data_bring_along_is_named"),
     ],
-    "keeps a copy or an average of its weights by hand": [
-        Elsewhere("engine/strategies/test_fsdp.py", "test_an_average_by_hand_is_that_of_one_process_where_it_is_taken"),
-        Elsewhere("engine/strategies/test_fsdp.py", "test_an_average_by_hand_is_told_which_strategies_take_it"),
+    "keeps a copy or an average of its weights by hand, clips them, sets them from the first batch": [
+        Elsewhere("engine/strategies/test_writes.py", "test_what_is_written_is_as_in_one_process"),
+        Elsewhere("engine/strategies/test_writes.py", "test_weights_set_from_the_first_batch_are_rank_0s_and_stay"),
     ],
     "freezes or unfreezes layers while it trains": [
         Elsewhere(

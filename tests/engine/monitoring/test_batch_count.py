@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightswitch.monitoring.batch_count import StepsAreCounted
 from tests.engine.fits import PLAIN, trained
-from tests.engine.plain import ManualModel
+from tests.engine.plain import ManualModel, PlainModel
 from tests.pool import Pool
 
 
 class PastLightning(ManualModel):
-    """Steps optimizers of torch's own, which Lightning does not count."""
+    """Moves its weights by itself, past its optimizers."""
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return super().optimizers(use_pl_optimizer=False)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = PlainModel.training_step(self, batch, batch_idx)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.sub_(0.05 * parameter.grad)
+                parameter.grad = None
+        return loss
 
 
 FIT = replace(PLAIN, callbacks=(StepsAreCounted,), micro_batch=None)

@@ -50,6 +50,7 @@ class Collectives(pl.Callback):
 
 COUNTED = replace(LANGUAGE, callbacks=(Collectives,))
 UNITS = 3  # two blocks, and the root with all else
+LOOKED_AT = 4  # micro batches: ranks compare what the first three write to weights
 LOSS = 1  # whose mean over the ranks is logged
 REDUCE, SUM, GATHER = "_reduce_scatter_base_", "allreduce_", "_allgather_base_"
 HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
@@ -69,7 +70,7 @@ def test_gradients_are_reduced_when_it_is_asked_for(
     strategy: str, ranks: int, collective: str, first: int, last: int, fits: Fits
 ) -> None:
     (alone,), run = fits(LANGUAGE), fits(replace(COUNTED, strategy=strategy, micro_batch=12 // ranks), ranks)[0]
-    assert [*run.column(collective).values()] == 4 * [first, last]
+    assert [*run.column(collective).values()][LOOKED_AT:] == 2 * [first, last]
     assert largest_difference(run, alone) <= 1e-5
 
 

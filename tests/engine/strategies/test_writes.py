@@ -145,8 +145,7 @@ def test_a_write_to_rows_that_are_a_copy_is_refused(fits: Fits) -> None:
 
 
 FAILING = {
-    ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; DeepSpeed has its own optimizer in "
-    "place of the module's, whose methods beside step are not called; use strategy=ddp",
+    ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; use strategy=ddp, which keeps",
     ("InBuffers", "fsdp1"): "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp",
 }
 
@@ -156,7 +155,7 @@ def test_what_a_strategy_can_not_do_is_told_with_another(cell: tuple[str, str], 
     with pytest.raises(RankFailed) as failed:
         fits(fit(*cell), 2)
     assert failed.value.error is not None
-    assert failure_of(Rank(0, 2, "here", 1), failed.value.error).line.endswith(line)
+    assert line in failure_of(Rank(0, 2, "here", 1), failed.value.error).line
 
 
 class WritesLate(writing.PlainModel):
