@@ -66,6 +66,11 @@ class EngineWrites:
         self._gathered: set[str] = set()
         self._depth = 0  # of forward passes, in which weights are gathered, within the body of a training step
         self._touches_in_steps = False  # training steps touch weights outside of these
+        self._calls_under_way = 0  # of modules, for which DeepSpeed gathers weights itself, as in a hook that predicts
+        if self._is_in_parts:
+            for part in module.modules():  # before DeepSpeed's hooks, and after them
+                part.register_forward_pre_hook(self._begin_call, prepend=True)
+                part.register_forward_hook(self._end_call, always_call=True)
 
     @contextmanager
     def at_hand(self, hook: str) -> Iterator[None]:
@@ -110,6 +115,14 @@ class EngineWrites:
                     handle.remove()
         else:
             yield
+
+    def _begin_call(self, *_: Any) -> None:
+        if self._calls_under_way == 0 and not self._looks.is_at_work and self._touched:
+            self._let_go()
+        self._calls_under_way += 1
+
+    def _end_call(self, *_: Any) -> None:
+        self._calls_under_way -= 1
 
     def _begin_body(self, *_: Any) -> None:
         self._depth = 0
@@ -172,6 +185,8 @@ class EngineWrites:
             if not self._touches_in_steps:
                 self._looks.refuse_late({name})
                 self._touches_in_steps = True
+        elif self._calls_under_way:
+            return
         self._touched.add(name)
         while not _is_there(self._parameters[name]):
             is_first = self._calls[hook] <= _FIRST
