@@ -165,8 +165,9 @@ def _become(environment: dict[str, str]) -> None:
     import torch
 
     multiprocessing.set_start_method(None, force=True)  # the server's own is no choice of the user's loaders
-    os.environ.clear()
-    os.environ.update(environment)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ |= environment
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,5 +199,4 @@ def exported(entry: Entry, run: Ended) -> dict[str, Tensor]:
         (run.folder.parent / "config.yaml").write_text(f"model:\n  _target_: {target}\n")
         export([str(run.checkpoints()[-1]), "-o", str(file)])
         lightswitch.load(file)
-        shutil.rmtree(run.folder.parent / "tensorboard", ignore_errors=True)
     return {name: value for name, value in torch.load(file).items() if isinstance(value, Tensor)}
