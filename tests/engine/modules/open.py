@@ -6,27 +6,14 @@ The night expects each of them to fail: one that is mended has to be taken out o
 from __future__ import annotations
 
 OPEN: dict[str, tuple[str, ...]] = {  # ways, by module
-    # weights that are written outside of the optimizer's step: momentum encoders, averages, prototypes, norms
-    "MoCo": ("fsdp", "fsdp1", "ZeRO 3"),
-    "BYOL": ("fsdp", "ZeRO 3"),
-    "DINO": ("ZeRO 3",),
-    "SwAV": ("fsdp", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
-    "CLIP": ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
+    # averages in buffers that a step reads within the forward pass of a module without DeepSpeed's hooks: a traceback
     "LatentDiffusion": ("ZeRO 3",),
     "DDPM": ("ZeRO 3",),
-    "EmaCopy": ("fsdp",),
-    "DQN": ("ZeRO 3",),
-    "MaxNorm": ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
-    # weights that are set from the first batch, by each device from its own
+    # weights that are set from the first batch: all devices take rank 0's, and the first step is each one's own
     "VQDataInit": ("ddp", "fsdp", "fsdp1", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
     "Glow": ("ddp", "fsdp", "fsdp1", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
-    # several backward passes, or several batches, to a step by hand under DeepSpeed
-    "AccumulatesByHand": ("ZeRO 1", "ZeRO 2"),
-    "TwoBackward": ("ZeRO 1", "ZeRO 2"),
-    # steps past Lightning's wrapper: they are not counted, and nothing is saved
-    "Sharpness": ("ddp",),
-    # a closure that devices evaluate as often as their own loss asks: they wait for one another for ever
-    "LBFGS": ("ddp", "fsdp"),
-    # hooks on a parameter's gradient, or a module's own clipping by value: not called, or not on whole gradients
-    "GradientHooks": ("fsdp", "fsdp1", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
+    # goes by its loss, whose mean over ranks is not weighted by their samples
+    "LBFGS": ("ddp",),
+    # refused by train.py, which this runner passes by: clipping of the module's own
+    "GradientHooks": ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
 }
