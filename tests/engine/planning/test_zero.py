@@ -28,7 +28,8 @@ def test_a_plan_says_what_a_rank_holds_under_deepspeed(pool: Pool) -> None:
         assert peak.by_kind == pytest.approx(real["by_kind"], abs=0.01 * real["bytes"]), name
         assert case.accumulation * step.micro_flops == real["flops"], name
         sent = (*step.micro_collectives[: None if case.accumulation > 1 else 0], *step.last_collectives)
-        assert sorted([one.name, one.bytes] for one in sent) == real["sent"], name
+        planned = sorted([one.name, one.bytes] for one in sent if one.name != "broadcast")  # of buffers, after a step
+        assert planned == real["sent"], name
 
 
 def test_states_are_those_of_zeros_stages() -> None:

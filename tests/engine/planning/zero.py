@@ -91,7 +91,7 @@ def _held(case: Case) -> dict[str, Any]:
     trainer.fit(model, _Endless(partial(case.batch, case.samples)))
     steps = tracking.steps()[3:]
     least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)
-    # at stage 3, ranks broadcast the order of modules, a few numbers, until they agree: in a plan there are no others
+    # at stage 3, ranks broadcast the order of modules until they agree: a plan has the broadcasts of buffers alone
     all_sent = (one for micro in steps[-1].collectives for one in micro)
     sent = sorted([one.name, one.bytes] for one in all_sent if one.name != "broadcast")
     return {**asdict(least), "flops": steps[0].flops, "sent": sent}
