@@ -40,6 +40,8 @@ ALLOWED = {
     "timer.daemon": "threading.Timer takes it in no other way",
     "stopped.code": "SystemExit documents it, and it is Stopped, the engine's",
     "self.precision_plugin.autocasts": "of ZeroPrecision, the engine's",
+    "self.precision_plugin.steps_by_hand": "of ZeroPrecision, the engine's",
+    "os.environ": "Python documents it: a process that becomes a run has the environment of one",
     "self.report.folder": "of CrashReport, the engine's",
     "strategy.ranks_hear_of_failures": "of PortableCheckpoints, the engine's",
     "run.process.crash_folder": "of Process, the engine's",

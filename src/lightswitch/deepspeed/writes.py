@@ -70,7 +70,7 @@ class EngineWrites:
         if self._is_in_parts:
             for part in module.modules():  # before DeepSpeed's hooks, and after them
                 part.register_forward_pre_hook(self._begin_call, prepend=True)
-                part.register_forward_hook(self._end_call, always_call=True)
+                part.register_forward_hook(self._end_call)
 
     @contextmanager
     def at_hand(self, hook: str) -> Iterator[None]:
@@ -80,6 +80,7 @@ class EngineWrites:
             Refused: at stage 3, one rank touches a weight that the others do not.
         """
         self._calls[hook] += 1
+        self._calls_under_way = 0  # one that failed has not told its end
         self._gather(self._touched_before[hook])
         with _Touches(self._names, lambda name: self._touch(hook, name)):
             yield
