@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
+from lightswitch.fault_tolerance import loader_workers
 from lightswitch.fault_tolerance.crash_report import CrashReport
 from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback, node_name, one_line
 from lightswitch.process.state import Process
@@ -96,10 +97,12 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return []
     if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
         return ["data: a DataLoader that shuffles has no samples, as its dataset is empty"]
-    node = _owner(str(frame.f_globals.get("__name__")), cfg) if frame is not None else None
+    in_worker = loader_workers.raised_by(error)
+    module, text = in_worker or (str(frame.f_globals.get("__name__")) if frame is not None else "", str(error))
+    node = _owner(module, cfg) if module else None
     if node is None or (steps_have_begun and node != "data"):
         return []
-    return [f"{node}: {' '.join(str(error).split())}"]
+    return [f"{node}: {' '.join(text.split())}"]
 
 
 def is_of_disk(error: BaseException) -> bool:

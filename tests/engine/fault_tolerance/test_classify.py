@@ -195,14 +195,19 @@ def test_a_bug_in_a_constructor_is_none_of_its_arguments(train: Train) -> None:
 def test_what_a_loaders_worker_raises_is_told_first_and_last(launcher: str, train: Train) -> None:
     arguments, ranks = LAUNCHERS[launcher]
     arguments = tuple(word for word in arguments if word != "model.rank=0")
-    sample = ("data.error=value", "data.where=sample", "data.workers=2")
+    sample = ("data.error='of C'", "data.where=sample", "data.workers=2")
     failed = train(*BAD_DATA, *sample, *arguments, ranks=ranks, check=False)
-    told = "ValueError: this is no batch of mine"
+    told = "ValueError: invalid literal for int() with base 10: 'three'"
     first, *_, last = failed.err.splitlines()
     assert launcher == "one process" or first.endswith(f" failed: {told} (in DataLoader worker process 0)")
     assert last.startswith("crash report: ")
     assert f"\n{told}\n" in failed.err
     assert "is killed by signal" not in failed.err
+
+
+def test_what_a_loaders_worker_raises_on_purpose_is_told_in_a_line(train: Train) -> None:
+    sample = ("strategy=single", "data.error=value", "data.where=sample", "data.workers=2")
+    _is_a_line(train(*BAD_DATA, *sample, check=False), "data: this is no batch of mine")
 
 
 def test_a_loaders_worker_that_ends_is_named_for_how_it_did(train: Train) -> None:
