@@ -37,7 +37,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     Args:
         find_unused_parameters: look in each backward pass for parameters that it does not reach, whose gradients the
-            ranks would wait for.
+            ranks would wait for; None to look where a module optimizes by hand, as each of its losses is of some.
         gradient_as_bucket_view: let gradients be views of what is sent, in place of copies.
         static_graph: the same parameters have gradients in every step.
         bucket_cap_mb: of gradients that are sent at once, in MiB; None for torch's 25.
@@ -52,7 +52,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     def __init__(
         self,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
@@ -67,7 +67,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
             start_method=start_method,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=bool(find_unused_parameters),
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             bucket_cap_mb=bucket_cap_mb,
@@ -75,6 +75,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         self.comm_hook = comm_hook
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powersgd_iter = start_powerSGD_iter
+        self.find_unused_parameters = find_unused_parameters
         self._copes_with_unused = find_unused_parameters or static_graph
         self._named: list[tuple[str, nn.Parameter]] = []
 
@@ -86,6 +87,9 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
+        is_open = self.find_unused_parameters is None and not self._ddp_kwargs["static_graph"]
+        if is_open and not self.lightning_module.automatic_optimization:
+            self._ddp_kwargs["find_unused_parameters"] = True
         self._trained = Trained(self.lightning_module)
         super().configure_ddp()
 

@@ -40,7 +40,7 @@ from lightswitch.strategies.replicated import replicated_parameters
 from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
 from lightswitch.strategies.timeouts import set_timeouts
 from lightswitch.strategies.trained import Trained, WatchedForward
-from lightswitch.strategies.units import find_units
+from lightswitch.strategies.units import called_parts, find_units
 
 log = logging.getLogger(__name__)
 
@@ -157,13 +157,16 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _shard(self) -> nn.Module:
         model = self.prepared()
         units = find_units(model, self.units)
+        roots = self._roots(model)
         done: set[nn.Module] = set()
         self._replicated: set[nn.Parameter] = set()
-        for module in [*reversed(units.values()), model]:  # inner before outer
+        for module in dict.fromkeys([*reversed(units.values()), *roots]):  # inner before outer
             broadcast_weights(module, self.root_device, done)
-            self._shard_unit(module, is_root=module is model)
+            self._shard_unit(module, is_root=module in roots)
+        broadcast_weights(model, self.root_device, done)
+        self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
-            _gather_ahead([model, *units.values()], self.prefetch)
+            _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
         average_replicated(self._replicated)
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -176,6 +179,15 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
         return model
+
+    def _roots(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules whose forward passes gather what belongs to no unit.
+
+        A module that optimizes by hand steps in the middle of its training step, where nothing may be gathered: each of
+        its parts gathers for itself, and what is in none is whole on each device.
+        """
+        assert self.lightning_module is not None
+        return [model] if self.lightning_module.automatic_optimization else called_parts(model)
 
     def prepared(self) -> nn.Module:
         """Return the module before anything of it is sharded.
@@ -192,6 +204,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return super().prepared()
 
     def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
+        assert self.lightning_module is not None
+        steps_by_hand = not self.lightning_module.automatic_optimization
         if self.activation_checkpointing and not is_root:
             checkpoint_activations(module)
         sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
@@ -199,8 +213,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
-            # the root's parameters are needed again as soon as the backward pass begins
-            reshard_after_forward=self._frees_after_forward and not is_root,
+            # the root's parameters are needed again as soon as the backward pass begins, unless steps come before it
+            reshard_after_forward=steps_by_hand or (self._frees_after_forward and not is_root),
             mp_policy=self.mixed_precision,
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params=self._replicated,
@@ -272,6 +286,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
         assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            return getattr(self.lightning_module, step)(*args, **kwargs)
         return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
 
     @contextmanager

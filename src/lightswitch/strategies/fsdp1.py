@@ -172,9 +172,14 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         """Return the module before anything of it is sharded.
 
         Raises:
-            Refused: the module wraps itself, or a sharded strategy can't take it.
+            Refused: the module wraps itself or optimizes by hand, or a sharded strategy can't take it.
         """
         assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise Refused(
+                f"{type(self.lightning_module).__name__} uses manual optimization, and fsdp1 has its parameters "
+                "gathered where it steps; use strategy=fsdp or ddp"
+            )
         if any(isinstance(part, FullyShardedDataParallel) for part in self.lightning_module.modules()):
             raise Refused(
                 f"{type(self.lightning_module).__name__} wraps itself in configure_model; leave "

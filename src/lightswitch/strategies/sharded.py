@@ -52,16 +52,11 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
         """Return the module before anything of it is sharded.
 
         Raises:
-            Refused: it optimizes by hand, has a hook on a parameter's gradient, or keeps a tensor that can't be
+            Refused: it has a hook on a parameter's gradient, or keeps a tensor that can't be
                 broadcast.
         """
         module = self.lightning_module
         assert module is not None
-        if not module.automatic_optimization:
-            raise Refused(
-                f"{type(module).__name__} uses manual optimization, where a sharded strategy has the "
-                "parameters gathered; use strategy=ddp"
-            )
         if hooked := [name for name, one in module.named_parameters() if one._backward_hooks]:
             raise Refused(
                 f"{listed(hooked)} has a hook on its gradient (register_hook), and a sharded strategy computes with "

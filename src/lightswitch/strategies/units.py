@@ -34,6 +34,18 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
     return found
 
 
+def called_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules below a model that have a forward pass, and parameters that no other module shares:
+    what a training step calls, where it steps between calls."""
+    parts = []
+    for child in model.children():
+        if _has_forward(child) and _is_separable(model, child) and any(True for _ in child.parameters()):
+            parts.append(child)
+        else:
+            parts += called_parts(child)
+    return parts
+
+
 def _repeated(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules that a container repeats, with their paths."""
     classes = Counter(type(child) for child in module.children() if _has_matrix(child))
@@ -51,7 +63,7 @@ def _is_container(module: nn.Module) -> bool:
 
 def _has_forward(module: nn.Module) -> bool:
     """Return whether a module has a forward pass to hook onto, which a mere list of modules has not."""
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return type(module).forward is not nn.Module.forward
 
 
 def _has_matrix(module: nn.Module) -> bool:

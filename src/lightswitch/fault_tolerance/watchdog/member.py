@@ -153,8 +153,12 @@ class Member:
                 if "verdict" in message:
                     self._end(Failure(**message["verdict"]))
                     return
-        except (asyncio.TimeoutError, OSError):
+        except asyncio.TimeoutError:
             lost = f"was lost: nothing heard for {silence_seconds:g} s"
+        except ConnectionResetError:  # as at the end of a process that has left something unread
+            pass
+        except OSError as error:
+            lost = f"was lost: {error.strerror}"
         self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
 
     def _end(self, failure: Failure) -> None:
