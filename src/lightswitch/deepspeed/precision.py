@@ -25,7 +25,8 @@ class ZeroPrecision(DeepSpeedPrecision):
         """
         if self.steps_by_hand:
             raise Refused(
-                "training_step clips gradients (self.clip_gradients), which DeepSpeed keeps to itself; use strategy=ddp"
+                "training_step clips gradients (self.clip_gradients), which DeepSpeed keeps to itself; use "
+                "strategy=ddp or fsdp"
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:

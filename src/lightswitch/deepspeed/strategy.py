@@ -329,7 +329,7 @@ def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerCon
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise Refused(
             f"DeepSpeed steps one optimizer with at most one scheduler, and configure_optimizers of "
-            f"{type(module).__name__} returns {len(optimizers)} and {len(schedulers)}; use strategy=ddp"
+            f"{type(module).__name__} returns {len(optimizers)} and {len(schedulers)}; use strategy=ddp or fsdp"
         )
     return optimizers[0], schedulers
 

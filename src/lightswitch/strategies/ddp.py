@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -37,7 +37,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     Args:
         find_unused_parameters: look in each backward pass for parameters that it does not reach, whose gradients the
-            ranks would wait for; None to look where a module optimizes by hand, as each of its losses is of some.
+            ranks would wait for; None to look where a module has several optimizers, each of whose losses is of some.
         gradient_as_bucket_view: let gradients be views of what is sent, in place of copies.
         static_graph: the same parameters have gradients in every step.
         bucket_cap_mb: of gradients that are sent at once, in MiB; None for torch's 25.
@@ -87,10 +87,18 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
-        is_open = self.find_unused_parameters is None and not self._ddp_kwargs["static_graph"]
-        if is_open and not self.lightning_module.automatic_optimization:
-            self._ddp_kwargs["find_unused_parameters"] = True
         self._trained = Trained(self.lightning_module)
+        super().configure_ddp()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        is_open = self.find_unused_parameters is None and not self._ddp_kwargs["static_graph"]
+        if is_open and len(self.optimizers) > 1 and isinstance(self.model, DistributedDataParallel):
+            self._ddp_kwargs["find_unused_parameters"] = True
+            self._wrap_anew()
+
+    def _wrap_anew(self) -> None:
+        self.model = self.lightning_module
         super().configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -100,8 +108,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             if batch_idx % self.lightning_module.trainer.accumulate_grad_batches:  # some have gradients of this step
                 _average_gradients(parameter for parameter in changed.values() if not parameter.requires_grad)
             self._trained.refuse_none(self.lightning_module)
-            self.model = self.lightning_module
-            super().configure_ddp()
+            self._wrap_anew()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that what is trained is what gradients are averaged of.

@@ -160,7 +160,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         roots = self._roots(model)
         done: set[nn.Module] = set()
         self._replicated: set[nn.Parameter] = set()
-        for module in dict.fromkeys([*reversed(units.values()), *roots]):  # inner before outer
+        sharded = list(dict.fromkeys([*reversed(units.values()), *roots]))  # inner before outer
+        for module in sharded:
             broadcast_weights(module, self.root_device, done)
             self._shard_unit(module, is_root=module in roots)
         broadcast_weights(model, self.root_device, done)
@@ -172,7 +173,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
-            self._tell(units.values())
+            self._tell(module for module in reversed(sharded) if module is not model)
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()

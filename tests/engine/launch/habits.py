@@ -95,8 +95,7 @@ RUNS: dict[str, Typed] = {
     "by hand, clipped": Typed(BY_HAND, "trainer.gradient_clip_val=0.5", code=2),
     "by hand, micro batches": Typed(BY_HAND, "micro_batch_size=20", code=2),
     "several optimizers": Typed(f"{_PLAIN}.AutomaticGanModel", code=2),
-    "gan": Typed(GAN, _ON_TWO, code=2),
-    "gan, unused found": Typed(GAN, f"{_ON_TWO} trainer.strategy.find_unused_parameters=true trainer.max_steps=4"),
+    "gan": Typed(GAN, f"{_ON_TWO} trainer.max_steps=4"),
     "plateau": Typed(PLATEAU, "trainer.max_steps=20"),
     "plateau, cut": Typed(PLATEAU, f"trainer.max_steps=20 micro_batch_size=10 {_ON_TWO}"),
     "no module": Typed("torch.nn.ReLU", f"data._target_={_PLAIN}.Points data.samples=8", code=2),
@@ -270,12 +269,7 @@ HABITS = (
         "error: model: AutomaticGanModel has several optimizers, of which Lightning steps one by itself; set "
         "self.automatic_optimization = False in its constructor, and step them in training_step\n",
     ),
-    Habit(
-        *("a GAN under ddp", "gan"),
-        "error: GanModel optimizes by hand, and a backward pass has not reached every parameter, whose gradients ddp "
-        "waits for; type trainer.strategy.find_unused_parameters=true\n",
-    ),
-    Habit("a GAN under ddp, as told", "gan, unused found", "\nstep 4/4 · batch 2 · loss ", _steps, 2),
+    Habit("a GAN under ddp", "gan", "\nstep 4/4 · batch 2 · loss ", _steps, 2),
     Habit(
         *("on_nan=skip by hand", "by hand, nan", "skips      step 6, whose loss is not finite\n"),
         *(lambda run: all(map(math.isfinite, run.column("val/loss").values())), True),

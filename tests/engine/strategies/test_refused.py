@@ -55,11 +55,10 @@ def test_of_options(tmp_path: Path) -> None:
     assert found == {typed: {line} for typed, line in OPTIONS.items()}
 
 
-BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
 OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
 MODULES = {
-    "Manual fsdp": f"Manual {BY_HAND}use strategy=ddp",
-    "Manual fsdp1": f"Manual {BY_HAND}use strategy=ddp",
+    "Manual fsdp1": "Manual uses manual optimization, and fsdp1 has its parameters gathered where it steps; use "
+    "strategy=fsdp or ddp",
     "OwnSharding fsdp": "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the "
     "strategy",
     "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
@@ -73,7 +72,7 @@ MODULES = {
     "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, and "
     "DeepSpeed keeps them to itself; use strategy=ddp or fsdp",
     "Adversaries deepspeed_stage_2": "DeepSpeed steps one optimizer with at most one scheduler, and "
-    "configure_optimizers of Adversaries returns 2 and 0; use strategy=ddp",
+    "configure_optimizers of Adversaries returns 2 and 0; use strategy=ddp or fsdp",
 }
 
 
