@@ -105,6 +105,9 @@ class StepLogs:
         for key in own:
             joined = whole([part for parts in of_ranks for part in parts.get(key, ())], self._share)
             self._seen[key] = results.put_of_step(key, joined)
+        if own:  # what Lightning has read before, and shows until the next batch is over; reading it puts it right
+            connector = self._trainer._logger_connector
+            _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
 
 
 def whole(parts: Iterable[Part], share: float = 1.0) -> float:
