@@ -14,7 +14,7 @@
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
     │   ├── IrregularFile          a pipe, a device or a link where a file was expected (also an OSError)
     │   └── NoExperiment           a module asks for its logger's experiment, and it has none (also an AttributeError)
-    ├── BatchError                 a global batch that does not divide (a ValueError)
+    ├── BatchError                 a number of samples that is less than one (a ValueError)
     ├── NeedsValues                a step asks for values where a plan has none (a RuntimeError)
     ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
     └── RanksFailed                ranks failed that this process has spawned, taking no part in the run itself
@@ -142,7 +142,7 @@ class NoExperiment(Refused, AttributeError):
 
 
 class BatchError(ValueError):
-    """A global batch that does not divide over devices, accumulation and micro batches; the text has the equation."""
+    """A global batch or a micro batch of less than one sample."""
 
 
 class NeedsValues(RuntimeError):

@@ -107,8 +107,7 @@ class Combined:
         """Check that the loaders can be combined so that the run is the same at any world size.
 
         Raises:
-            Refused: the mode is one that no Trainer fits on, or one of several loaders ends with a batch that does not
-                divide evenly.
+            Refused: the mode is one that no Trainer fits on, or a batch of several loaders does not divide evenly.
         """
         if self.mode() == "sequential":
             raise Refused(
@@ -129,6 +128,12 @@ class Combined:
 
 def _uneven(slices: Slices) -> str:
     plan = slices.plan
+    if not plan.is_even:
+        return (
+            f"global_batch_size {plan.global_batch} does not divide over {plan.replicas} devices × accumulation "
+            f"{plan.accumulation}, as it has to for several training loaders; use global_batch_size="
+            f"{plan.micro_batch * plan.slices}"
+        )
     which = "stream, one of several loaders, may end with a batch that"
     if slices.is_sized:
         last = slices.epoch_samples % plan.global_batch

@@ -17,9 +17,10 @@ class TrainingSlices(Sampler[Any]):
     """Batch sampler of one rank: its slices of every global batch of an epoch.
 
     Step k takes ``order[k*G:(k+1)*G]`` of a global batch of G samples; micro batch m of rank r is slice
-    ``m * replicas + r`` of it. A last step that is smaller is cut as evenly as possible. The length is that of a whole
-    epoch, also when a resumed one yields only the rest, so that Lightning's notion of a last batch stays right. Beside
-    a longer loader it may go through its samples several times an epoch, in another order each time.
+    ``m * replicas + r`` of it. A step that does not divide, as a smaller last one, is cut as evenly as possible. The
+    length is that of a whole epoch, also when a resumed one yields only the rest, so that Lightning's notion of a last
+    batch stays right. Beside a longer loader it may go through its samples several times an epoch, in another order
+    each time.
 
     Args:
         sampler: the loader's own, which draws the order.
@@ -122,14 +123,13 @@ class TrainingSlices(Sampler[Any]):
 
     @property
     def is_even(self) -> bool:
-        """Whether every slice of every step has the same number of samples, also in the last step."""
-        return self.epoch_samples % self.plan.global_batch % (self.plan.replicas * self.plan.accumulation) == 0
+        """Whether the slices of every step have the same number of samples, also in the last step."""
+        return self.plan.is_even and self.epoch_samples % self.plan.global_batch % self.plan.slices == 0
 
     def weight(self, step: int, micro: int) -> float:
         """Return the weight of the mean over a slice in the mean over its global batch; 1.0 for an even cut."""
         begin, end = self._bounds(step, micro)
-        slices = self.plan.replicas * self.plan.accumulation
-        return (end - begin) * slices / self.step_samples(step)
+        return (end - begin) * self.plan.slices / self.step_samples(step)
 
     def step_samples(self, step: int) -> int:
         """Return the samples of a step, over all ranks; fewer than the global batch in a last one."""
@@ -146,7 +146,7 @@ class TrainingSlices(Sampler[Any]):
         return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
 
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
-        slices = self.plan.replicas * self.plan.accumulation
+        slices = self.plan.slices
         index = micro * self.plan.replicas + self.rank
         samples, offset = self.step_samples(step), step % self.own_steps * self.plan.global_batch
         begin, end = offset + samples * index // slices, offset + samples * (index + 1) // slices

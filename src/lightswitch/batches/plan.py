@@ -14,7 +14,14 @@ _COUNTED_IN_MICRO_BATCHES = ("limit_train_batches", "val_check_interval", "overf
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Numbers of one optimizer step: ``global_batch == micro_batch * replicas * accumulation`` samples."""
+    """Cut of the samples of an optimizer step into as many slices as devices take micro batches, all nearly equal.
+
+    Attributes:
+        global_batch: samples of a step, over all devices.
+        micro_batch: of the largest slice; the others have one less where the global batch does not divide.
+        replicas: devices that hold different samples.
+        accumulation: micro batches of a step, on each device.
+    """
 
     global_batch: int
     micro_batch: int
@@ -27,33 +34,35 @@ class BatchPlan:
 
         Args:
             global_batch: samples an optimizer step consumes, over all devices.
-            micro_batch: samples a device takes at once; None for its whole share.
+            micro_batch: the most samples that a device takes at once; None for its whole share.
             replicas: devices that hold different samples (the data-parallel world size).
 
         Raises:
-            BatchError: the global batch does not divide; the text has the equation.
+            BatchError: a number of samples is less than one.
         """
         if global_batch < 1 or (micro_batch is not None and micro_batch < 1):
             raise BatchError(
                 f"global_batch_size {global_batch} and micro_batch_size {micro_batch}: both count samples, "
                 "so they are at least 1"
             )
-        if global_batch % replicas:
-            raise BatchError(
-                f"global_batch_size {global_batch} does not divide over {_devices(replicas)}: "
-                f"{global_batch} / {replicas} = {global_batch / replicas:.4g}; "
-                f"use global_batch_size={_alternatives(global_batch, replicas)}"
-            )
-        share = global_batch // replicas
-        micro = share if micro_batch is None else micro_batch
-        if share % micro:
-            raise BatchError(
-                f"global_batch_size {global_batch} is not micro_batch_size {micro} × {_devices(replicas)} × "
-                f"a whole accumulation: {global_batch} / ({micro} × {replicas}) = {share / micro:.4g}; "
-                f"use global_batch_size={_alternatives(global_batch, micro * replicas)} or a micro_batch_size "
-                f"that divides {share}"
-            )
-        return cls(global_batch, micro, replicas, share // micro)
+        most = micro_batch or -(-global_batch // replicas)
+        accumulation = -(-global_batch // (replicas * most))
+        return cls(global_batch, -(-global_batch // (replicas * accumulation)), replicas, accumulation)
+
+    @property
+    def slices(self) -> int:
+        """Slices of a step, over all devices."""
+        return self.replicas * self.accumulation
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all slices have the same number of samples."""
+        return self.global_batch % self.slices == 0
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of a step's time in which devices with a smaller slice wait for those with a larger one."""
+        return 1 - self.global_batch / (self.micro_batch * self.slices)
 
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
         """Return the Trainer's arguments that count steps, as micro batches, which is what Lightning counts.
@@ -68,10 +77,10 @@ class BatchPlan:
         }
 
     def __str__(self) -> str:
-        return (
-            f"{self.global_batch} samples a step = {self.micro_batch} × {_devices(self.replicas)} "
-            f"× accumulation {self.accumulation}"
-        )
+        size = f"{self.micro_batch}" if self.is_even else f"{self.micro_batch - 1} or {self.micro_batch}"
+        idle = "" if self.is_even else f", {max(1, round(100 * self.idle_share))} % idle"
+        of = f"{self.replicas} device{'s' if self.replicas > 1 else ''}"
+        return f"{self.global_batch} samples a step = {size} × {of} × accumulation {self.accumulation}{idle}"
 
 
 def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batch: int) -> float:
@@ -88,12 +97,3 @@ def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batc
     if rule not in factors:
         raise ValueError(f"lr_scaling.rule is {rule!r}; use one of: {', '.join(factors)}")
     return lr * factors[rule]
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
-
-
-def _alternatives(wanted: int, unit: int) -> str:
-    below, above = wanted // unit * unit, (wanted // unit + 1) * unit
-    return f"{below} or {above}" if below else str(above)

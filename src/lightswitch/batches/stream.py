@@ -149,7 +149,7 @@ class Cursor:
             skipped = self._read_to(place.step - place.begin)
             last = place.micro == self.plan.accumulation - 1
             state = self._state() if last and self._group and self.rank == 0 else None
-        samples, slices = len(self._group), self.plan.replicas * self.plan.accumulation
+        samples, slices = len(self._group), self.plan.slices
         index = place.micro * self.plan.replicas + self.rank
         begin, end = samples * index // slices, samples * (index + 1) // slices
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0

@@ -63,7 +63,7 @@ class StreamSlices(TrainingSlices):
     def is_even(self) -> bool:
         if self._is_sized:
             return super().is_even
-        return self._drop_last or self.plan.replicas * self.plan.accumulation == 1
+        return self.plan.is_even and (self._drop_last or self.plan.slices == 1)
 
     @property
     def epoch_samples(self) -> int:

@@ -48,7 +48,7 @@ class ToldSamples:
             micro = extract_batch_size(batch)
         except MisconfigurationException:  # a batch without tensors
             return
-        own = micro * self._plan.replicas * self._plan.accumulation
+        own = micro * self._plan.slices
         if micro and self.tell(trainer, own) and trainer.global_rank == 0:
             log.info(
                 "batch      %s, as the data loader makes them", replace(self._plan, global_batch=own, micro_batch=micro)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
-from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest, shown
+from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.fault_tolerance.failure import full_traceback, one_line
 from lightswitch.launch import commands, compatibility, estimates, job_script
 from lightswitch.launch.estimates import Request
@@ -129,18 +129,15 @@ def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed
 
 
 def _grown(request: Request, candidate: Candidate) -> BatchPlan | None:
-    """Return the batch of weak scaling, where each device takes as many samples as in the smallest world; None if it
-    does not divide."""
+    """Return the batch of weak scaling, where each device takes as many samples as in the smallest world; None where
+    the world is no multiple of that."""
     cfg, world = request.cfg, request.world
     least = cfg.dry_run.weak_devices or world.devices_per_node
     if world.size % least:
         return None
     grown = cfg.copy()
     grown.global_batch_size = cfg.global_batch_size * world.size // least
-    try:
-        return estimates.batch_of(replace(request, cfg=grown), candidate, cfg.micro_batch_size)
-    except BatchError:
-        return None
+    return estimates.batch_of(replace(request, cfg=grown), candidate, cfg.micro_batch_size)
 
 
 def _files(rank: Rank) -> Files | None:

@@ -123,7 +123,6 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
     The largest is extrapolated from the simulated step of a device's whole share; `confirmed` simulates it.
 
     Raises:
-        BatchError: the global batch does not divide.
         NeedsValues: the module asks a tensor for its values.
         Refused: the strategy, or the module, can't take the run.
     """
@@ -167,18 +166,14 @@ def words_of(found: Estimate) -> list[str]:
 
 
 def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
-    """Return how the global batch is cut under a strategy.
-
-    Raises:
-        BatchError: it does not divide.
-    """
+    """Return how the global batch is cut under a strategy."""
     replicas = max(1, request.world.size // int(candidate.node.get("tensor_parallel_size", 1)))
     return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
 
 
 def _smaller(batch: BatchPlan) -> list[int]:
     """Return the smaller micro batches that divide a device's share, the largest first."""
-    share = batch.global_batch // batch.replicas
+    share = batch.micro_batch * batch.accumulation
     return [size for size in range(batch.micro_batch - 1, 0, -1) if share % size == 0]
 
 
@@ -211,6 +206,7 @@ def run_of(request: Request, batch: BatchPlan) -> Run:
         batch.micro_batch, batch.accumulation, batch.replicas, world.nodes, world.devices_per_node,
         str(cfg.trainer.get("precision")), cfg.matmul_precision,
         steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
+        batch.global_batch,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from lightswitch import figures, regular_files
 from lightswitch.config import groups
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
-from lightswitch.errors import BatchError, NeedsValues, Refused, RefusedRequest, shown
+from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.launch import commands
 from lightswitch.launch.estimates import Request, confirmed, fitted, requested, states, words_of
 from lightswitch.planning import candidates, picture, precisions, report
@@ -39,8 +39,6 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
         except NeedsValues as error:
             _tell_states(request, among, str(error))
             return
-        except BatchError as error:
-            refused[candidate.words] = str(error)
         except Refused as refusal:
             refused[candidate.words] = str(refusal)
     if not estimates:

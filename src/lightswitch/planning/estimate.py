@@ -49,6 +49,7 @@ class Run:
         steps: of the whole run; None where it has no limit.
         tokens_per_sample: None for data that are not of tokens.
         disk_gb_per_second: of all that write a checkpoint.
+        global_batch: samples of an optimizer step; some less than these make, where it does not divide.
     """
 
     micro_batch: int
@@ -61,11 +62,7 @@ class Run:
     steps: int | None
     tokens_per_sample: int | None
     disk_gb_per_second: float
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of an optimizer step."""
-        return self.micro_batch * self.accumulation * self.replicas
+    global_batch: int
 
     @property
     def world_size(self) -> int:

@@ -57,7 +57,7 @@ def next_words(
     """
     kept = at.kept_share(world.nodes, world.devices_per_node)
     if kept * states < _FULL * usable:
-        share = batch.global_batch // batch.replicas
+        share = batch.micro_batch * batch.accumulation
         smaller = [size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0]
         if smaller:
             return (f"micro_batch_size={smaller[-1]}",)

@@ -55,7 +55,7 @@ def _point(estimate: dict[str, Any]) -> Point:
     nodes, per_node = estimate["nodes"], estimate["devices_per_node"]
     return Point(
         ranks=nodes * per_node,
-        global_batch=estimate["micro_batch"] * estimate["accumulation"] * estimate["replicas"],
+        global_batch=estimate["global_batch"],
         micro_batch=estimate["micro_batch"],
         accumulation=estimate["accumulation"],
         bytes=estimate["bytes"],

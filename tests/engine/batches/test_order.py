@@ -24,15 +24,16 @@ def slices(plan: BatchPlan, samples: int, rank: int, drop_last: bool = False, ep
 @settings(max_examples=60)
 @given(
     samples=st.integers(1, 90),
+    global_batch=st.integers(1, 40),
     replicas=st.integers(1, 5),
-    micro=st.integers(1, 4),
-    accumulation=st.integers(1, 3),
+    micro=st.none() | st.integers(1, 9),
     drop_last=st.booleans(),
 )
 def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
-    samples: int, replicas: int, micro: int, accumulation: int, drop_last: bool
+    samples: int, global_batch: int, replicas: int, micro: int | None, drop_last: bool
 ) -> None:
-    plan = BatchPlan(micro * replicas * accumulation, micro, replicas, accumulation)
+    plan = BatchPlan.derive(global_batch, micro, replicas)
+    accumulation = plan.accumulation
     whole = BatchPlan(plan.global_batch, plan.global_batch, 1, 1)
     steps = [batch for _, batch in slices(whole, samples, 0, drop_last)]
     ranks = [slices(plan, samples, rank, drop_last) for rank in range(replicas)]
@@ -42,6 +43,7 @@ def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
         read: Counter[int] = Counter()
         weights = 0.0
         for micro_index in range(accumulation):
+            assert all(len(rank[step * accumulation + micro_index]) <= plan.micro_batch for rank in batches)
             for rank, sampler in zip(batches, ranks, strict=True):
                 weight = sampler.weight(step, micro_index)
                 weights += weight

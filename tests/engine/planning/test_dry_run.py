@@ -90,7 +90,7 @@ def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
                 "dry_run.steps=0: use a number from 1",
             ),
         ),
-        (("global_batch_size=30",), ("global_batch_size 30 does not divide over 4 devices",)),
+        (("global_batch_size=0",), ("global_batch_size 0 and micro_batch_size None: both count samples",)),
     ],
 )
 def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ DEVICE = Device(
 )
 RUN = Run(
     micro_batch=2, accumulation=3, replicas=16, nodes=2, devices_per_node=8, precision="bf16-mixed",
-    matmul_precision="highest", steps=1000, tokens_per_sample=512, disk_gb_per_second=2,
+    matmul_precision="highest", steps=1000, tokens_per_sample=512, disk_gb_per_second=2, global_batch=96,
 )  # fmt: skip
 
 

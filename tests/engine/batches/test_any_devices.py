@@ -1,0 +1,54 @@
+"""A global batch that does not divide over the devices trains the run of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from tests.engine.batches.test_items import WHOLE, Tagger
+from tests.engine.curves import largest_difference
+from tests.engine.fits import CLASSIFIER, TENSOR_PARALLEL, Fits
+from tests.engine.fits import LANGUAGE as TEXTS
+from tests.night import at_night
+
+LANGUAGE = replace(TEXTS, global_batch=16, micro_batch=None)
+STRATEGIES = ("ddp", "fsdp", "fsdp1", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "global_batch", "micro_batch"),
+    [
+        *((strategy, 16, None) for strategy in STRATEGIES),
+        *(("ddp", 2, None), ("fsdp", 10, 3), ("deepspeed_stage_3", 10, 3)),
+        *at_night(
+            *((strategy, *cut) for strategy in ("fsdp", "fsdp1", *STRATEGIES[3:]) for cut in ((10, 4), (2, None)))
+        ),
+    ],
+)
+def test_three_devices_train_the_run_of_one(
+    strategy: str, global_batch: int, micro_batch: int | None, fits: Fits
+) -> None:
+    whole = replace(LANGUAGE, global_batch=global_batch)
+    (one,) = fits(whole)
+    cut = replace(whole, strategy=strategy, micro_batch=micro_batch)
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(fits(cut, 3)[0], one, metric) <= 1e-5, metric
+
+
+def test_a_micro_batch_that_does_not_divide_is_the_most_that_a_device_takes(fits: Fits) -> None:
+    for fit in (LANGUAGE, replace(CLASSIFIER, global_batch=16, micro_batch=None)):
+        (one,), (cut,) = fits(fit), fits(replace(fit, micro_batch=5))
+        assert largest_difference(cut, one) <= 1e-5
+
+
+def test_tensor_parallel_groups_take_slices_of_two_sizes(fits: Fits) -> None:
+    odd = replace(LANGUAGE, global_batch=15)
+    assert largest_difference(fits(replace(odd, strategy=TENSOR_PARALLEL), 4)[0], fits(odd)[0]) <= 1e-5
+
+
+def test_a_mean_over_tokens_is_that_of_all_devices(fits: Fits) -> None:
+    whole = replace(WHOLE, module=partial(Tagger), global_batch=16)
+    for strategy in ("ddp", "fsdp"):
+        assert largest_difference(fits(replace(whole, strategy=strategy), 3)[0], fits(whole)[0]) <= 1e-5
