@@ -27,7 +27,7 @@ RUN = (
 )
 TRAINING = (
     *("train/mean", "train/sum", "train/min", "train/max", "train/both_epoch", "train/of_9", "train/end"),
-    *("train/accuracy", "train/Accuracy", "train/F1", "train/highest"),
+    *("train/accuracy", "train/Accuracy", "train/F1", "train/highest", "train/shown"),
 )
 OF_STEPS = ("train/both_step", "train/largest")
 IN_BATCHES = ("train/of_batches",)  # the mean over batches, of which more devices have more
@@ -78,6 +78,7 @@ class LogsMuch(PlainModel):
         self.highest.reset()
         self.of_samples.reset()
         self.log("train/end", float(self.current_epoch))
+        self.log("train/shown", self.trainer.callback_metrics["train/largest"])  # as what watches a metric sees it
 
     def on_validation_epoch_end(self) -> None:
         seen, self.seen = torch.stack(self.seen).sum(), []
