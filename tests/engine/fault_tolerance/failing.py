@@ -1,4 +1,4 @@
-"""A model that fails where and as it is told to, and data that does before the ranks have met."""
+"""A model, its data and a callback that fail where and as they are told to."""
 
 from __future__ import annotations
 
@@ -7,75 +7,139 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tests.engine.plain import PlainData, PlainModel
+from tests.engine.plain import PlainData, PlainModel, Points
 
 FAILING_MODEL = "model._target_=tests.engine.fault_tolerance.failing.FailingModel"
+FAILING_DATA = "data._target_=tests.engine.fault_tolerance.failing.FailingData"
 
-How = Literal[
-    "raises",
-    "refuses",
-    "is killed",
-    "runs out of memory",
-    "sees another run out of memory",
-    "may write no more",
-    "hangs",
-    "nothing",
-]
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "raises": lambda: RuntimeError("this is the bug"),
+    "refuses": lambda: ValueError("this is no batch of mine"),
+    "exits": lambda: SystemExit(2),
+    "is interrupted": KeyboardInterrupt,
+    "raises what can't be pickled": lambda: type("Unpicklable", (RuntimeError,), {})(lambda: None),
+    "lacks device memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+}
 
 
 class FailingModel(PlainModel):
     """
     Args:
-        stage: in which of a model's hooks it happens.
+        how: of RAISED, or of what `fail` does otherwise; nothing by any other.
+        rank: None for all.
+        where: a hook; for a step, with the number of its batch.
         step_seconds: so that there is time for something to happen from outside.
     """
 
     def __init__(
-        self, how: How, rank: int = 1, stage: str = "training_step", step_seconds: float = 0, **rest: Any
+        self, how: str, rank: int | None = 1, where: str = "training_step 2", step_seconds: float = 0, **rest: Any
     ) -> None:
         super().__init__(**rest)
-        self.how, self.rank, self.stage, self.step_seconds = how, rank, stage, step_seconds
+        self.how, self.rank, self.where, self.step_seconds = how, rank, where, step_seconds
+        if where == "__init__":
+            fail(how)
 
     def setup(self, stage: str) -> None:
-        self._perhaps_fail("setup", 2)
+        self._perhaps_fail("setup")
+
+    def configure_optimizers(self) -> Any:
+        self._perhaps_fail("configure_optimizers")
+        return super().configure_optimizers()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._perhaps_fail("training_step", batch_idx)
         time.sleep(self.step_seconds)
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._perhaps_fail("sanity_check" if self.trainer.sanity_checking else "validation_step", batch_idx)
+        super().validation_step(batch, batch_idx)
+
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._perhaps_fail("test_step", batch_idx + 2)
+        self._perhaps_fail("test_step", batch_idx)
         super().test_step(batch, batch_idx)
 
-    def _perhaps_fail(self, stage: str, batch_idx: int) -> None:
-        if (self.stage, batch_idx, self.trainer.global_rank) == (stage, 2, self.rank):
+    def _perhaps_fail(self, *place: str | int) -> None:
+        if " ".join(map(str, place)) == self.where and self.rank in (None, self.trainer.global_rank):
             fail(self.how)
 
 
+class LaggingModel(PlainModel):
+    """Rank 1 stands still in its test, and others enter a collective and stand elsewhere, as under NCCL."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1:
+            time.sleep(1000)
+        entered = dist.all_reduce(torch.ones(1), async_op=True)
+        while not entered.is_completed():
+            time.sleep(0.01)
+
+
+class FailingCallback(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        fail("refuses")
+
+
+class FailingPoints(Points):
+    def __init__(self, samples: int, how: str) -> None:
+        super().__init__(samples)
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 150:
+            fail(self.how)
+        return super().__getitem__(index)
+
+
 class FailingData(PlainData):
-    """Fails in a rank when it is made: before that one has met the others."""
+    """
+    Args:
+        where: __init__, on rank 1 alone, before it has met the others; prepare_data, setup, or sample, of those that
+            are trained on.
+    """
 
-    def __init__(self, how: How, rank: int = 1) -> None:
-        super().__init__()
+    def __init__(self, how: str, where: str = "__init__", workers: int = 0) -> None:
+        super().__init__(samples=640, workers=workers)
+        self.how, self.where = how, where
         here = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0
-        if int(here) == rank:
-            fail(how)
+        if int(here) == 1:
+            self._perhaps_fail("__init__")
+
+    def prepare_data(self) -> None:
+        self._perhaps_fail("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self._perhaps_fail("setup")
+
+    def train_dataloader(self) -> DataLoader:
+        points = FailingPoints(self.samples, self.how if self.where == "sample" else "nothing")
+        return DataLoader(points, self.batch_size, num_workers=self.workers)
+
+    def _perhaps_fail(self, place: str) -> None:
+        if place == self.where:
+            fail(self.how)
 
 
-def fail(how: How) -> None:
+def fail(how: str) -> None:
     Path(f"failed_{os.getpid()}").write_text(str(time.time()))  # when: for the table of failures
-    if how == "raises":
-        raise RuntimeError("this is the bug")
-    if how == "refuses":
-        raise ValueError("this is no batch of mine")
+    if how in RAISED:
+        raise RAISED[how]()
     if how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "ends":
+        os._exit(9)
+    if how == "has Python raise":
+        int("three")
     if how == "runs out of memory":
         run_out_of_memory()
     if how == "sees another run out of memory":

@@ -19,6 +19,7 @@ class Pace(pl.Callback):
         self.seconds = seconds
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        Path("pacing").touch()
         time.sleep(self.seconds)
 
     def on_validation_batch_start(self, *_: Any) -> None:
@@ -44,24 +45,29 @@ class FailsOnce(pl.Callback):
             raise RuntimeError("a passing fault")
 
 
-class AsksOnce(pl.Callback):
-    """Asks the run to end at the end of a step."""
+class Asks(pl.Callback):
+    """Asks the run to end, once.
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    Args:
+        when: the hook in which it does.
+        step: the first in which it does.
+        rank: the one that is asked.
+    """
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not Path("asked").exists():
-            Path("asked").touch()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-class AsksRank(pl.Callback):
-    """Asks one rank alone to end, before it trains."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, when: str, step: int = 0, rank: int = 0) -> None:
+        self.when, self.step, self.rank = when, step, rank
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.global_rank == self.rank:
+        self._perhaps_ask("on_fit_start", trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._perhaps_ask("on_train_batch_end", trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._perhaps_ask("on_validation_batch_end", trainer)
+
+    def _perhaps_ask(self, hook: str, trainer: pl.Trainer) -> None:
+        is_time = (hook, trainer.global_rank) == (self.when, self.rank) and trainer.global_step >= self.step
+        if is_time and not Path("asked").exists():
+            Path("asked").touch()
             os.kill(os.getpid(), signal.SIGTERM)

@@ -6,15 +6,17 @@ import pytest
 
 from lightswitch.planning.fake_group import has_collectives
 from tests.engine.conftest import PLAIN_DATA, Train
+from tests.engine.fault_tolerance.failing import FAILING_MODEL
+from tests.night import at_night
 
 RAISING = (
-    *("model._target_=tests.engine.fault_tolerance.raising.RaisingModel", PLAIN_DATA, "run_id=mine"),
-    *("model.error='no device memory'", "model.where='training_step 0'", "model.rank=null"),
+    *(FAILING_MODEL, PLAIN_DATA, "run_id=mine"),
+    *("model.how='lacks device memory'", "model.where='training_step 0'", "model.rank=null"),
 )
 
 
 @pytest.mark.skipif(not has_collectives(), reason="torch has no collectives for tensors without values")
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [2, *at_night(0)])
 def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Train) -> None:
     failed = train(*RAISING, "global_batch_size=32", "strategy=ddp", ranks=ranks, check=False)
     assert failed.returncode == 1

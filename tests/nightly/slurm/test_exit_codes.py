@@ -14,11 +14,11 @@ pytestmark = pytest.mark.slurm
 
 RUN = (
     *(
-        "model._target_=tests.engine.fault_tolerance.raising.RaisingModel",
+        "model._target_=tests.engine.fault_tolerance.failing.FailingModel",
         PLAIN_DATA,
         "strategy=ddp",
     ),
-    *("model.error=value", "trainer.accelerator=cpu", "trainer.max_steps=6", "model.rank=null"),
+    *("model.how=refuses", "trainer.accelerator=cpu", "trainer.max_steps=6", "model.rank=null"),
 )
 
 
@@ -28,7 +28,7 @@ def test_a_job_is_started_again_after_a_bug_and_not_after_a_mistake(slurm_cluste
     (checkout / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
     (checkout / "slurm/site.sh").write_text("max_failures=1\n")
     script = CHECKOUT / "slurm/multinode.sh"
-    wheres = {"bug": "'training_step 3'", "mistake": "'setup fit'"}
+    wheres = {"bug": "'training_step 3'", "mistake": "setup"}
     jobs = {
         name: submit(slurm_cluster, script, *RUN, f"model.where={where}", cwd=checkout, nodes=1, ntasks_per_node=2)
         for name, where in wheres.items()

@@ -23,7 +23,8 @@ from lightswitch.fault_tolerance.watchdog.member import Member
 from lightswitch.fault_tolerance.watchdog.sockets import Route
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.process.state import Process
-from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Train
+from tests.engine.conftest import PLAIN, Train
+from tests.night import at_night
 
 TIMEOUTS = Timeouts(lost_after_seconds=1000, hung_after_seconds=1000)
 LOCAL = Route("127.0.0.1", is_local=True)
@@ -48,7 +49,7 @@ async def _end(hub: Hub) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("count", [40, 400])
+@pytest.mark.parametrize("count", [400, *at_night(40)])
 def test_what_strangers_send_is_not_kept(count: int, rank_0: Member, caplog: pytest.LogCaptureFixture) -> None:
     address, port, _ = rank_0.open_hub([LOCAL])
     before = psutil.Process().memory_info().rss
@@ -85,10 +86,11 @@ def test_nearly_the_token_is_not_the_token(shown: str, rank_0: Member) -> None:
         assert _is_hung_up(stranger)
 
 
-def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(rank_0: Member) -> None:
+@pytest.mark.parametrize("ranks", [512, *at_night(4096)])
+def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(ranks: int, rank_0: Member) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    count = min(4096, (hard - 1000) // 2)
+    count = min(ranks, (hard - 1000) // 2)
     address, port, token = rank_0.open_hub([LOCAL] * (count - 1))
 
     async def join(number: int) -> asyncio.StreamWriter:
@@ -134,17 +136,9 @@ def test_the_hub_listens_where_all_ranks_reach_it(routes: list[Route | None], ad
 
 
 def test_a_run_goes_on_while_strangers_crowd_its_hub(train: Train) -> None:
-    run = (
-        PLAIN_MODEL,
-        PLAIN_DATA,
-        "trainer.max_steps=4",
-    )
-    attacked = (
-        "strategy=ddp",
-        "trainer.strategy._target_=tests.engine.fault_tolerance.watchdog.hostile.AttackedDDP",
-        "trainer.accelerator=cpu",
-    )
-    finished = train(*run, *attacked, ranks=2)
+    attacked = "trainer.strategy._target_=tests.engine.fault_tolerance.watchdog.hostile.AttackedDDP"
+    run = (*PLAIN, "strategy=ddp", attacked, "trainer.accelerator=cpu", "trainer.max_steps=4")
+    finished = train(*run, ranks=2)
     assert finished.err == ""
     assert (finished.folder / "attacked").read_text() == "127.0.0.1"
 
