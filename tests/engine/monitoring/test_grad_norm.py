@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightswitch.monitoring.grad_norm import GradNorm, gradient_norm
 from lightswitch.monitoring.metrics import MetricsFile
-from tests.engine.monitoring.ranks import run_ranks
+from tests.engine.curves import largest_difference
+from tests.engine.fits import LANGUAGE, Fits
 from tests.engine.monitoring.test_metrics import column
 from tests.engine.monitoring.tiny import Regression, loader, trainer
 
@@ -61,36 +59,6 @@ def test_without_a_gradient_it_is_zero() -> None:
     assert gradient_norm([torch.nn.Parameter(torch.ones(2))]).item() == 0
 
 
-class FSDP1(FSDPStrategy):
-    """FSDP1 on a CPU, which Lightning's own class refuses."""
-
-    def _setup_model(self, model: torch.nn.Module) -> FullyShardedDataParallel:
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
-
-
-class Sharded(Regression):
-    def configure_model(self) -> None:
-        assert self.device_mesh is not None
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-
-STRATEGIES: dict[str, tuple[type[LightningModule], Callable[[], Any]]] = {
-    "ddp": (Regression, lambda: "ddp"),
-    "fsdp1": (Regression, FSDP1),
-    "fsdp2": (Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
-}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_log_the_norm_of_one(tmp_path: Path, strategy: str) -> None:
-    model, make = STRATEGIES[strategy]
-    expected = logged_norms(tmp_path / "one")
-    # Both ranks see the same batches, so that their mean gradient is the single process's.
-    run_ranks(2, lambda: logged_norms(tmp_path / "two", model(), strategy=make(), devices=2))
-    norms = [float(value) for value in column(tmp_path / "two", "grad_norm")]
-    assert norms == pytest.approx(expected, rel=1e-4)
+def test_two_ranks_log_the_norm_of_one(fits: Fits) -> None:
+    """Sharded ones: strategies/test_fsdp.py."""
+    assert largest_difference(fits(replace(LANGUAGE, strategy="ddp"), 2)[0], fits(LANGUAGE)[0], "grad_norm") <= 1e-4

@@ -21,6 +21,7 @@ from tests.engine.monitoring import paced
 from tests.engine.monitoring.paced import Late, Paced, PacedBatches, Reporting, Saving
 from tests.engine.monitoring.tiny import Regression, loader, trainer
 from tests.engine.tiny import LANGUAGE
+from tests.night import at_night
 
 MARKS = [(0.0, "forward"), (2.0, "backward"), (6.0, "optimizer"), (7.0, "data"), (8.0, "end")]
 
@@ -127,28 +128,22 @@ def test_a_step_of_two_micro_batches_has_the_phases_of_both(tmp_path: Path) -> N
     assert paced.OPTIMIZER <= found.seconds["optimizer"] < paced.OPTIMIZER + SLACK
 
 
-def test_a_run_that_ends_too_early_has_no_phases(tmp_path: Path) -> None:
-    timer = StepTimer(str(tmp_path), skip_steps=50)
-    trainer(tmp_path, callbacks=[timer]).fit(Regression(), loader(), loader(8))
-    found = read(tmp_path)
+def _timed(folder: Path, skip_steps: int, steps: int = 5) -> StepTimes:
+    """What is found of a run of 20 steps."""
+    trainer(folder, callbacks=[StepTimer(str(folder), skip_steps, steps)]).fit(Regression(), loader(), loader(8))
+    found = read(folder)
     assert found is not None
+    return found
+
+
+def test_a_run_that_ends_too_early_has_no_phases_and_leaves_what_an_earlier_start_has_measured(tmp_path: Path) -> None:
+    found = _timed(tmp_path, skip_steps=50)
     assert (found.seconds, found.measured_steps, found.trained_steps) == ({}, 0, 20)
-
-
-def test_a_start_that_is_too_short_leaves_what_an_earlier_one_has_measured(tmp_path: Path) -> None:
-    for skip_steps in (5, 50):
-        timer = StepTimer(str(tmp_path), skip_steps)
-        trainer(tmp_path, callbacks=[timer]).fit(Regression(), loader(), loader(8))
-    found = read(tmp_path)
-    assert found is not None
-    assert found.measured_steps == 5
+    assert [_timed(tmp_path, skip_steps).measured_steps for skip_steps in (5, 50)] == [5, 5]
 
 
 def test_a_run_that_ends_while_it_is_measured_has_the_steps_until_then(tmp_path: Path) -> None:
-    timer = StepTimer(str(tmp_path), skip_steps=17, steps=5)
-    trainer(tmp_path, callbacks=[timer]).fit(Regression(), loader(), loader(8))
-    found = read(tmp_path)
-    assert found is not None
+    found = _timed(tmp_path, skip_steps=17)
     assert found.measured_steps == 3
     assert found.seconds["forward"] > 0
 
@@ -177,26 +172,17 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     assert read(tmp_path) is None
 
 
-LATE = (
-    *LANGUAGE,
-    "trainer.max_steps=8",
-    "trainer.val_check_interval=8",
-    "micro_batch_size=12",
-    "trainer.accelerator=cpu",
-)
-TIMED = (
-    "callbacks.late._target_=tests.engine.monitoring.paced.Late",
-    "callbacks=[default,step_times]",
-    "callbacks.step_times.skip_steps=3",
-    "callbacks.step_times.steps=4",
-)
+LATE = (*LANGUAGE, "trainer.max_steps=8", "trainer.val_check_interval=8", "micro_batch_size=12")
+LATE += ("trainer.accelerator=cpu", "callbacks=[default,step_times]")
+LATE += ("callbacks.step_times.skip_steps=3", "callbacks.step_times.steps=4")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp", "deepspeed_stage_2")])
 def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train) -> None:
     """Rank 1 sleeps at the end of each forward phase; rank 0 waits as long, wherever it is that the strategy first
     needs rank 1. The mean over both ranks is half of it in each."""
-    run = train(*LATE, *TIMED, f"strategy={strategy}", ranks=2)
+    late = "callbacks.late._target_=tests.engine.monitoring.paced.Late"
+    run = train(*LATE, late, f"strategy={strategy}", ranks=2)
     found = read(run.run_dir)
     assert found is not None
     assert (found.world_size, found.measured_steps) == (2, 4)
@@ -207,7 +193,7 @@ def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train)
 
 
 def test_buckets_that_are_averaged_while_the_backward_pass_goes_on_overlap_it(train: Train) -> None:
-    run = train(*LATE, *TIMED[1:], "strategy=ddp", "trainer.strategy.bucket_cap_mb=0.01", ranks=2)
+    run = train(*LATE, "strategy=ddp", "trainer.strategy.bucket_cap_mb=0.01", ranks=2)
     found = read(run.run_dir)
     assert found is not None
     assert found.overlapped_seconds["backward"] > 0

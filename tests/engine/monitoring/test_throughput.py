@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,23 +34,25 @@ class SlowSave(Callback):
         self._clock.sleep(0.1)
 
 
-def test_a_step_takes_the_time_that_it_takes(tmp_path: Path, clock: Clock) -> None:
-    assert speeds(tmp_path, Slow(0.02, clock=clock)) == pytest.approx([0.02] * 4)
-
-
-def test_validation_is_left_out(tmp_path: Path, clock: Clock) -> None:
-    slow = Slow(0.02, validation_seconds=0.2, clock=clock)
-    assert speeds(tmp_path, slow, val_check_interval=5) == pytest.approx([0.02] * 4)
-
-
-def test_checkpoints_are_left_out(tmp_path: Path, clock: Clock) -> None:
-    assert speeds(tmp_path, Slow(0.02, clock=clock), SlowSave(clock)) == pytest.approx([0.02] * 4)
-
-
-def test_a_step_of_two_micro_batches_takes_both(tmp_path: Path, clock: Clock) -> None:
-    steps = speeds(tmp_path, Slow(0.02, clock=clock), accumulate_grad_batches=2)
-    assert steps == pytest.approx([0.04] * len(steps))
+@pytest.mark.parametrize(
+    ("beside", "options", "step_seconds"),
+    [
+        ("nothing", {}, 0.02),
+        ("validation", {"val_check_interval": 5}, 0.02),
+        ("checkpoints", {}, 0.02),
+        ("a second micro batch", {"accumulate_grad_batches": 2}, 0.04),
+    ],
+)
+def test_a_step_takes_the_time_of_its_micro_batches_alone(
+    beside: str, options: dict[str, Any], step_seconds: float, tmp_path: Path, clock: Clock
+) -> None:
+    callbacks = [
+        Slow(0.02, validation_seconds=0.2, clock=clock),
+        *([SlowSave(clock)] if beside == "checkpoints" else []),
+    ]
+    steps = speeds(tmp_path, *callbacks, **options)
     assert steps
+    assert steps == pytest.approx([step_seconds] * len(steps))
 
 
 def test_samples_and_tokens_follow_from_the_step(tmp_path: Path) -> None:
