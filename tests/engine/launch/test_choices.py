@@ -15,10 +15,11 @@ from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import predictions
 from tests.engine.tiny import LANGUAGE_MODEL, RECORD, TEXT
+from tests.night import at_night
 
 ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
 SHORT = (*ON_CPU, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
-DEBUG = ("anomaly", "limit", "one_batch", "overfit", "profiler")
+DEBUG = ("limit", "one_batch", "overfit", "profiler")
 
 
 # debug=
@@ -56,10 +57,6 @@ def test_profiler_leaves_a_table_in_the_run_directory(debugged: dict[str, Finish
     assert "run_training_batch" in table.read_text()
 
 
-def test_anomaly_trains_as_ever(debugged: dict[str, Finished]) -> None:
-    assert len(_steps(debugged["anomaly"].run_dir)) == 20
-
-
 def _steps(run_dir: Path) -> list[list[int]]:
     return [json.loads(line)["ids"] for line in (run_dir / "samples_0.jsonl").read_text().splitlines()]
 
@@ -85,17 +82,7 @@ def test_callbacks_and_loggers_are_switched_by_name(train: Train) -> None:
     assert list(run.column("val/loss")) == [1, 3]
 
 
-def test_early_stopping_ends_a_run_that_no_longer_improves(train: Train) -> None:
-    run = train(
-        *SHORT,
-        "trainer.max_steps=40",
-        "model.lr=0.0",
-        "callbacks=[default,early_stopping]",
-        "callbacks.early_stopping.patience=2",
-    )
-    assert list(run.column("val/loss")) == [1, 3, 5]
-
-
+@pytest.mark.nightly
 @pytest.mark.skipif(
     find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
 )
@@ -199,7 +186,7 @@ def test_a_missing_checkpoint_is_told_with_those_that_are_there(trained: Finishe
     assert {"best.ckpt", "last.ckpt"} <= set(there)
 
 
-@pytest.mark.parametrize("asked", ["resume=cut.ckpt", "mode=test ckpt_path=cut.ckpt"])
+@pytest.mark.parametrize("asked", ["resume=cut.ckpt", *at_night("mode=test ckpt_path=cut.ckpt")])
 def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
     asked: str, trained: Finished, train: Train, tmp_path
 ) -> None:
@@ -215,8 +202,8 @@ def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        ("seed=7", "it was trained with seed=42, this run has 7"),
         ("global_batch_size=32", "it was trained with global_batch_size=64, this run has 32"),
+        *at_night(("seed=7", "it was trained with seed=42, this run has 7")),
     ],
 )
 def test_a_run_of_another_order_is_not_resumed(other: str, difference: str, trained: Finished, train: Train) -> None:

@@ -1,20 +1,29 @@
-"""The hooks of a whole run, by train.py: those of a plain Trainer, in its order, in each stage and after a resume."""
+"""The hooks of a run by train.py, rank by rank: those of a plain Trainer, in its order, in each stage and resumed.
+
+The plain one has Lightning's own strategy. That is DDP for fsdp and fsdp1, too: Lightning's FSDPStrategy takes no CPU,
+and its ModelParallelStrategy a module alone that shards itself.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 
-from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.launch import hooked
+from tests.engine.conftest import as_torchrun, context, runs_in
+from tests.engine.launch.hooked import WRITTEN, LeavesClipping
+from tests.night import at_night
 
+DeepSpeed = pytest.importorskip("lightswitch.deepspeed.strategy").DeepSpeed  # an extra
 SAVING = {"every_n_train_steps": 3, "save_top_k": -1, "save_on_train_epoch_end": False}
 LIMITS = {
     **{"max_steps": 8, "val_check_interval": 2, "check_val_every_n_epoch": None},
@@ -29,82 +38,154 @@ RUN = (
     *(f"trainer.{name}={json.dumps(value)}" for name, value in LIMITS.items()),
     *("global_batch_size=40", "data.batch_size=40"),
 )
-Calls = list[list[Any]]
+STRATEGIES = {  # and the plain one whose hooks are expected
+    "single": "single",
+    "ddp_fork": "ddp_fork",
+    "fsdp": "ddp_fork",
+    "fsdp1": "ddp_fork",
+    "deepspeed_stage_3": "ZeRO",
+}
+CLIPPING = "configure_gradient_clipping"
+CLIP_THEMSELVES = ("fsdp1", "deepspeed_stage_3")  # and refuse a module that does
+RENAMED = {  # classes that torch and DeepSpeed make of a module and of an optimizer
+    "FSDPLogging": "Logging",
+    "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer",
+}
+ByRank = list[list[list[Any]]]
+Ran = Callable[..., Path]  # from a strategy and a mode to the folder of a run; of mode=fit by default
 
 
-class AfterSetup(SingleDeviceStrategy):
+class Alone(SingleDeviceStrategy):
     """Reads a checkpoint once the model is set up, as Lightning's sharded strategies do, and all of the engine's."""
 
     restore_checkpoint_after_setup = True
 
 
-class Fitted(NamedTuple):
-    run: Finished
-    calls: Calls
-    plain: Path  # the folder of a plain Trainer's run
-    expected: Calls
+class Replicas(DDPStrategy):
+    """So does this one."""
+
+    restore_checkpoint_after_setup = True
+
+
+class Zero(DeepSpeedStrategy):
+    """Lightning's own, with that alone replaced which asks for a GPU."""
+
+    root_device = property(lambda strategy: torch.device("cpu", 0))
+    setup_environment = DeepSpeed.setup_environment
+    setup_distributed = DeepSpeed.setup_distributed
+
+
+PLAIN: dict[str, Callable[[], Strategy]] = {
+    "single": lambda: Alone("cpu"),
+    "ddp_fork": lambda: Replicas(start_method="fork"),
+    # with a size of batches, which it would ask the loader for
+    "ZeRO": lambda: Zero(stage=2, logging_batch_size_per_gpu=20),
+}
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
-    folder = tmp_path_factory.mktemp("plain")
-    run = runs_in(tmp_path_factory.mktemp("ours"))(*RUN)
-    return Fitted(run, _calls(run), folder, _plain(folder, fit_and_test))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    @cache
+    def ran(strategy: str, mode: str = "fit") -> Path:
+        path = None if mode == "fit" else _saved(ran(strategy))
+        folder = tmp_path_factory.mktemp("plain")
+        environments = as_torchrun(2, folder.name) if strategy == "ZeRO" else [{}]
+        ranks = [context.Process(target=_run, args=(folder, own, strategy, mode, path)) for own in environments]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        told = "\n".join(path.read_text() for path in folder.glob("told_*"))
+        assert [rank.exitcode for rank in ranks] == [0] * len(ranks), told
+        return folder
+
+    return ran
 
 
-def test_a_fit_and_its_test_call_what_a_plain_trainer_calls(fitted: Fitted) -> None:
-    hooks = {call[1] for call in fitted.expected}
-    assert {"on_save_checkpoint", "on_sanity_check_start", "on_train_epoch_end", "on_test_end"} <= hooks
-    assert fitted.calls == fitted.expected
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    train = runs_in(tmp_path_factory.mktemp("ours"))
+
+    @cache
+    def ran(strategy: str, mode: str = "fit") -> Path:
+        given = [f"strategy={strategy}", *(["trainer.devices=2"] if strategy == "ddp_fork" else [])]
+        given += [f"model._target_={LeavesClipping.__module__}.LeavesClipping"] if strategy in CLIP_THEMSELVES else []
+        given += [] if mode == "fit" else [f"ckpt_path='{_saved(ran(strategy))}'"]
+        given += [f"mode={mode}"] if mode in ("validate", "predict") else []
+        return train(*RUN, *given, ranks=0 if strategy in ("single", "ddp_fork") else 2).folder
+
+    return ran
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch ended")
-def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(fitted: Fitted, train: Train) -> None:
-    resumed = train(*RUN, f"ckpt_path='{saved(fitted.run.folder)}'")
-    expected = _plain(fitted.plain, fit_and_test, saved(fitted.plain))
-    assert "on_load_checkpoint" in {call[1] for call in expected}
-    assert _calls(resumed) == expected
+@pytest.mark.parametrize("strategy", ["single", "ddp_fork", "fsdp", "deepspeed_stage_3", *at_night("fsdp1")])
+def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
+    zero, *others = ({call[1] for call in calls} for calls in _calls(plain(STRATEGIES[strategy])))
+    assert {"on_save_checkpoint", "on_sanity_check_start", "on_train_epoch_end", "on_test_end"} <= zero
+    assert all("prepare_data" in zero - one for one in others)
+    _compare(strategy, plain(STRATEGIES[strategy]), ours(strategy))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp_fork", *at_night("deepspeed_stage_3")])
+def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
+    expected = plain(STRATEGIES[strategy], "resume")
+    assert all("on_load_checkpoint" in {call[1] for call in calls} for calls in _calls(expected))
+    _compare(strategy, expected, ours(strategy, "resume"))
 
 
 @pytest.mark.parametrize("mode", ["validate", "predict"])
-def test_a_stage_by_itself_calls_what_a_plain_trainer_calls(mode: str, fitted: Fitted, train: Train) -> None:
-    evaluated = train(*RUN, f"mode={mode}", f"ckpt_path='{saved(fitted.run.folder)}'")
-    assert _calls(evaluated) == _plain(fitted.plain, _evaluate, mode, saved(fitted.plain))
+def test_a_stage_by_itself_calls_what_a_plain_trainer_calls(mode: str, plain: Ran, ours: Ran) -> None:
+    _compare("single", plain("single", mode), ours("single", mode))
 
 
-def fit_and_test(trainer: Trainer, told: tuple[Any, Any], path: Path | None = None) -> None:
-    trainer.fit(*told, ckpt_path=path, weights_only=True)
-    (saving,) = trainer.checkpoint_callbacks
-    trainer.test(*told, ckpt_path=saving.best_model_path, verbose=False, weights_only=True)
+def _compare(strategy: str, plain: Path, ours: Path) -> None:
+    """Of ranks that are started in other ways, without the hook that each process calls before it forks others."""
+    expected, found = _calls(plain), _calls(ours)
+    if STRATEGIES[strategy] == "ddp_fork" != strategy:
+        expected, found = _without("configure_callbacks", expected), _without("configure_callbacks", found)
+    if strategy in CLIP_THEMSELVES:
+        expected, found = _without(CLIPPING, expected), _without(CLIPPING, found)
+    assert found == expected
 
 
-def _evaluate(trainer: Trainer, told: tuple[Any, Any], mode: str, path: Path) -> None:
-    getattr(trainer, mode)(*told, ckpt_path=path, weights_only=True)
+def _without(hook: str, ranks: ByRank) -> ByRank:
+    return [[call for call in calls if call[1] != hook] for calls in ranks]
 
 
-def _plain(folder: Path, run: Callable[..., None], *given: Any) -> Calls:
-    """Return the calls of hooks in a run by Lightning alone."""
-    seen: list[hooked.Call] = []
-    model, data, callback = hooked.told_to(seen)
+def _run(folder: Path, environment: dict[str, str], strategy: str, mode: str, path: Path | None) -> None:
+    """Fit and test, or evaluate, by Lightning alone, in a process of its own."""
+    os.environ.update(environment)
+    told = os.open(folder / f"told_{environment.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(told, stream)
+    os.chdir(folder)
+    model, data, callback = WRITTEN
+    devices = 1 if strategy == "single" else 2
     saving = ModelCheckpoint(dirpath=folder / "saved", **SAVING)
     trainer = Trainer(
         **LIMITS,
-        strategy=AfterSetup("cpu"),
+        strategy=PLAIN[strategy](),
         accelerator="cpu",
+        devices=devices,
         callbacks=[callback(), saving],
         default_root_dir=folder,
         logger=False,
         enable_model_summary=False,
     )
-    run(trainer, (model(), data(batch_size=40)), *given)
-    return [list(call) for call in seen]
+    trained = (model(), data(batch_size=40 // devices))
+    if mode in ("validate", "predict"):
+        getattr(trainer, mode)(*trained, ckpt_path=path, weights_only=True)
+    else:
+        trainer.fit(*trained, ckpt_path=path, weights_only=True)
+        trainer.test(*trained, ckpt_path=saving.best_model_path, verbose=False, weights_only=True)
 
 
-def saved(folder: Path) -> Path:
+def _saved(folder: Path) -> Path:
     (path,) = (folder / "saved").glob("*step=3.ckpt")
     return path
 
 
-def _calls(run: Finished) -> Calls:
-    return [json.loads(line) for line in (run.folder / "hooks_0.jsonl").read_text().splitlines()]
+def _calls(folder: Path) -> ByRank:
+    texts = [path.read_text() for path in sorted(folder.glob("hooks_*.jsonl"))]
+    for made, name in RENAMED.items():
+        texts = [text.replace(made, name) for text in texts]
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]

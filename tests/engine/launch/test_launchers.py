@@ -20,7 +20,7 @@ from lightswitch.fault_tolerance.launchers import Scripts
 from lightswitch.process.signals import Signals
 from lightswitch.process.state import Process
 from tests.engine.config.mistaken import answers
-from tests.engine.conftest import PLAIN, Train, context
+from tests.engine.conftest import PLAIN, Finished, Train, context
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.processes import TRAIN_PY, Start
 
@@ -62,28 +62,26 @@ def test_processes_that_make_no_run_are_refused_in_a_line(tmp_path: Path) -> Non
     }
 
 
-BY_HAND = (*RUN, "strategy=ddp", "trainer.num_nodes=2", "cluster=manual", "run_id=mine", "meet_timeout_seconds=1")
+BY_HAND = (*RUN, "strategy=ddp", "trainer.num_nodes=2", "cluster=manual", "run_id=mine")
+BY_HAND += ("cluster.main_address=localhost",)
+UNMET = {  # by the number of the node that is started alone
+    0: "error: rank 1 of 2 did not connect to localhost:{port} in 1 s; check that all",
+    1: "rank 1 on {host} could not reach rank 0 at localhost:{port} in 1 s: ",
+}
 
 
-def test_a_rank_that_does_not_come_is_named(train: Train, port: str) -> None:
-    place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={port}")
+@pytest.mark.parametrize("node", UNMET)
+def test_ranks_that_do_not_meet_are_named(node: int, train: Train, port: str) -> None:
+    place = (f"cluster.node_rank={node}", f"cluster.main_port={port}", "meet_timeout_seconds=1")
     alone = train(*BY_HAND, *place, check=False)
     assert alone.returncode == 2
-    assert alone.err.startswith(f"error: rank 1 of 2 did not connect to localhost:{port} in 1 s; check that all")
-
-
-def test_a_main_address_that_nothing_answers_at_is_told(train: Train, port: str) -> None:
-    place = ("cluster.node_rank=1", "cluster.main_address=localhost", f"cluster.main_port={port}")
-    alone = train(*BY_HAND, *place, check=False)
-    assert alone.returncode == 2
-    assert f"rank 1 on {socket.gethostname()} could not reach rank 0 at localhost:{port} in 1 s: " in alone.err
+    assert UNMET[node].format(port=port, host=socket.gethostname()) in alone.err
 
 
 def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
     with socket.create_server(("localhost", 0)) as other:
         used = other.getsockname()[1]
-        place = ("cluster.node_rank=0", "cluster.main_address=localhost", f"cluster.main_port={used}")
-        refused = train(*BY_HAND, *place, check=False)
+        refused = train(*BY_HAND, "cluster.node_rank=0", f"cluster.main_port={used}", check=False)
     assert refused.returncode == 2
     assert refused.err == (
         f"error: port {used} of {socket.gethostname()} is in use; give every process another: "
@@ -91,39 +89,39 @@ def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
     )
 
 
-def test_two_machines_can_be_started_by_hand(start: Start, tmp_path: Path, port: str) -> None:
-    nodes = [
-        start(
-            *("python", TRAIN_PY, *RUN, "strategy=ddp", "run_id=mine", "trainer.num_nodes=2", "cluster=manual"),
-            *(f"cluster.node_rank={node}", "cluster.main_address=localhost", f"cluster.main_port={port}"),
-        )
-        for node in (0, 1)
-    ]
-    outs = [finish(node) for node in nodes]
-    run_dir = the_run(tmp_path)
-    assert run_dir.name == "mine"
-    seen = witnesses(run_dir)
+def test_two_machines_can_be_started_by_hand(train: Train, tmp_path: Path, port: str) -> None:
+    run = (*BY_HAND, f"cluster.main_port={port}")
+    others: list[Finished] = []
+    first = train(
+        *(*run, "cluster.node_rank=0"),
+        folder=tmp_path,
+        meanwhile=lambda _: others.append(train(*run, "cluster.node_rank=1", folder=tmp_path)),
+    )
+    seen = witnesses(the_run(tmp_path))
     assert [place["node_rank"] for place in seen] == [0, 1]
     assert [place["cluster"] for place in seen] == ["LightningEnvironment"] * 2
-    assert [out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for out in outs] == [1, 0]
+    assert [it.out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for it in (first, *others)] == [1, 0]
 
 
-def test_processes_can_be_started_one_by_one(start: Start, tmp_path: Path, port: str) -> None:
-    ranks = [
-        start(
-            *("python", TRAIN_PY, *RUN, "cluster=env", "run_id=mine"),
-            **{"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
-    outs = [finish(rank) for rank in ranks]
+def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port: str) -> None:
+    run, meet = (
+        (*RUN, "cluster=env", "run_id=mine"),
+        {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"},
+    )
+    others: list[Finished] = []
+    first = train(
+        *run,
+        environment={**meet, "RANK": "0"},
+        folder=tmp_path,
+        meanwhile=lambda _: others.append(train(*run, environment={**meet, "RANK": "1"}, folder=tmp_path)),
+    )
     seen = witnesses(the_run(tmp_path))
     assert [(place["world_size"], place["local_rank"], place["strategy"]) for place in seen] == [
         (2, 0, "DDP"),
         (2, 1, "DDP"),
     ]
-    assert ["strategy   DDP" in out for out in outs] == [True, False]
-    told = [line for line in outs[0].splitlines() if line.startswith(("go on ", "evaluate "))]
+    assert ["strategy   DDP" in it.out for it in (first, *others)] == [True, False]
+    told = [line for line in first.out.splitlines() if line.startswith(("go on ", "evaluate "))]
     assert {re.sub(" +", " ", line[:17]) for line in told} == {"evaluate python", "go on python"}
     assert seen[1]["cluster"] == "ExportedEnvironment"
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from lightswitch.launch.optimizers import refused
 from tests.engine.conftest import Train
+from tests.night import at_night
 
 _OPTIM, _SCHEDULES = "torch.optim", "torch.optim.lr_scheduler"
 
@@ -56,7 +57,7 @@ def test_no_random_number_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("mode", ["fit", "plan"])
+@pytest.mark.parametrize("mode", ["fit", *at_night("plan")])
 def test_a_list_that_is_too_short_is_a_line(train: Train, mode: str) -> None:
     run = train(f"mode={mode}", "optimizer.betas=[0.9]", "strategy=ddp", "trainer.devices=2", check=False)
     assert run.returncode == 2

@@ -10,17 +10,21 @@ from tests.engine.conftest import Finished, Train
 from tests.engine.fault_tolerance.pace import FAILS_ONCE
 from tests.engine.launch.test_launchers import RUN, finish
 from tests.engine.processes import TRAIN_PY, Start
+from tests.night import at_night
 
 TORCHRUN = ("python", "-m", "torch.distributed.run")
 
 
+@pytest.mark.parametrize("nodes", [1, *at_night(2)])
 def test_a_run_that_agents_restart_goes_on_where_it_stood(
-    start: Start, train: Train, tmp_path: Path, port: str
+    nodes: int, start: Start, train: Train, tmp_path: Path, port: str
 ) -> None:
-    place = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
+    """Agents of two nodes, or one of both processes."""
+    place = (f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}")
+    place += ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=mine", "--max-restarts=1")
     run = (*RUN, "trainer.max_steps=8", "trainer.log_every_n_steps=1")
     fails = (FAILS_ONCE, "callbacks.fails.step=5")
-    agents = [start(*TORCHRUN, *place, "--rdzv-id=mine", "--max-restarts=1", TRAIN_PY, *run, *fails) for _ in (0, 1)]
+    agents = [start(*TORCHRUN, *place, TRAIN_PY, *run, *fails) for _ in range(nodes)]
     out = "".join(finish(agent) for agent in agents)
     assert "RuntimeError: a passing fault" in out
     assert "resumes    runs/plainmodel/mine/checkpoints/best.ckpt, at step 4" in out

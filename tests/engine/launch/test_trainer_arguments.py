@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, Timer
 
-from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, runs_in
 from tests.engine.plain import PlainData
+from tests.engine.requests import composed, composing, problems
 
 REFUSED = {  # what is typed, and the line
     "accumulate_grad_batches": ("2", " follows from the batch: set micro_batch_size, and leave it out"),
@@ -128,12 +128,6 @@ def _effects(trainer: Trainer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    commands = {name: [*PLAIN, f"trainer.{name}={typed}"] for name, (typed, _) in REFUSED.items()}
-    return answers(commands, tmp_path_factory.mktemp("refused"))
-
-
-@pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     given = [f"trainer.{name}={typed}" for name, (typed, _) in EFFECTS.items()]
     here = "tests.engine.launch.test_trainer_arguments"
@@ -148,10 +142,10 @@ def test_every_argument_is_known() -> None:
 
 
 @pytest.mark.parametrize("argument", REFUSED)
-def test_an_argument_that_would_do_nothing_is_refused(argument: str, refused: dict[str, Answer]) -> None:
-    answer = refused[argument]
-    assert (answer.returncode, answer.err) == (2, f"error: trainer.{argument}{REFUSED[argument][1]}\n")
-    assert (answer.imported, answer.left) == ([], [])
+def test_an_argument_that_would_do_nothing_is_refused(argument: str, tmp_path: Path) -> None:
+    typed, told = REFUSED[argument]
+    with composing():
+        assert problems(composed(*PLAIN, f"trainer.{argument}={typed}", into=tmp_path)) == {f"trainer.{argument}{told}"}
 
 
 @pytest.mark.parametrize("argument", EFFECTS)
