@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.engine.conftest import CHECKOUT, PLAIN
 from tests.engine.slurm.cluster import Cluster
+
+SLURM = CHECKOUT / "slurm"
+RUN = (*PLAIN, "name=plain", "logger=csv", "~callbacks.lr_monitor")  # which needs another logger
 
 UNFINISHED = {"COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "RUNNING", "SIGNALING", "SUSPENDED"}
 
@@ -32,6 +37,13 @@ class Job:
             time.sleep(0.5)
         return state
 
+    def until(self, is_so: Callable[[], object]) -> None:
+        """Wait until something is so, for two minutes."""
+        deadline = time.monotonic() + 120
+        while not is_so():
+            assert time.monotonic() < deadline, (self.details()["JobState"], self.output())
+            time.sleep(0.2)
+
     def output(self) -> str:
         path = Path(self.details()["StdOut"])
         return path.read_text() if path.exists() else ""
@@ -43,3 +55,12 @@ def submit(cluster: Cluster, script: Path, *arguments: str, cwd: Path, **options
     submitted = cluster.run("sbatch", "--parsable", *flags, str(script), *arguments, cwd=cwd)
     assert submitted.returncode == 0, submitted.stderr
     return Job(cluster, submitted.stdout.strip().split(";")[0])
+
+
+def with_site(folder: Path, settings: str) -> None:
+    """Let jobs of a folder have a site's settings."""
+    if (folder / "slurm").is_symlink():
+        (folder / "slurm").unlink()
+    (folder / "slurm").mkdir()
+    (folder / "slurm/job.sh").symlink_to(SLURM / "job.sh")
+    (folder / "slurm/site.sh").write_text(settings)

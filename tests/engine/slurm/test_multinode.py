@@ -6,23 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT, PLAIN, Finished, runs_in
+from tests.engine.conftest import Finished, runs_in
+from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import submit
+from tests.engine.slurm.jobs import SLURM, submit
 
 pytestmark = pytest.mark.slurm
 
-SLURM = CHECKOUT / "slurm"
-RUN = (
-    *PLAIN,
-    "name=plain",
-    "logger=csv",
-    "~callbacks.lr_monitor",  # which needs another
-    "global_batch_size=24",
-    "trainer.max_steps=20",
-    "trainer.val_check_interval=10",
-    "trainer.log_every_n_steps=1",
-)
+RUN = (*jobs.RUN, "global_batch_size=24", "trainer.max_steps=20", "trainer.val_check_interval=10")
+RUN += ("trainer.log_every_n_steps=1",)
 
 
 @pytest.fixture(scope="module")

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT, PLAIN, Finished, runs_in
+from tests.engine.conftest import CHECKOUT, Finished, runs_in
 from tests.engine.fault_tolerance.pace import FAILS_ONCE, PACE_TARGET
+from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import Job, submit
+from tests.engine.slurm.jobs import SLURM, Job, submit, with_site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-SLURM = CHECKOUT / "slurm"
 STEPS = 80
 RUN = (
-    *PLAIN,
-    "name=plain",
-    "logger=csv",
-    "~callbacks.lr_monitor",  # which needs another
-    "trainer.accelerator=cpu",
-    "global_batch_size=24",
-    f"trainer.max_steps={STEPS}",
-    "trainer.val_check_interval=7",
-    "trainer.log_every_n_steps=1",
-    "callbacks.last_checkpoint.every_n_steps=5",
+    *(*jobs.RUN, "trainer.accelerator=cpu", "global_batch_size=24", f"trainer.max_steps={STEPS}"),
+    *("trainer.val_check_interval=7", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=5"),
 )
 PACE = (PACE_TARGET, "callbacks.pace.seconds=0.05")
 
@@ -45,19 +36,19 @@ def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
         (contained / name).symlink_to(CHECKOUT / name)
     with_site(contained, f"python=(env PATH=/nowhere {python})\n")
     run = (SLURM / "multinode.sh", *RUN, *PACE)
-    jobs = {
+    preempted = {
         folder: submit(slurm_cluster, *run, cwd=folder, nodes=1, ntasks=1, nodelist=node)
         for folder, node in ((checkout, "node1"), (contained, "node2"))
     }
     slowly = (*run, "callbacks.pace.seconds=1")
     cancelled = submit(slurm_cluster, *slowly, cwd=checkout, nodes=1, ntasks=1, nodelist="node3")
-    for folder, job in jobs.items():
+    for folder, job in preempted.items():
         wait_until_training(folder, job)
     urgent = ("sbatch", "--partition=urgent", "--exclusive", "--nodelist=node1,node2", "--nodes=2", "--wrap=true")
     assert slurm_cluster.run(*urgent, cwd=checkout).returncode == 0
     wait_until_training(checkout, cancelled)
     slurm_cluster.run("scancel", cancelled.id)
-    for folder, job in jobs.items():
+    for folder, job in preempted.items():
         assert job.wait() == "COMPLETED", job.output()
         assert "stopped    by SIGTERM" in job.output()
         assert "failed with exit code" not in job.output()
@@ -84,12 +75,6 @@ def test_a_mistake_is_not_made_again(slurm_cluster: Cluster, checkout: Path) -> 
     assert "seeed: there is no such key. Did you mean seed?" in job.output()
 
 
-def with_site(checkout: Path, settings: str) -> None:
-    (checkout / "slurm").mkdir()
-    (checkout / "slurm/job.sh").symlink_to(SLURM / "job.sh")
-    (checkout / "slurm/site.sh").write_text(settings)
-
-
 def is_whole(checkout: Path, job: Job, uninterrupted: Finished) -> None:
     run = run_of(checkout, job)
     for metric in ("train/loss", "val/loss", "samples", "test/loss"):
@@ -101,7 +86,4 @@ def run_of(checkout: Path, job: Job) -> Finished:
 
 
 def wait_until_training(checkout: Path, job: Job) -> None:
-    deadline = time.monotonic() + 120
-    while not (checkout / "runs/plain" / job.id / "metrics.csv").exists():
-        assert time.monotonic() < deadline, job.output()
-        time.sleep(0.2)
+    job.until((checkout / "runs/plain" / job.id / "metrics.csv").exists)

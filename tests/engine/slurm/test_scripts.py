@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import submit
+from tests.engine.slurm.jobs import SLURM, submit, with_site
 
 pytestmark = pytest.mark.slurm
 
@@ -43,13 +42,11 @@ def test_what_sbatch_is_asked_for_reaches_srun(slurm_cluster: Cluster, tmp_path:
 
 def reaches_srun(scripts: Sequence[str], cluster: Cluster, folder: Path) -> None:
     """With the options in turn, all submitted at once."""
-    (folder / "slurm").mkdir()
-    (folder / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
-    (folder / "slurm/site.sh").write_text(SITE)
+    with_site(folder, SITE)
     (folder / "train.py").touch()
     words = ("strategy=fsdp", "model.x='a b'")
     jobs = {
-        GOLDEN / f"{script}_{name}.txt": submit(cluster, CHECKOUT / f"slurm/{script}.sh", *words, cwd=folder, **options)
+        GOLDEN / f"{script}_{name}.txt": submit(cluster, SLURM / f"{script}.sh", *words, cwd=folder, **options)
         for script, (name, options) in zip(cycle(scripts), OPTIONS.items(), strict=False)
     }
     for golden, job in jobs.items():
@@ -61,19 +58,16 @@ def reaches_srun(scripts: Sequence[str], cluster: Cluster, folder: Path) -> None
 
 def test_tasks_see_what_their_node_has(slurm_cluster: Cluster, checkout: Path) -> None:
     (checkout / "train.py").unlink()
-    (checkout / "train.py").write_text(
-        "from os import environ as e; print(e['CUDA_VISIBLE_DEVICES'], e['SLURM_NTASKS'])"
-    )
-    job = submit(slurm_cluster, CHECKOUT / "slurm/multinode.sh", cwd=checkout, nodes=2, ntasks_per_node=2)
+    shown = "from os import environ as e; print(e['CUDA_VISIBLE_DEVICES'], e['SLURM_NTASKS'])"
+    (checkout / "train.py").write_text(shown)
+    job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=checkout, nodes=2, ntasks_per_node=2)
     assert job.wait() == "COMPLETED", job.output()
     assert job.output() == 4 * "0,1 4\n"
 
 
 def test_a_site_can_start_python_in_a_container(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm/job.sh").symlink_to(CHECKOUT / "slurm/job.sh")
-    (tmp_path / "slurm/site.sh").write_text("python=(echo inside image.sif python)\n")
+    with_site(tmp_path, "python=(echo inside image.sif python)\n")
     (tmp_path / "train.py").touch()
-    job = submit(slurm_cluster, CHECKOUT / "slurm/multinode.sh", "seed=1", cwd=tmp_path, nodes=1)
+    job = submit(slurm_cluster, SLURM / "multinode.sh", "seed=1", cwd=tmp_path, nodes=1)
     assert job.wait() == "COMPLETED", job.output()
     assert set(job.output().splitlines()) == {"inside image.sif python train.py seed=1"}

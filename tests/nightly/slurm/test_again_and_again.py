@@ -10,18 +10,8 @@ import pytest
 
 from tests.engine.conftest import Finished
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import Job, submit
-from tests.engine.slurm.test_preemption import (
-    PACE,
-    RUN,
-    SLURM,
-    STEPS,
-    is_whole,
-    run_of,
-    uninterrupted,
-    wait_until_training,
-    with_site,
-)
+from tests.engine.slurm.jobs import SLURM, submit, with_site
+from tests.engine.slurm.test_preemption import PACE, RUN, STEPS, is_whole, run_of, uninterrupted, wait_until_training
 
 __all__ = ["uninterrupted"]  # a fixture
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -36,7 +26,7 @@ def test_jobs_that_are_preempted_twenty_times_end_as_if_they_were_not(
     ]
     for _ in range(5):
         for job in jobs:
-            _wait_until_running(job)
+            job.until(lambda job=job: job.details()["JobState"] in ("RUNNING", "COMPLETED"))
         due = {job: time.monotonic() + moment.uniform(0.0, 12.0) for job in jobs}
         for job in sorted(jobs, key=due.__getitem__):
             time.sleep(max(0.0, due[job] - time.monotonic()))
@@ -73,16 +63,8 @@ def test_ctrl_c_ends_a_job(slurm_cluster: Cluster, checkout: Path) -> None:
 
 
 def test_a_job_that_fails_each_time_is_given_up(slurm_cluster: Cluster, checkout: Path) -> None:
-    (checkout / "slurm").unlink()
     with_site(checkout, "python=(false)\n")
     job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=checkout, nodes=1, ntasks=1)
     assert job.wait() == "FAILED"
     assert "failed 4 times: not started again" in job.output()
     assert job.details()["Restarts"] == "3"
-
-
-def _wait_until_running(job: Job) -> None:
-    deadline = time.monotonic() + 120
-    while (state := job.details()["JobState"]) not in ("RUNNING", "COMPLETED"):
-        assert time.monotonic() < deadline, (state, job.output())
-        time.sleep(0.2)

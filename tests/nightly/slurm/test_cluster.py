@@ -15,42 +15,8 @@ import pytest
 
 from lightswitch.trees import remove_tree
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import submit
 
 pytestmark = pytest.mark.slurm
-
-
-def test_srun_reaches_every_node(slurm_cluster: Cluster) -> None:
-    answer = slurm_cluster.run("srun", "--nodes=4", "hostname")
-    assert sorted(answer.stdout.split()) == ["node1", "node2", "node3", "node4"], answer.stderr
-
-
-def test_a_node_knows_the_others_by_name(slurm_cluster: Cluster) -> None:
-    answer = slurm_cluster.run("srun", "--nodes=1", "--nodelist=node1", "getent", "hosts", "node2")
-    assert answer.stdout.split() == ["10.77.0.2", "node2"], answer.stderr
-
-
-def test_a_job_says_how_it_ended(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "fail.sh"
-    script.write_text('#!/bin/sh\necho "given $1 on $SLURM_NNODES"\nexit 3\n')
-    job = submit(slurm_cluster, script, "this", cwd=tmp_path, nodes=2)
-    assert job.wait() == "FAILED"
-    assert job.details()["ExitCode"] == "3:0"
-    assert job.output() == "given this on 2\n"
-
-
-def test_gpus_are_handed_out(slurm_cluster: Cluster) -> None:
-    answer = slurm_cluster.run("srun", "--nodes=2", "--gpus-per-node=2", "printenv", "CUDA_VISIBLE_DEVICES")
-    assert answer.stdout.split() == ["0,1", "0,1"], answer.stderr
-
-
-def test_a_crashed_node_is_lost_and_comes_back() -> None:
-    with Cluster(nodes=2) as cluster:
-        cluster.crash(2)
-        assert "node2" not in cluster.run("srun", "--nodes=1", "hostname").stdout
-        cluster.boot(2)
-        answer = cluster.run("srun", "--nodes=2", "hostname")
-        assert sorted(answer.stdout.split()) == ["node1", "node2"], answer.stderr
 
 
 def test_two_clusters_do_not_meet_and_leave_nothing() -> None:

@@ -28,11 +28,8 @@ def test_two_nodes_that_do_not_reach_each_other_are_named(slurm_cluster: Cluster
     srun = ("srun", "--nodes=3", "--nodelist=node[1-3]", "--ntasks-per-node=1", "--cpus-per-task=1")
     done = slurm_cluster.run(*srun, "python", "-m", "lightswitch.doctor", cwd=tmp_path)
     assert done.returncode == 1
-    assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("node")] == [
-        "node1",
-        "node2",
-        "node3",
-    ]
+    named = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("node")]
+    assert named == ["node1", "node2", "node3"]
     assert "node2 → node3: No route to host; look at routes and firewalls between the two" in done.stdout
     assert "node1 →" not in done.stdout
     assert "all-reduce" not in done.stdout

@@ -9,8 +9,7 @@ import pytest
 from tests.engine.conftest import Train
 from tests.engine.faults.__main__ import CADENCES, RUN, ended, library
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import submit
-from tests.engine.slurm.test_preemption import SLURM, with_site
+from tests.engine.slurm.jobs import SLURM, submit, with_site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 RUN_OF_JOB = tuple(setting for setting in RUN if not setting.startswith("run_id="))
@@ -22,7 +21,6 @@ def test_a_job_that_is_killed_at_a_file_operation_ends_as_one_that_was_not(
 ) -> None:
     run = (*RUN_OF_JOB, *CADENCES["meet"], "strategy=ddp")
     whole = ended(train(*run, ranks=2).run_dir)
-    (checkout / "slurm").unlink()
     fault = f"LD_PRELOAD={library()} FAULT_UNDER={checkout}/runs FAULT_RANK=0 FAULT_AT={number} FAULT_HOW=kill"
     with_site(checkout, f"if ((${{SLURM_RESTART_COUNT:-0}} == 0)); then export {fault}; fi\n")
     job = submit(slurm_cluster, SLURM / "multinode.sh", *run, cwd=checkout, nodes=2, ntasks_per_node=1)

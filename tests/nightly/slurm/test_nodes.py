@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.conftest import Finished
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import submit
-from tests.engine.slurm.test_multinode import RUN, SLURM, alone, trains_the_run
+from tests.engine.slurm.jobs import SLURM, submit
+from tests.engine.slurm.test_multinode import RUN, alone, trains_the_run
 
 __all__ = ["alone"]  # a fixture
 pytestmark = pytest.mark.slurm

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from lightswitch.runs import lock
-from tests.engine.conftest import CHECKOUT, PLAIN
+from tests.engine.conftest import CHECKOUT
 from tests.engine.fault_tolerance.pace import PACE_TARGET
+from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
-from tests.engine.slurm.jobs import Job, submit
+from tests.engine.slurm.jobs import submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-RUN = (
-    *PLAIN,
-    "name=plain",
-    "logger=csv",
-    "~callbacks.lr_monitor",
-    "trainer.max_steps=2",
-    "trainer.val_check_interval=2",
-)
+RUN = (*jobs.RUN, "trainer.max_steps=2", "trainer.val_check_interval=2")
 PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
 
 
@@ -52,7 +45,8 @@ def test_a_job_that_is_requeued_to_another_node_has_its_run_directory_at_once(
     run = (*RUN, *PACE, "trainer.max_steps=20", "callbacks.last_checkpoint.every_n_steps=2")
     job = submit(slurm_cluster, CHECKOUT / "slurm/multinode.sh", *run, cwd=checkout, nodes=1, ntasks=1)
     path = checkout / "runs/plain" / job.id / lock.FILE
-    first = _holder_with_steps(path, job)
+    job.until(lambda: list(path.parent.glob("checkpoints/step_*.ckpt")))
+    first = json.loads(path.read_text())
     slurm_cluster.run("scontrol", "update", f"NodeName={first['host']}", "State=DRAIN", "Reason=test")
     # the node is gone with all on it, and no end of its processes was seen: its machine is another one for the next
     path.write_text(json.dumps({**first, "boot": "gone"}))
@@ -62,11 +56,3 @@ def test_a_job_that_is_requeued_to_another_node_has_its_run_directory_at_once(
     assert "resumes    " in job.output()
     assert "waiting    " not in job.output()
     assert not path.exists()
-
-
-def _holder_with_steps(path: Path, job: Job) -> dict[str, object]:
-    deadline = time.monotonic() + 120
-    while not list(path.parent.glob("checkpoints/step_*.ckpt")):
-        assert time.monotonic() < deadline, job.output()
-        time.sleep(0.2)
-    return dict(json.loads(path.read_text()))
