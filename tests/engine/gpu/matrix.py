@@ -18,6 +18,8 @@ def expected(strategy: str, precision: str, devices: int) -> str:
     """Return what a strategy does at a precision on so many GPUs: "trains", or the line by which it is refused."""
     if strategy == "single" and devices > 1:
         return f"strategy=single is one device, and 1 × {devices} are asked for; use strategy=ddp"
+    if strategy == "fsdp_tp" and precision == "16-true":
+        return "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
     if strategy == "fsdp_tp" and devices % 2:
         return (
             f"trainer.strategy.tensor_parallel_size=2 does not divide 1 × {devices} devices; use trainer.devices=2 or "

@@ -25,6 +25,15 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
+def outcome(found: str, reasons: list[str]) -> str:
+    """Return the cell of a run that trains, or the number of the reason why it does not, which joins the others."""
+    if found == "trains":
+        return found
+    if found not in reasons:
+        reasons.append(found)
+    return f"no ({reasons.index(found) + 1})"
+
+
 def made(command: str) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "deepspeed"))
     return f"{date.today()}, {packages}, two CPU cores: `{command}`."

@@ -48,11 +48,7 @@ def in_model(how: str, *arguments: str) -> tuple[str, ...]:
 
 
 def in_data(how: str) -> tuple[str, ...]:
-    return (
-        PLAIN_MODEL,
-        "data._target_=tests.engine.fault_tolerance.failing.FailingData",
-        f"data.how={how!r}",
-    )
+    return (PLAIN_MODEL, "data._target_=tests.engine.fault_tolerance.failing.FailingData", f"data.how={how!r}")
 
 
 SLOW = in_model("nothing", "model.step_seconds=0.1", "trainer.log_every_n_steps=2")
@@ -72,10 +68,7 @@ CASES = {
     "the node of rank 1 is cut off (given up after 10 s)": Case(SLOW, ("Slurm",), "cut"),
     "the node of rank 1 is cut off, and comes back after 15 s": Case(SLOW, ("Slurm",), "cut for a while"),
 }
-RUN = (
-    *("trainer.accelerator=cpu", "trainer.max_steps=1000", "name=failing"),
-    "watch.lost_after_seconds=10",
-)
+RUN = (*("trainer.accelerator=cpu", "trainer.max_steps=1000", "name=failing"), "watch.lost_after_seconds=10")
 TRAIN = (sys.executable, str(CHECKOUT / "train.py"))
 LAUNCHERS = {
     "python": (*TRAIN, "strategy=ddp", "trainer.devices=2"),

@@ -81,18 +81,11 @@ def _matrix(cells: Cells) -> list[str]:
     for name, cell in cells.items():
         strategy, _, rest = name.partition(" at ")
         precision, _, devices = rest.partition(" × ")
-        rows.setdefault((strategy, devices), {})[precision] = _outcome(cell["found"].get("outcome", "fails"), reasons)
+        shown = documents.outcome(cell["found"].get("outcome", "fails"), reasons)
+        rows.setdefault((strategy, devices), {})[precision] = shown
     head = ["strategy", "devices", *PRECISIONS]
     table = [[f"`{key[0]}`", key[1], *(row.get(one, "") for one in PRECISIONS)] for key, row in rows.items()]
     return [*documents.markdown(head, table), "", *(f"{number}. {one}" for number, one in enumerate(reasons, 1))]
-
-
-def _outcome(found: str, reasons: list[str]) -> str:
-    if found == "trains":
-        return found
-    if found not in reasons:
-        reasons.append(found)
-    return f"no ({reasons.index(found) + 1})"
 
 
 def _parity(cells: Cells) -> list[str]:

@@ -80,21 +80,13 @@ def _told(finished: Finished) -> str:
 def _document(cells: Cells) -> list[str]:
     reasons: list[str] = []
     rows = [
-        [f"`{strategy}`", accelerator, *(_shown(row[precision], reasons) for precision in PRECISIONS)]
+        [f"`{strategy}`", accelerator, *(documents.outcome(row[precision], reasons) for precision in PRECISIONS)]
         for accelerator, strategies in cells.items()
         for strategy, row in strategies.items()
     ]
     table = documents.markdown(["strategy", "accelerator", *PRECISIONS], rows)
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return [documents.made("python -m tests.engine.tables.matrix"), "", *table, "", *notes]
-
-
-def _shown(found: str, reasons: list[str]) -> str:
-    if found == "trains":
-        return found
-    if found not in reasons:
-        reasons.append(found)
-    return f"no ({reasons.index(found) + 1})"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
+
+import yaml
 
 from lightswitch.monitoring.metrics import FIRST_COLUMNS
 from lightswitch.monitoring.step_times import StepTimes
@@ -13,49 +16,8 @@ from lightswitch.runs.record import Origin
 from lightswitch.sweeps.record import Record
 from tests.engine.tables.page import code, page, table
 
-FILES = {  # of any run that trains
-    "config.yaml": "every value of the run, resolved; what the environment gives stays as `${oc.env:NAME}`",
-    ".hydra/": "the config and the overrides as given",
-    "run.json": "commit, versions, command: [below](#runjson)",
-    "train.log": "what the terminal showed, with times; tracebacks that it was spared",
-    "metrics.csv": "a row each logged step (`trainer.log_every_n_steps`, 10): [below](#metricscsv)",
-    "tensorboard/": "the same for `tensorboard --logdir runs`",
-    "checkpoints/best.ckpt/": "the best by validation loss ([what a checkpoint is](../checkpoints.md#the-format))",
-    "checkpoints/step_<n>.ckpt/": "the last two saves (`callbacks.last_checkpoint`)",
-    "checkpoints/last.ckpt": "a link to the newest",
-    "results.json": "once a run, or an evaluation, has ended: [below](#resultsjson)",
-    "ended.json": "once fit and test have ended: [below](#endedjson)",
-}
-FILES_OF_SOME = {  # and the option, the mode or the event that makes each
-    ".lock": "while a run goes on: which process on which machine writes here ([below](#lock))",
-    "checkpoints_<n>/": "an earlier start's, set aside by `resume=never`; they take disk until you remove them",
-    "step_times.json": "with `compare=true`: start-up, memory, where a step's time goes ([below](#step_timesjson))",
-    "lr_finder.csv": "the loss at each rate of [`LearningRateFinder`](../bring-your-own.md#the-learning-rate-finder)",
-    "lr_finder.svg": "the same as a picture, and `lr_finder_dark.svg`",
-    "predictions/": "of `mode=predict`: a file for each rank, whose shares follow one another",
-    "plan.json": "of `mode=plan`: each strategy's memory and time ([planning.md](../planning.md))",
-    "plan.svg": "the same as a picture, and `plan_dark.svg`",
-    "dry_run.json": "of `mode=dry_run`: what the ranks would do ([dry-run.md](../dry-run.md))",
-    "check.json": "of `mode=check`: each promise under each strategy ([check.md](../check.md))",
-    "job.json": "of a sweep's job: [below](#jobjson)",
-    "crash/<time>/": "after a bug or a lost process ([the crash report](../failures.md#the-crash-report))",
-    "fit-profile.txt": "with `debug=profiler`: the time in each of Lightning's hooks",
-    "metrics_damaged_<n>.csv": "a metrics.csv whose lines could not be read, kept as it was found",
-    "compare.html": "and `compare.md`, in the folder above the runs: [runs beside one another](../comparison.md)",
-}
-COLUMNS = {
-    "step": "the index of the last optimizer step, from 0, as in Lightning and TensorBoard",
-    "samples": "consumed so far, over all devices",
-    "epoch": "from 0",
-    "train/loss": "the mean over the global batch",
-    "lr-<optimizer>": "the learning rate; with a number for each group of several",
-    "memory/peak_gib": "the most that rank 0 has taken: of its GPU, or of its process where there is none",
-    "throughput/step_seconds": "since the last logged step, without validation and saves",
-    "throughput/samples_per_second": "of all devices",
-    "throughput/tokens_per_second": "where samples are sequences",
-    "grad_norm": "before clipping, over all devices: `callbacks=[default,grad_norm]`",
-    "<name>": "what the module logs: `val/loss`, `test/accuracy`; over the whole validation or test set",
-}
+_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+FILES, FILES_OF_SOME, COLUMNS = (_TOLD[kind] for kind in ("files", "files_of_some", "columns"))
 RECORDS = (("run.json", Origin), ("ended.json", Mark), ("step_times.json", StepTimes), ("job.json", Record))
 
 
