@@ -11,12 +11,12 @@ from lightning.pytorch import callbacks
 from lightswitch.config.overrides import GROUPS, key_and_value
 from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS
 from tests.engine.config.mistaken import answers
+from tests.engine.conftest import CHECKOUT
 from tests.engine.launch import habits
 from tests.engine.launch.bring_your_own import CODE, SECTIONS, rows, shown_of_rows, spans, typed, words
 from tests.engine.launch.habits import HABITS
 from tests.engine.launch.migration_runs import Elsewhere, Habit, Inside, Left, Shown
 from tests.engine.launch.migrations import ROWS
-from tests.engine.launch.typed import typed_by
 
 ELSEWHERE = [(row, shown) for row, _, shown in shown_of_rows() if isinstance(shown, Elsewhere | Habit)]
 
@@ -93,6 +93,8 @@ def _types(shown: Shown, word: str, here: str) -> bool:
 
 def _typed_of(shown: Elsewhere | Habit) -> str:
     if isinstance(shown, Elsewhere):
-        return typed_by(shown.file, shown.test)
+        text = (CHECKOUT / "tests" / shown.file).read_text()
+        assert f"def {shown.test}(" in text, shown.test
+        return text
     (habit,) = (habit for habit in HABITS if habit.has == shown.has)
     return " ".join(habits.RUNS[habit.run].words)

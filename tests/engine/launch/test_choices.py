@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
-from tests.engine.curves import predictions
 from tests.engine.tiny import LANGUAGE_MODEL, RECORD, TEXT
-from tests.night import at_night
 
 ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
 SHORT = (*ON_CPU, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
@@ -138,8 +134,6 @@ def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, trai
     validated, tested = (train(*ON_CPU, f"mode={mode}", f"ckpt_path={checkpoint}") for mode in ("validate", "test"))
     assert validated.column("val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-6)}
     assert tested.column("test/loss").keys() == {4}
-    shared = train(*ON_CPU, "mode=validate", f"ckpt_path={checkpoint}", "strategy=ddp_fork", "trainer.devices=2")
-    assert shared.column("val/loss") == {4: pytest.approx(trained.column("val/loss")[3], abs=1e-5)}
     assert tested.column("test/loss") == pytest.approx(trained.column("test/loss"), abs=1e-6)
     assert not list(tested.folder.rglob("*.ckpt"))
     assert f"reads      {checkpoint}" in tested.out
@@ -168,48 +162,9 @@ def test_a_run_from_another_ones_checkpoint_keeps_the_best_of_its_own(trained: F
     assert (sorted(losses), losses[step - 1]) == ([5, 7], min(losses.values()))
 
 
-def test_predictions_are_written_in_the_order_of_the_data(trained: Finished, train: Train) -> None:
-    checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
-    run = ("mode=predict", f"ckpt_path={checkpoint}")
-    alone = train(*ON_CPU, *run)
-    shared = train(*ON_CPU, *run, "strategy=ddp_fork", "trainer.devices=2")
-    one, two = predictions(alone), predictions(shared)
-    assert len(one) == 41
-    assert torch.equal(one, two)
-
-
 def test_a_missing_checkpoint_is_told_with_those_that_are_there(trained: Finished, train: Train) -> None:
     there = sorted(path.name for path in trained.run_dir.glob("checkpoints/*.ckpt"))
     missing = trained.run_dir / "checkpoints" / "newest.ckpt"
     refused = train(*PLAIN, "mode=test", f"ckpt_path={missing}", check=False)
     assert refused.err == f"error: ckpt_path={missing}: there is no such file; that folder has {', '.join(there)}\n"
     assert {"best.ckpt", "last.ckpt"} <= set(there)
-
-
-@pytest.mark.parametrize("asked", ["resume=cut.ckpt", *at_night("mode=test ckpt_path=cut.ckpt")])
-def test_a_checkpoint_that_was_cut_short_is_told_in_a_line(
-    asked: str, trained: Finished, train: Train, tmp_path
-) -> None:
-    shutil.copytree(trained.run_dir / "checkpoints" / "last.ckpt", tmp_path / "cut.ckpt")
-    whole = (tmp_path / "cut.ckpt" / "trainer.pt").read_bytes()
-    (tmp_path / "cut.ckpt" / "trainer.pt").write_bytes(whole[: len(whole) // 2])
-    refused = train(*PLAIN, *asked.split(), folder=tmp_path, check=False)
-    assert refused.err.startswith("error: cut.ckpt can't be read as a checkpoint: ")
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        ("global_batch_size=32", "it was trained with global_batch_size=64, this run has 32"),
-        *at_night(("seed=7", "it was trained with seed=42, this run has 7")),
-    ],
-)
-def test_a_run_of_another_order_is_not_resumed(other: str, difference: str, trained: Finished, train: Train) -> None:
-    checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
-    refused = train(*PLAIN, f"resume={checkpoint}", other, check=False)
-    assert refused.err.startswith(
-        f"error: {checkpoint} can't be resumed: {difference}; start anew with resume=never or another run_id"
-    )
-    assert refused.returncode == 2

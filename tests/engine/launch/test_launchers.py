@@ -101,6 +101,7 @@ def test_two_machines_can_be_started_by_hand(train: Train, tmp_path: Path, port:
     assert [place["node_rank"] for place in seen] == [0, 1]
     assert [place["cluster"] for place in seen] == ["LightningEnvironment"] * 2
     assert [it.out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for it in (first, *others)] == [1, 0]
+    assert [it.err for it in (first, *others)] == ["", ""]
 
 
 def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port: str) -> None:

@@ -103,10 +103,7 @@ def rate_of(run: Finished) -> float:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        (
-            "callbacks.lr_finder.attr_name=dropout",
-            "configure_optimizers of Counting does not follow dropout; ",
-        ),
+        ("callbacks.lr_finder.attr_name=dropout", "configure_optimizers of Counting does not follow dropout; "),
         ("callbacks.lr_finder.attr_name=rate", "LearningRateFinder: Counting has no learning rate in rate; let "),
         ("callbacks.lr_finder.num_training_steps=9", "LearningRateFinder: no rate is found in 9 steps, of which "),
     ],

@@ -28,10 +28,7 @@ REFUSED = {  # what is typed, and the line
         " follows from the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput, "
         "and leave it out",
     ),
-    "default_root_dir": (
-        "mine",
-        ": a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead",
-    ),
+    "default_root_dir": ("mine", ": a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"),
     "logger": (
         "false",
         " follows from the group logger: type logger=[default,mlflow] or ~logger.tensorboard, and leave it out",
@@ -40,10 +37,7 @@ REFUSED = {  # what is typed, and the line
         "mine",
         "=mine: it is of Lightning's own checkpoint callback, which the engine's takes the place of; leave it out",
     ),
-    "plugins": (
-        "[]",
-        " follows from the group cluster: type cluster=torchrun or another of it, and leave it out",
-    ),
+    "plugins": ("[]", " follows from the group cluster: type cluster=torchrun or another of it, and leave it out"),
     "use_distributed_sampler": (
         "true",
         "=true: the engine cuts batches, so that their order is the same at any number of devices; leave it out",

@@ -65,10 +65,7 @@ class Engine(Callback):
 
     def _log_samples(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {"samples": trainer.global_step * self._global_batch},
-                step=trainer.global_step - 1,
-            )
+            logger.log_metrics({"samples": trainer.global_step * self._global_batch}, step=trainer.global_step - 1)
 
 
 def loader(samples: int = 80, batch: int = BATCH) -> DataLoader[tuple[Tensor, ...]]:

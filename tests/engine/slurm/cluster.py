@@ -176,11 +176,7 @@ class Cluster:
 
     def _write_files(self) -> None:
         conf = SLURM_CONF.format(
-            subnet=SUBNET,
-            root=self.root,
-            nodes=len(self.nodes),
-            cpus=self.cpus_per_node,
-            gpus=self.gpus_per_node,
+            subnet=SUBNET, root=self.root, nodes=len(self.nodes), cpus=self.cpus_per_node, gpus=self.gpus_per_node
         )
         (self.root / "slurm.conf").write_text(conf)
         gpus = [self.root / f"nvidia{index}" for index in range(self.gpus_per_node)]
@@ -190,11 +186,7 @@ class Cluster:
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        hosts = [
-            "127.0.0.1 localhost",
-            f"{SUBNET}.254 head",
-            *(f"{SUBNET}.{node} node{node}" for node in self.nodes),
-        ]
+        hosts = ["127.0.0.1 localhost", f"{SUBNET}.254 head", *(f"{SUBNET}.{node} node{node}" for node in self.nodes)]
         (self.root / "hosts").write_text("\n".join(hosts) + "\n")
         # no name server can be reached from inside, and asking one costs 10 seconds
         (self.root / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")

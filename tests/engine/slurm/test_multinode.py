@@ -22,11 +22,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize("script", ["multinode.sh", "torchrun.sh"])
+@pytest.mark.parametrize(("script", "tasks_per_node"), [("multinode.sh", 1), ("torchrun.sh", 2)])
 def test_nodes_train_the_run_of_one_process(
-    script: str, slurm_cluster: Cluster, checkout: Path, alone: Finished
+    script: str, tasks_per_node: int, slurm_cluster: Cluster, checkout: Path, alone: Finished
 ) -> None:
-    trains_the_run(alone, script, "fsdp", 2, 2, slurm_cluster, checkout)
+    """By the other script at night: tests/nightly/slurm/test_nodes.py."""
+    trains_the_run(alone, script, "fsdp", 2, tasks_per_node, slurm_cluster, checkout)
 
 
 def trains_the_run(
