@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import time
-from pathlib import Path
 
 import torch.distributed as dist
 
 from lightswitch.fault_tolerance.rounds import Rounds
-from tests.engine.conftest import as_torchrun, context
+from tests.pool import Pool
 
 LONG_STEPS, SHORT_STEPS, ASKS_IN_STEP = 3, 100, 50  # rank 1 gives another number from a certain step on
 
@@ -21,14 +18,8 @@ def test_a_process_that_is_alone_answers_itself_in_each_step() -> None:
     assert [(rounds.end_before_step(), rounds.end(number)) for number in (0, 2, 1)] == [(True, 0), (True, 2), (True, 1)]
 
 
-def test_ranks_end_a_round_before_the_same_steps(tmp_path: Path) -> None:
-    processes = [context.Process(target=_steps, args=(tmp_path, of)) for of in as_torchrun(2, tmp_path.name)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-    ended, by_rank_1 = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
+def test_ranks_end_a_round_before_the_same_steps(pool: Pool) -> None:
+    ended, by_rank_1 = pool(2)(_steps)
     assert ended == by_rank_1
     steps = [step for step, _ in ended]
     assert steps[: LONG_STEPS + 1] == list(range(LONG_STEPS + 1))
@@ -38,8 +29,8 @@ def test_ranks_end_a_round_before_the_same_steps(tmp_path: Path) -> None:
     assert ASKS_IN_STEP < heard[0] <= ASKS_IN_STEP + 16
 
 
-def _steps(folder: Path, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def _steps() -> list[tuple[int, int]]:
+    """The steps before which a round has ended in this rank, with the largest number that was given."""
     dist.init_process_group("gloo")
     rank, ended = dist.get_rank(), []
     rounds = Rounds(dist.group.WORLD)
@@ -49,5 +40,4 @@ def _steps(folder: Path, environment: dict[str, str]) -> None:
             ended.append((step, rounds.end(number)))
         time.sleep(0.3 if step < LONG_STEPS else 0.001 * (1 + rank))
         rounds.begin(number)
-    (folder / str(rank)).write_text(json.dumps(ended))
-    dist.destroy_process_group()
+    return ended

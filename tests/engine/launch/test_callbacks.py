@@ -5,11 +5,14 @@ What they do to weights and checkpoints under each strategy: strategies/test_mod
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from omegaconf import OmegaConf
 
@@ -32,6 +35,24 @@ BESIDE = {  # what each is given, in one run
 }
 
 
+def _deepspeed(**options: Any) -> Strategy:
+    strategy: Strategy = pytest.importorskip("lightswitch.deepspeed.strategy").DeepSpeed(**options)
+    return strategy
+
+
+OF_PORTABLE = known.OF_PORTABLE_CHECKPOINTS
+BY_DEEPSPEED = "Lightning's own DeepSpeedStrategy does not serve it; use strategy=deepspeed_"
+ON_NVME = partial(_deepspeed, stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
+UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
+    *((name, FSDP1, told, ()) for name, told in known.NOWHERE.items()),
+    ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP, FSDP1)),
+    ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP, FSDP1)),
+    ("BackboneFinetuning", ON_NVME, "what DeepSpeed keeps on NVMe ", (partial(_deepspeed, stage=3),)),
+    ("LearningRateFinder", ON_NVME, "what DeepSpeed keeps on NVMe ", (partial(_deepspeed, stage=3),)),
+    *((name, DeepSpeedStrategy, BY_DEEPSPEED, (_deepspeed,)) for name in known.OF_COUNTED_STEPS),
+]
+
+
 def test_a_callback_that_no_resume_could_follow_is_refused_with_what_to_use(train: Train) -> None:
     given = (f"callbacks.mine._target_={NAMED}.StochasticWeightAveraging", "callbacks.mine.swa_lrs=0.1")
     refused = train(*PLAIN, *given, check=False)
@@ -42,50 +63,24 @@ def test_a_callback_that_no_resume_could_follow_is_refused_with_what_to_use(trai
     )
 
 
-@pytest.mark.parametrize("name", known.NOWHERE)
-def test_what_can_not_be_served_is_told_of_a_class_and_of_those_made_from_it(name: str) -> None:
+@pytest.mark.parametrize(("name", "refusing", "told", "serving"), UNSERVED)
+def test_what_a_strategy_can_not_serve_is_told_of_a_class_and_of_those_made_from_it(
+    name: str, refusing: Callable[[], Strategy], told: str, serving: Sequence[Callable[[], Strategy]]
+) -> None:
     base = getattr(callbacks, name)
-    mine = type("Mine", (base,), {})
-    for kind in (base, mine):
-        (line,) = known.refused(_trainer(FSDP1(), [kind.__new__(kind)]))
-        assert line.startswith(f"{kind.__name__}: ")
-
-
-@pytest.mark.parametrize("name", ["EMAWeightAveraging", "BackboneFinetuning"])
-def test_averages_and_unfrozen_layers_are_saved_by_the_projects_own_strategies_alone(name: str) -> None:
-    callback = getattr(callbacks, name)()
-    (line,) = known.refused(_trainer(DDPStrategy(), [callback]))
-    assert line in {f"{name}: {told}" for told in known.OF_PORTABLE_CHECKPOINTS.values()}
-    for strategy in (Single(), FSDP(), FSDP1()):
-        assert list(known.refused(_trainer(strategy, [callback]))) == []
+    for kind in (base, type("Mine", (base,), {})):
+        callback = kind.__new__(kind)
+        (line,) = known.problems([callback], None, refusing(), devices=2)
+        assert line.startswith(f"{kind.__name__}: {told}")
+        assert [*chain(*(known.problems([callback], None, serves(), devices=2) for serves in serving))] == []
 
 
 def test_accumulation_by_schedule_is_for_steps_that_lightning_takes() -> None:
-    trainer = _trainer(Single(), [callbacks.GradientAccumulationScheduler({0: 2})])
-    trainer.strategy.connect(ManualModel())
+    schedule = callbacks.GradientAccumulationScheduler({0: 2})
     told = "ManualModel optimizes by hand; leave the callback out, and accumulate in training_step"
-    assert list(known.refused(trainer)) == [f"GradientAccumulationScheduler: {told}"]
-    trainer.strategy.connect(PlainModel())
-    assert list(known.refused(trainer)) == []
-
-
-@pytest.mark.parametrize("name", known.OF_COUNTED_STEPS)
-def test_lightnings_own_deepspeed_strategy_counts_steps_by_itself(name: str) -> None:
-    of_engine: Any = pytest.importorskip("lightswitch.deepspeed.strategy")
-    callback = getattr(callbacks, name)
-    given = [callback.__new__(callback)]
-    (line,) = known.problems(given, None, DeepSpeedStrategy(), devices=2)
-    assert line.startswith(f"{name}: Lightning's own DeepSpeedStrategy does not serve it; use strategy=deepspeed_")
-    assert list(known.problems(given, None, of_engine.DeepSpeed(), devices=2)) == []
-
-
-@pytest.mark.parametrize("name", ["LearningRateFinder", "BackboneFinetuning"])
-def test_what_lies_on_nvme_is_not_changed_in_mid_run(name: str) -> None:
-    of_engine: Any = pytest.importorskip("lightswitch.deepspeed.strategy")
-    strategy = of_engine.DeepSpeed(stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
-    (line,) = known.problems([getattr(callbacks, name)()], None, strategy, devices=2)
-    assert line.startswith(f"{name}: what DeepSpeed keeps on NVMe ")
-    assert list(known.problems([getattr(callbacks, name)()], None, of_engine.DeepSpeed(stage=3), devices=2)) == []
+    (line,) = known.problems([schedule], ManualModel(), Single(), devices=1)
+    assert line == f"GradientAccumulationScheduler: {told}"
+    assert list(known.problems([schedule], PlainModel(), Single(), devices=1)) == []
 
 
 def test_callbacks_that_a_run_serves_are_beside_one_another_and_after_a_resume(train: Train) -> None:
@@ -117,9 +112,3 @@ def test_a_run_whose_bar_was_removed_has_none(
     typed: dict[str, Any], bars: list[Callback], given: dict[str, Any]
 ) -> None:
     assert trainer_arguments(bars, OmegaConf.create(typed)) == given
-
-
-def _trainer(strategy: Strategy, given: list[Callback]) -> Trainer:
-    trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.callbacks = given
-    return trainer

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.processes import TRAIN_PY, Start, said
+from tests.night import at_night
 
 # Stands before the package of the name on Python's path, and raises the signal where that would be imported.
 IMPORTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
@@ -31,7 +32,7 @@ COMMANDS = {  # what is typed, the package that is being imported, what is said,
 }
 
 
-@pytest.mark.parametrize("typed", COMMANDS)
+@pytest.mark.parametrize("typed", ["train.py", "export", *at_night("compare", "doctor")])
 def test_an_import_is_interrupted_without_a_traceback(typed: str, tmp_path: Path, start: Start) -> None:
     words, package, told, code = COMMANDS[typed]
     (tmp_path / "first").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,15 @@ from tests.engine.conftest import CHECKOUT, PLAIN, Finished, runs_in
 from tests.engine.plain import PlainData
 from tests.engine.requests import composed, composing, problems
 
-REFUSED = {  # what is typed, and the line
-    "accumulate_grad_batches": ("2", " follows from the batch: set micro_batch_size, and leave it out"),
-    "barebones": (
-        "true",
-        "=true: it leaves out checkpoints and loggers, which a run goes on from and is known by; type "
-        "trainer.enable_checkpointing=false and trainer.enable_progress_bar=false",
-    ),
-    "callbacks": (
-        "[]",
-        " follows from the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput, "
-        "and leave it out",
-    ),
-    "default_root_dir": ("mine", ": a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"),
-    "logger": (
-        "false",
-        " follows from the group logger: type logger=[default,mlflow] or ~logger.tensorboard, and leave it out",
-    ),
-    "model_registry": (
-        "mine",
-        "=mine: it is of Lightning's own checkpoint callback, which the engine's takes the place of; leave it out",
-    ),
-    "plugins": ("[]", " follows from the group cluster: type cluster=torchrun or another of it, and leave it out"),
-    "use_distributed_sampler": (
-        "true",
-        "=true: the engine cuts batches, so that their order is the same at any number of devices; leave it out",
-    ),
+REFUSED = {  # what is typed
+    "accumulate_grad_batches": "2",
+    "barebones": "true",
+    "callbacks": "[]",
+    "default_root_dir": "mine",
+    "logger": "false",
+    "model_registry": "mine",
+    "plugins": "[]",
+    "use_distributed_sampler": "true",
 }
 EFFECTS: dict[str, tuple[str, Any]] = {  # what is typed, and what `Effects` finds in the run's second epoch
     "benchmark": ("true", True),
@@ -137,9 +121,9 @@ def test_every_argument_is_known() -> None:
 
 @pytest.mark.parametrize("argument", REFUSED)
 def test_an_argument_that_would_do_nothing_is_refused(argument: str, tmp_path: Path) -> None:
-    typed, told = REFUSED[argument]
     with composing():
-        assert problems(composed(*PLAIN, f"trainer.{argument}={typed}", into=tmp_path)) == {f"trainer.{argument}{told}"}
+        (line,) = problems(composed(*PLAIN, f"trainer.{argument}={REFUSED[argument]}", into=tmp_path))
+    assert re.match(rf"trainer\.{argument}[ =:].* (type \S|leave it out$)", line), line
 
 
 @pytest.mark.parametrize("argument", EFFECTS)

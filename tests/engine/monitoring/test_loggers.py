@@ -61,11 +61,9 @@ def test_tensorboard_events_are_in_the_run_directory(directory: Path) -> None:
 
 
 DRAWS = (
-    *(
-        "model._target_=tests.engine.modules.optimization.ShowsPictures",
-        "data._target_=tests.engine.modules.data.Images",
-    ),
-    *("trainer.accelerator=cpu", "global_batch_size=8", "trainer.max_steps=2", "trainer.log_every_n_steps=1"),
+    *("model._target_=tests.engine.modules.optimization.ShowsPictures", "trainer.accelerator=cpu"),
+    *("data._target_=tests.engine.modules.data.Images", "global_batch_size=8", "trainer.max_steps=2"),
+    "trainer.log_every_n_steps=1",
 )
 
 
@@ -130,6 +128,7 @@ def test_wandb_runs_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list((directory / "wandb").glob("offline-run-*-first/run-first.wandb"))
 
 
+@pytest.mark.nightly
 def test_wandb_without_its_package_says_what_to_install(start: Start) -> None:
     """Of a process of its own, whose Python has no extras."""
     ended = start("python", TRAIN_PY, *PLAIN, "trainer.accelerator=cpu", "logger=[default,wandb]")
