@@ -25,14 +25,8 @@ ANSWERS = (
 MODELS = {
     "language": (*LANGUAGE, "model.width=32"),
     "tied": ("model._target_=tests.engine.export.models.Tied", PLAIN_DATA),
-    "versioned": (
-        "model._target_=tests.engine.export.models.Versioned",
-        PLAIN_DATA,
-    ),
-    "configured": (
-        "model._target_=tests.engine.export.models.Configured",
-        PLAIN_DATA,
-    ),
+    "versioned": ("model._target_=tests.engine.export.models.Versioned", PLAIN_DATA),
+    "configured": ("model._target_=tests.engine.export.models.Configured", PLAIN_DATA),
 }
 
 RunOf = Callable[[str, str], Path]
