@@ -65,19 +65,12 @@ def put_a_directory(random: Random, path: Path) -> None:
     path.mkdir()
 
 
-def put_a_link(random: Random, path: Path) -> None:
-    targets = (
-        "nowhere",
-        path.name,
-        ".",
-        "/",
-        "/dev/null",
-        "/dev/zero",
-        "/proc/self/mem",
-        "trainer.pt",
-        "../step_2.ckpt",
-    )
-    target = random.choice((*targets, f"../step_2.ckpt/{path.name}"))
+UNREADABLE = "/proc/self/mem"  # Linux answers with EIO, as a disk does that is failing
+TARGETS = ("nowhere", ".", "/", "/dev/null", "/dev/zero", UNREADABLE, "trainer.pt", "../step_2.ckpt")
+
+
+def put_a_link(random: Random, path: Path, targets: tuple[str, ...] = ()) -> None:
+    target = random.choice(targets or (*TARGETS, path.name, f"../step_2.ckpt/{path.name}"))
     path.unlink()
     path.symlink_to(target)
 

@@ -6,10 +6,11 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.find import first_whole, newest, up_to
 from lightswitch.checkpoints.index import read as index_of
 from lightswitch.errors import UnfitCheckpoint
-from tests.engine.checkpoints import hostile
+from tests.engine.checkpoints import damages, hostile
+from tests.engine.checkpoints.damages import Damage
 
 
 def write(path: Path, **position: int | bool) -> Path:
@@ -69,60 +71,21 @@ def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
     assert newest(tmp_path) == (validated, Position(global_step=20))
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def put_a_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def put_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def make_unreadable(path: Path) -> None:
-    """Linux answers with EIO, as a disk does that is failing."""
-    path.unlink()
-    path.symlink_to("/proc/self/mem")
-
-
-def lead_nowhere(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def lose(path: Path) -> None:
-    """The file, and its line among the checksums."""
-    path.unlink()
-    sums = path.with_name("SHA256SUMS")
-    if sums.exists():
-        sums.write_text("".join(line for line in sums.read_text().splitlines(True) if path.name not in line))
-
-
-HARMS = [cut, flip, empty, Path.unlink, put_a_directory, put_a_pipe, make_unreadable, lead_nowhere, lose]
+HARMS: list[Damage] = [
+    *(damages.truncate, damages.flip, damages.delete, damages.put_a_directory, damages.put_a_pipe),
+    *(partial(damages.put_a_link, targets=(target,)) for target in ("nowhere", damages.UNREADABLE)),
+    damages.lose_it_and_its_line,
+]
 
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.pt", "SHA256SUMS"])
 def test_a_harmed_checkpoint_is_passed_over_with_a_word(
-    name: str, harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, harm: Damage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = write(tmp_path / "checkpoints" / "best.ckpt", global_step=10)
     harmed = write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
-    harm(harmed / name)
+    harm(Random(name), harmed / name)
     with caplog.at_level(logging.WARNING):
         found, _ = newest(tmp_path)
         assert first_whole(up_to(found, tmp_path), group=None).path == good

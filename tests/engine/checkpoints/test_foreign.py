@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightswitch.checkpoints.reader import Reader
+from lightswitch.errors import UnfitCheckpoint
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import WAYS
@@ -17,12 +19,12 @@ AS_LIGHTNING = (
     "callbacks.lightnings._target_=tests.engine.checkpoints.lightnings.AsLightning",
     "callbacks.lightnings.folder=${hydra:runtime.output_dir}",
 )
-WRITTEN = ("single", "fsdp1 × 2", "deepspeed_stage_3 × 2", *at_night("fsdp × 2", "deepspeed_stage_2 × 2"))
+WRITTEN = ("fsdp1 × 2", "deepspeed_stage_3 × 2", *at_night("single", "fsdp × 2", "deepspeed_stage_2 × 2"))
 
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("fresh"))(*RUN, "strategy=single")
+    return runs_in(tmp_path_factory.mktemp("fresh"))(*RUN, "strategy=single", *AS_LIGHTNING)
 
 
 @pytest.mark.parametrize("way", WRITTEN)
@@ -36,20 +38,17 @@ def test_a_run_starts_from_its_weights(way: str, fresh: Finished, train: Train) 
         assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
 
 
-def test_it_is_not_resumed(train: Train) -> None:
-    written = train(*RUN, "strategy=single", *AS_LIGHTNING)
-    path = written.run_dir / "lightnings.ckpt"
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "odd.ckpt")
+    (tmp_path / "empty").mkdir()
+    for name in ("odd.ckpt", "empty"):
+        with pytest.raises(UnfitCheckpoint, match=rf"{name} can't be read as a checkpoint: [^\n]*$"):
+            Reader(tmp_path / name, group=None)
+
+
+def test_it_is_not_resumed(fresh: Finished, train: Train) -> None:
+    path = fresh.run_dir / "lightnings.ckpt"
     refused = train(*RUN, f"resume={path}", "run_id=new", check=False)
     assert f"{path} can't be resumed: it names no position in the data" in refused.err
     assert f"init_from={path}" in refused.err
     assert refused.returncode == 2
-
-
-def test_what_is_no_checkpoint_is_told_in_a_line(train: Train, tmp_path: Path) -> None:
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "odd.ckpt")
-    (tmp_path / "empty").mkdir()
-    for name in ("odd.ckpt", "empty"):
-        refused = train(*RUN, f"init_from={tmp_path / name}", "run_id=new", check=False)
-        assert refused.returncode == 2, name
-        assert len(refused.err.splitlines()) == 1, refused.err
-        assert f"{tmp_path / name} can't be read as a checkpoint" in refused.err

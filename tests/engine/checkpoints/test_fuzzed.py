@@ -91,7 +91,7 @@ def weights_of(kind: str, folder: Path) -> None:
         torch.save({"state_dict": {"w": torch.rand(100)}}, path, _use_new_zipfile_serialization=is_zip)
 
 
-@pytest.mark.parametrize("seed", [3, 19])
+@pytest.mark.parametrize("seed", [3, *at_night(19)])
 def test_a_run_goes_on_whatever_happened_to_its_newest_checkpoint(seed: int, trained: Path, train: Train) -> None:
     with copied(trained) as run_dir:
         done = damage(Random(seed), run_dir / "checkpoints" / "step_4.ckpt")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import sys
 import time
-from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 
 import lightswitch
 from lightswitch.compare import files
 from lightswitch.errors import Refused
-from tests.engine.processes import TRAIN_PY, Start
 from tests.runs import Finished, Train
 
-TIMES = 2
 CLOCK = (
     *(f"model._target_={__name__}.Clock", "data._target_=tests.engine.plain.PlainData"),
     *("trainer.accelerator=cpu", "strategy=single", "trainer.gradient_clip_val=null"),
@@ -56,28 +51,26 @@ class Clock(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-@pytest.fixture
-def live(start: Start, tmp_path: Path) -> Iterator[Path]:
-    process = start(sys.executable, TRAIN_PY, *CLOCK, *LIVE)
-    run_dir = tmp_path / "runs" / "clock" / "live"
-    while not (run_dir / "checkpoints" / "best.ckpt").exists():
-        assert process.poll() is None, "it has begun"
-        time.sleep(0.1)
-    yield run_dir
-    assert process.poll() is None, "it went on meanwhile"
-
-
-@pytest.mark.timeout(300)
-def test_what_is_read_of_a_run_that_goes_on_is_whole(live: Path, train: Train) -> None:
-    steps = []
+def test_what_is_read_of_a_run_that_goes_on_is_whole(train: Train, tmp_path: Path) -> None:
+    steps: list[float | None] = []
     other = train(*CLOCK, "trainer.max_steps=2").run_dir
-    for _, name in itertools.product(range(TIMES), ("best", "last")):
-        path = live / "checkpoints" / f"{name}.ckpt"
-        steps += [evaluated(path, train), begun(path, train), loaded(path)]
-        list(files.write([live, other], live.parent / "compare.html"))
-    read = [found for found in steps if found is not None]
-    assert read, "some were read"
-    assert min(read) > 0
+
+    def read(processes: list[BaseProcess]) -> None:
+        live = tmp_path / "2" / "runs" / "clock" / "live"
+        while not (live / "checkpoints" / "best.ckpt").exists():
+            assert processes[0].is_alive(), "it has begun"
+            time.sleep(0.1)
+        for name in ("best", "last"):
+            path = live / "checkpoints" / f"{name}.ckpt"
+            steps.extend((evaluated(path, train), begun(path, train), loaded(path)))
+            list(files.write([live, other], tmp_path / "compare.html"))
+        assert processes[0].is_alive(), "it went on meanwhile"
+        processes[0].kill()
+
+    train(*CLOCK, *LIVE, meanwhile=read, check=False)
+    was_read = [found for found in steps if found is not None]
+    assert was_read, "some were read"
+    assert min(was_read) > 0
 
 
 def evaluated(path: Path, train: Train) -> float | None:

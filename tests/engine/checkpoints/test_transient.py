@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.conftest import PLAIN_DATA, Train
+from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 
 
 class Counts(PlainModel):
@@ -34,9 +35,15 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize(("begun", "ended"), [("ddp", "fsdp"), ("deepspeed_stage_2", "ddp"), ("fsdp", "single")])
-def test_they_go_on_under_another_strategy(begun: str, ended: str, train: Train) -> None:
-    whole = train(*RUN, "strategy=single")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("whole"))(*RUN, "strategy=single")
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended"), [("ddp", "fsdp"), *at_night(("deepspeed_stage_2", "ddp"), ("fsdp", "single"))]
+)
+def test_they_go_on_under_another_strategy(begun: str, ended: str, whole: Finished, train: Train) -> None:
     stopped = train(*RUN, f"strategy={begun}", "trainer.max_steps=2", ranks=2)
     resumed = train(*RUN, f"strategy={ended}", ranks=0 if ended == "single" else 2, folder=stopped.folder)
     assert largest_difference(resumed, whole) <= 1e-5

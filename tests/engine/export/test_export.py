@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import lightswitch
 from lightswitch.checkpoints import directory
 from lightswitch.export import files
 from lightswitch.export.__main__ import main
+from tests.engine.checkpoints.damages import Damage, flip, truncate
 from tests.engine.conftest import Train, context
 from tests.engine.export.conftest import STRATEGIES, RunOf
 from tests.engine.export.models import question
@@ -148,16 +150,8 @@ def test_a_checkpoint_of_a_stock_trainer_in_a_run_directory_is_exported(run_of: 
     assert (tmp_path / "tied.safetensors").read_bytes() == (tmp_path / "own.safetensors").read_bytes()
 
 
-def cut(run_dir: Path) -> None:
-    tensors = run_dir / "checkpoints" / "last.ckpt" / "__0_0.distcp"
-    tensors.write_bytes(tensors.read_bytes()[:-1000])
-
-
-def flip(run_dir: Path) -> None:
-    tensors = run_dir / "checkpoints" / "last.ckpt" / "__0_0.distcp"
-    content = bytearray(tensors.read_bytes())
-    content[len(content) // 2] ^= 1
-    tensors.write_bytes(content)
+def spoiled_by(harm: Damage) -> Callable[[Path], None]:
+    return lambda run_dir: harm(Random(3), run_dir / "checkpoints/last.ckpt/__0_0.distcp")
 
 
 def lose_config(run_dir: Path) -> None:
@@ -178,8 +172,16 @@ def write_output(run_dir: Path) -> None:
 
 LAST = ("checkpoints/last.ckpt", "-o", "out.safetensors")
 MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
-    (cut, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says"),
-    (flip, LAST, "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp differs from its checksum"),
+    (
+        spoiled_by(truncate),
+        LAST,
+        "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says",
+    ),
+    (
+        spoiled_by(flip),
+        LAST,
+        "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp differs from its checksum",
+    ),
     (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml beside it, which names its model"),
     (break_config, LAST, "config.yaml can't be read as a config"),
     (lose_model, LAST, "config.yaml names no model: it has no model._target_"),
