@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightswitch.launch.loop import replace_loops
 from lightswitch.monitoring.grad_norm import GradNorm
 from lightswitch.strategies.callbacks import KnownCallbacks
 from lightswitch.strategies.fused import FusedStep
+from lightswitch.strategies.single import Single
 from tests.engine.data.pictures import Pictures
 from tests.engine.data.text import Text
 from tests.engine.models.language import LanguageModel
@@ -114,6 +116,16 @@ PLAIN = Fit(PlainModel, PlainData)
 TENSOR_PARALLEL = "fsdp_tp plans.LanguageModel=tests.engine.models.language.tensor_parallel"
 
 Fits = Callable[..., list[Outcome]]
+
+
+def local_trainer(folder: Path, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
+    """Return a Trainer of this process alone, with these callbacks and nothing that writes but they."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(
+        **{"accelerator": "cpu", "strategy": hooked(Single()), "callbacks": [*callbacks], "default_root_dir": folder},
+        **{"use_distributed_sampler": False, **quiet, **arguments},
+        enable_checkpointing=any(isinstance(one, pl.callbacks.Checkpoint) for one in callbacks),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import torch
 
 from lightswitch.export.__main__ import main as export
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, Train
+from tests.night import at_night
 
 PAGE = (CHECKOUT / "docs" / "extension.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -43,14 +44,8 @@ def test_the_page_names_a_file_for_each_block_of_code() -> None:
 def test_its_commands_are_those_that_are_tried_here() -> None:
     commands = re.findall(r"^    python (.*)$", PAGE, re.MULTILINE)
     choices = [word for command in commands for word in command.split() if re.match(r"(strategy|precision|\w+)=", word)]
-    assert {choice.split("=")[0] for choice in choices} == {
-        "callbacks",
-        "logger",
-        "precision",
-        "strategy",
-        "run_id",
-        "init_from",
-    }
+    groups = {"callbacks", "logger", "precision", "strategy", "run_id", "init_from"}
+    assert {choice.split("=")[0] for choice in choices} == groups
     assert len(commands) == 7
 
 
@@ -73,7 +68,7 @@ def test_its_logger_has_a_line_for_each_step(fork: Path, train: Train) -> None:
     assert len(losses) == 2
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("single")])
 def test_its_precision_computes_training_steps_in_bfloat16_and_nothing_else(
     fork: Path, train: Train, strategy: str
 ) -> None:
@@ -106,12 +101,8 @@ def test_its_precision_is_refused_by_deepspeed_before_anything_starts(fork: Path
 def test_its_module_is_a_folder_of_the_hub_and_starts_from_one(
     fork: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = (
-        PLAIN_DATA,
-        "model._target_=extension_page.points.Points",
-        "trainer.max_steps=2",
-        "trainer.limit_test_batches=0",
-    )
+    model = "model._target_=extension_page.points.Points"
+    run = (model, PLAIN_DATA, "trainer.max_steps=2", "trainer.limit_test_batches=0")
     trained = train(*run, "run_id=a", folder=fork)
     monkeypatch.syspath_prepend(fork)
     export([str(trained.folder / "runs" / "points" / "a"), "--format", "hf", "-o", str(fork / "points")])

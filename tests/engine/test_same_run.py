@@ -36,7 +36,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize("switch", [*list(SWITCHES)[1:], *at_night("two devices")])
+@pytest.mark.parametrize("switch", ["accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:3])])
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
     switched = train(*RUN, *SWITCHES[switch])
 

@@ -32,7 +32,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.mark.parametrize(
     ("stops", "switches"),
     [
-        pytest.param([4], ((), ()), id="in an epoch"),
+        pytest.param([4], ((), ()), id="in an epoch", marks=pytest.mark.nightly),
         pytest.param([9], ((), ()), id="at an epoch's end"),
         pytest.param([8], ((), ()), id="at a validation", marks=pytest.mark.nightly),
         pytest.param([13], (("data.workers=2",), ()), id="with loader workers"),
@@ -114,12 +114,7 @@ def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Trai
         "model._target_=tests.engine.plain.PartialModel",
         "model.optimizer={_target_: torch.optim.SGD, _partial_: true}",
     )
-    data = (
-        PLAIN_DATA,
-        "model.optimizer.lr=0.1",
-        "run_id=mine",
-        "global_batch_size=20",
-    )
+    data = (PLAIN_DATA, "model.optimizer.lr=0.1", "run_id=mine", "global_batch_size=20")
     first = train(*model, *data, "trainer.max_steps=3")
     second = train(*model, *data, "trainer.max_steps=6", folder=first.folder)
     assert "resumes    runs/partialmodel/mine/checkpoints/step_3.ckpt" in second.out
@@ -133,7 +128,7 @@ def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train
     assert [rates[step] for step in range(15)] == [0.05 / 2 ** (step // 5) for step in range(15)]  # of 5 an epoch
 
 
-@pytest.mark.parametrize("name", ["step_10.ckpt", "best.ckpt"])  # before the epoch's validation, and after it
+@pytest.mark.parametrize("name", ["step_10.ckpt", *at_night("best.ckpt")])  # before the epoch's validation, and after
 def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoint_ends(name: str, train: Train) -> None:
     run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
     run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.keep=9")
@@ -166,7 +161,7 @@ def test_a_schedule_by_validation_keeps_its_frequency_over_a_resume(
     assert rates == {step: 0.05 / 2 ** sum(step >= first for first in halved) for step in range(ends[-1])}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1"])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("deepspeed_stage_1")])
 def test_a_batch_norm_goes_on_with_the_statistics_of_rank_0(strategy: str, train: Train) -> None:
     run = ("model._target_=tests.engine.plain.NormedModel", PLAIN_DATA, "global_batch_size=40", "run_id=mine")
     run += (f"strategy={strategy}", "trainer.val_check_interval=4")

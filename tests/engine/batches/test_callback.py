@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.single import Single
+from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainData, PlainModel
-
-
-def _trainer(batch: GlobalBatch, folder: Path) -> pl.Trainer:
-    return pl.Trainer(
-        strategy=hooked(Single()),
-        accelerator="cpu",
-        callbacks=[batch],
-        default_root_dir=folder,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-    )
 
 
 def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> None:
     batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=4), seed=0)
-    trainer = _trainer(batch, tmp_path)
+    trainer = local_trainer(tmp_path, batch, max_steps=1)
     with pytest.raises(Refused, match="is cut for 4 devices, and Single has 1 that read different samples"):
         trainer.fit(PlainModel(), PlainData())
 
@@ -38,7 +24,7 @@ def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> No
 def test_one_process_reduces_nothing_in_double_precision(tmp_path: Path) -> None:
     """Apple's GPUs have none."""
     batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
-    trainer = _trainer(batch, tmp_path)
+    trainer = local_trainer(tmp_path, batch)
     trainer.strategy.connect(PlainModel())
     batch.setup(trainer, trainer.lightning_module, "fit")
     assert trainer.strategy.reduce(torch.tensor(3)).dtype == torch.int64

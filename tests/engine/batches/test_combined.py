@@ -7,16 +7,17 @@ from collections import defaultdict
 
 import pytest
 
-from tests.engine.conftest import Finished, Train
+from tests.engine.conftest import PLAIN, Finished, Train
 from tests.night import at_night
 
 PAIRS = (
+    *("model._target_=tests.engine.batches.pairs.PairsModel", "data._target_=tests.engine.batches.pairs.PairsData"),
     *(
-        "model._target_=tests.engine.batches.pairs.PairsModel",
-        "data._target_=tests.engine.batches.pairs.PairsData",
         "run_id=mine",
+        "model.folder=${hydra:runtime.output_dir}",
+        "trainer.accelerator=cpu",
+        "trainer.log_every_n_steps=1",
     ),
-    *("model.folder=${hydra:runtime.output_dir}", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1"),
     *("trainer.val_check_interval=100", "trainer.num_sanity_val_steps=0"),
 )
 STEPS = 17  # of 10 or 5 in an epoch
@@ -32,7 +33,7 @@ def _read(run: Finished) -> dict[int, dict[str, set[int]]]:
     return {step: dict(read) for step, read in steps.items()}
 
 
-@pytest.mark.parametrize("mode", ["null", "max_size", *at_night("min_size")])
+@pytest.mark.parametrize("mode", ["null", *at_night("max_size", "min_size")])
 def test_two_loaders_read_the_same_at_any_world_size_and_after_a_resume(mode: str, train: Train) -> None:
     run = (*PAIRS, f"data.mode={mode}")
     whole = train(*run, f"trainer.max_steps={STEPS}")
@@ -61,14 +62,8 @@ def test_loaders_of_as_many_samples_are_shuffled_each_in_its_own_way(train: Trai
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ("data.mode=sequential",),
-            "the training loaders are a CombinedLoader with mode=sequential, which no Trainer ",
-        ),
-        (
-            ("data.mode=null", "data.b=321"),
-            "a training loader of 321 samples, one of several, ends with a batch of 1, ",
-        ),
+        (("data.mode=sequential",), "the training loaders are a CombinedLoader with mode=sequential, which no Trainer"),
+        (("data.mode=null", "data.b=321"), "a training loader of 321 samples, one of several, ends with a batch of 1,"),
     ],
 )
 def test_what_can_not_be_combined_is_refused_in_a_line(arguments: tuple[str, ...], line: str, train: Train) -> None:
@@ -78,8 +73,6 @@ def test_what_can_not_be_combined_is_refused_in_a_line(arguments: tuple[str, ...
 
 
 def test_a_run_that_logs_no_steps_trains(train: Train) -> None:
-    from tests.engine.conftest import PLAIN
-
     run = train(*PLAIN, "trainer.log_every_n_steps=0", "trainer.max_steps=3", "trainer.val_check_interval=3")
     assert not any(row.get("train/loss") for row in run.metrics())
     assert set(run.column("val/loss")) == {2}

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.single import Single
 from tests.engine.batches.streams import SizedStream, Stream
+from tests.engine.fits import local_trainer
 
 WHOLE, CUT = BatchPlan(8, 8, 1, 1), BatchPlan(8, 2, 1, 4)
 
@@ -46,19 +45,8 @@ def _read(plan: BatchPlan, mode: str, folder: Path, **sets: Any) -> dict[tuple[i
 
 
 def _trainer(plan: BatchPlan, folder: Path) -> pl.Trainer:
-    return pl.Trainer(
-        strategy=hooked(Single()),
-        accelerator="cpu",
-        callbacks=[GlobalBatch(plan, seed=0)],
-        default_root_dir=folder,
-        max_epochs=2,
-        logger=False,
-        accumulate_grad_batches=plan.accumulation,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    batch = GlobalBatch(plan, seed=0)
+    return local_trainer(folder, batch, max_epochs=2, accumulate_grad_batches=plan.accumulation)
 
 
 class StatefulLoader(DataLoader):

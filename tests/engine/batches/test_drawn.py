@@ -102,23 +102,25 @@ DRAWN = (f"model._target_={HERE}.DrawingModel", PLAIN_DATA, *RUN, "data.samples=
 DRAWN = (*DRAWN, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=1")
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(0, [7]), (2, [5, 8])])
-def test_what_hooks_draw_follows_the_position(workers: int, steps: list[int], train: Train) -> None:
-    """In the middle of an epoch, at its end, and where a validation is due."""
-    run = (*DRAWN, f"data.workers={workers}", "callbacks.last_checkpoint.keep=20")
-    alone = train(*run)
-    for step in steps:
-        resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_{step}.ckpt")
-        for name in ("train/loss", "val/loss"):
-            found, expected = resumed.column(name), alone.column(name)
-            assert found == {at: expected[at] for at in found}, name
-            assert found.keys() >= {at for at in expected if at >= step}
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("drawn"))(*DRAWN, "callbacks.last_checkpoint.keep=20")
 
 
-def test_a_validation_draws_the_same_where_it_is_run_again(train: Train) -> None:
-    alone = train(*DRAWN)
-    again = train(*DRAWN, "mode=validate", f"ckpt_path={alone.run_dir}/checkpoints/last.ckpt", "run_id=other")
-    repeated = train(*DRAWN, "mode=validate", f"ckpt_path={alone.run_dir}/checkpoints/last.ckpt", "run_id=third")
+@pytest.mark.parametrize(  # at an epoch's end, and where a validation is due; in the middle of an epoch
+    ("step", "workers"), [(5, 0), (8, 2), *at_night((7, 0))]
+)
+def test_what_hooks_draw_follows_the_position(step: int, workers: int, drawn: Finished, train: Train) -> None:
+    resumed = train(*DRAWN, f"data.workers={workers}", f"resume={drawn.run_dir}/checkpoints/step_{step}.ckpt")
+    for name in ("train/loss", "val/loss"):
+        found, expected = resumed.column(name), drawn.column(name)
+        assert found == {at: expected[at] for at in found}, name
+        assert found.keys() >= {at for at in expected if at >= step}
+
+
+def test_a_validation_draws_the_same_where_it_is_run_again(drawn: Finished, train: Train) -> None:
+    validate = (*DRAWN, "mode=validate", f"ckpt_path={drawn.run_dir}/checkpoints/last.ckpt")
+    again, repeated = train(*validate, "run_id=other"), train(*validate, "run_id=third")
     assert again.column("val/loss") == repeated.column("val/loss")
 
 

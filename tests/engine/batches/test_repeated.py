@@ -17,6 +17,7 @@ from tests.engine.conftest import Train
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.fits import Fit, Fits
 from tests.engine.plain import PlainData, PlainModel, Points
+from tests.night import at_night
 
 
 class FewData(PlainData):
@@ -71,7 +72,7 @@ NAMES += ["at_end/curve", "at_end/mean", "at_end/highest", "test/loss", "test/ac
 
 
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets:UserWarning")  # of 12 samples, by class
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp")])
 def test_four_ranks_tell_of_three_samples_what_one_does(strategy: str, fits: Fits) -> None:
     (alone,), ranks = fits(FEW), fits(replace(FEW, strategy=strategy), 4)
     for name in NAMES:

@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "more"),
-    [("ddp", 2, ("micro_batch_size=4",)), ("fsdp", 3, ("data.workers=2",))],
+    [("ddp", 2, ("micro_batch_size=4",)), *at_night(("fsdp", 3, ("data.workers=2",)))],
 )
 def test_a_stream_has_the_curve_of_one_process(
     strategy: str, ranks: int, more: tuple[str, ...], alone: dict[str, Finished], train: Train
@@ -57,7 +57,7 @@ def test_a_stream_has_the_curve_of_one_process(
     assert "stream     " in split.err + split.out
 
 
-@pytest.mark.parametrize(("kind", "strategy", "ranks"), [("plain", "ddp", 2), ("stateful", "single", 0)])
+@pytest.mark.parametrize(("kind", "strategy", "ranks"), [("plain", "ddp", 2), *at_night(("stateful", "single", 0))])
 def test_a_stream_whose_epochs_end_was_cut_off_goes_on_in_the_next(
     kind: str, strategy: str, ranks: int, alone: dict[str, Finished], train: Train
 ) -> None:

@@ -10,7 +10,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -24,10 +23,9 @@ from lightswitch.batches.position import Position
 from lightswitch.batches.stream_loader import evaluation_stream, training_stream
 from lightswitch.batches.stream_state import packed, unpacked
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import hooked
 from lightswitch.planning.samples import first_samples
-from lightswitch.strategies.single import Single
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
+from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainModel
 
 ALONE = Position()
@@ -234,9 +232,7 @@ class ByNode(Stream):
 
 def test_a_stream_that_is_known_to_split_itself_is_left_as_it_is(tmp_path: Path) -> None:
     batch = GlobalBatch(BatchPlan(8, 8, 1, 1), seed=0)
-    trainer = pl.Trainer(
-        strategy=hooked(Single()), accelerator="cpu", callbacks=[batch], logger=False, default_root_dir=tmp_path
-    )
+    trainer = local_trainer(tmp_path, batch)
     trainer.strategy.connect(PlainModel())
     batch.setup(trainer, trainer.lightning_module, "fit")
     left = DataLoader(ByNode(range(9)), 3)

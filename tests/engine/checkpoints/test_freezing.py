@@ -17,10 +17,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.freezing import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.loop import replace_loops
 from lightswitch.strategies.callbacks import KnownCallbacks
-from lightswitch.strategies.single import Single
+from tests.engine.fits import local_trainer
 
 
 class ChangesOnce(pl.LightningModule):
@@ -109,12 +108,8 @@ def _fitted(
     callbacks: list[pl.Callback] | None = None,
 ) -> ChangesOnce:
     engine = [KnownCallbacks(), GlobalBatch(BatchPlan.derive(1, 1, 1), seed=3), Freezing()]
-    trainer = pl.Trainer(
-        **{"accelerator": "cpu", "strategy": hooked(Single()), "max_steps": steps, "logger": False},
-        callbacks=[*engine, *(callbacks or ()), LastCheckpoints(str(folder), every_n_steps=2)],
-        **{"use_distributed_sampler": False, "enable_progress_bar": False, "enable_model_summary": False},
-        default_root_dir=folder,
-    )
+    saves = LastCheckpoints(str(folder), every_n_steps=2)
+    trainer = local_trainer(folder, *engine, *(callbacks or ()), saves, max_steps=steps)
     replace_loops(trainer)
     trainer.fit(module, ckpt_path=resumed)
     return module

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
 from lightswitch.checkpoints.directory import read_state
@@ -25,34 +27,40 @@ RUN = (
     "trainer.limit_val_batches=0",
 )
 
-WATCH = """
-import os
-import lightning.pytorch as pl
 
 class Watch(pl.Callback):
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    """Writes which checkpoint is the last, and which are whole, at each step."""
 
-    def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        path = os.path.join(self.folder, "last.ckpt")
-        target = os.readlink(path) if os.path.lexists(path) else None
-        names = os.listdir(self.folder) if target else []
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        link = self.folder / "last.ckpt"
+        target = os.readlink(link) if os.path.lexists(link) else None
+        whole = (path.parent.name for path in self.folder.glob("*/SHA256SUMS"))
         with open("seen.txt", "a") as file:
-            whole = [name for name in names if os.path.exists(os.path.join(self.folder, name, "SHA256SUMS"))]
             print(trainer.global_step, target, *whole, file=file)
-"""
+
+
+class Full(pl.Callback):
+    """Fills the disk but for some bytes, once the first checkpoint is written."""
+
+    def __init__(self, folder: str, left: int) -> None:
+        self.folder, self.left = folder, left
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            trainer.strategy._saver.wait()
+            disk = os.statvfs(self.folder)
+            Path(self.folder, "ballast").write_bytes(bytes(disk.f_bavail * disk.f_frsize - self.left))
 
 
 def test_last_points_to_the_newest_and_older_ones_go(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "watching.py").write_text(WATCH)
-    run = train(
-        *RUN,
-        "trainer.max_steps=8",
-        "callbacks.last_checkpoint.every_n_steps=2",
-        "callbacks.watch._target_=watching.Watch",
+    watch = (
+        f"callbacks.watch._target_={__name__}.Watch",
         "callbacks.watch.folder=${hydra:runtime.output_dir}/checkpoints",
-        folder=tmp_path,
     )
+    run = train(*RUN, *watch, "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2", folder=tmp_path)
     for line in (tmp_path / "seen.txt").read_text().splitlines():
         step, target, *whole = line.split()
         assert target == "None" or target in whole, line  # it is written while training goes on
@@ -63,7 +71,7 @@ def test_last_points_to_the_newest_and_older_ones_go(train: Train, tmp_path: Pat
     assert read_state(checkpoints / "last.ckpt")["global_step"] == 8
 
 
-def test_those_to_keep_stay_for_ever_by_steps_whatever_the_accumulation(train: Train) -> None:
+def test_those_to_keep_stay_for_ever(train: Train) -> None:
     every = ("callbacks.last_checkpoint.every_n_steps=1", "callbacks.last_checkpoint.keep_every_n_steps=3")
     run = train(*RUN, "trainer.max_steps=8", *every, "callbacks.last_checkpoint.keep=1", "micro_batch_size=16")
     checkpoints = run.run_dir / "checkpoints"
@@ -80,22 +88,6 @@ def test_the_best_few_are_kept(train: Train) -> None:
     assert kept == {f"best_step={step + 1}.ckpt" for step in two}
 
 
-FULL = """
-import os
-import lightning.pytorch as pl
-
-class Full(pl.Callback):
-    # all of the disk but some bytes, once the first checkpoint is written
-    def __init__(self, folder: str, left: int) -> None:
-        self.folder, self.left = folder, left
-
-    def on_train_batch_start(self, trainer, module, batch, index) -> None:
-        if trainer.global_step == 3 and trainer.is_global_zero:
-            trainer.strategy._saver.wait()
-            disk = os.statvfs(self.folder)
-            with open(os.path.join(self.folder, "ballast"), "wb") as file:
-                file.write(bytes(disk.f_bavail * disk.f_frsize - self.left))
-"""
 LARGE = ("model.width=20000", "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2")  # 1.7 MB with Adam's
 REASON = "the checkpoint could not be written: rank 0: the disk is full: [Errno 28] No space left on device"
 
@@ -105,8 +97,7 @@ def test_a_full_disk_is_called_so_nothing_stays_of_what_it_did_not_take_and_the_
     ranks: int, disk: Disk, train: Train
 ) -> None:
     folder = disk("9m")
-    (folder / "filling.py").write_text(FULL)
-    fill = ("callbacks.fill._target_=filling.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=200000")
+    fill = (f"callbacks.fill._target_={__name__}.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=200000")
     run = train(*RUN, *LARGE, *fill, "strategy=ddp", folder=folder, ranks=ranks, check=False)
     assert run.returncode == 2
     assert f"{REASON}; " in run.out
@@ -127,8 +118,7 @@ def test_a_full_disk_is_called_so_nothing_stays_of_what_it_did_not_take_and_the_
 @pytest.mark.parametrize("logger", ["tensorboard", *at_night("csv")])  # the first writes in a thread of its own
 def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(logger: str, disk: Disk, train: Train) -> None:
     folder = disk("9m")
-    (folder / "filling.py").write_text(FULL)
-    fill = ("callbacks.fill._target_=filling.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=0")
+    fill = (f"callbacks.fill._target_={__name__}.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=0")
     run = train(*RUN, *LARGE, *fill, f"logger={logger}", "trainer.log_every_n_steps=1", folder=folder, check=False)
     assert run.returncode == 2
     full = r"error: the disk is full: No space left on device: \S*runs/\S+; mend it, and start the run again"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.trainable import TrainableOnly
-from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.single import Single
+from tests.engine.fits import local_trainer
 
 
 class FrozenAfterwards(pl.LightningModule):
@@ -46,10 +45,7 @@ def test_what_was_trained_and_is_frozen_since_is_saved_also_by_a_resumed_run(tmp
 
 def _fitted(folder: Path, steps: int, resumed: Path | None = None) -> FrozenAfterwards:
     module = FrozenAfterwards()
-    callbacks = [TrainableOnly(), LastCheckpoints(str(folder), every_n_steps=2)]
-    trainer = pl.Trainer(
-        **{"accelerator": "cpu", "strategy": hooked(Single()), "max_steps": steps, "callbacks": callbacks},
-        **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder},
-    )
+    saves = LastCheckpoints(str(folder), every_n_steps=2)
+    trainer = local_trainer(folder, TrainableOnly(), saves, max_steps=steps)
     trainer.fit(module, ckpt_path=resumed)
     return module

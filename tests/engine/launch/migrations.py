@@ -61,7 +61,6 @@ _MODULE = {
     ],
     "calls `self.all_gather`": [
         Elsewhere("engine/strategies/test_gathering.py", "test_shorter_shares_are_filled_with_their_last_row"),
-        Elsewhere("engine/strategies/test_gathering.py", "test_a_run_tells_it_once"),
     ],
     "optimizes by hand, with several optimizers": [
         Habit("two optimizers by hand"),

@@ -10,7 +10,8 @@ import pytest
 
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import Train
-from tests.engine.tiny import LANGUAGE_MODEL, TEXT
+from tests.engine.tiny import LANGUAGE_MODEL, PICTURES, TEXT
+from tests.night import at_night
 
 MODEL = (*LANGUAGE_MODEL, TEXT, "global_batch_size=16")
 H100 = ("plan.device=h100", "trainer.devices=8")
@@ -70,7 +71,7 @@ def _only(run: object) -> dict[str, object]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", ["ManualModel", "PlateauModel", "CycleModel", "NormedModel"])
+@pytest.mark.parametrize("name", ["ManualModel", "CycleModel", *at_night("PlateauModel", "NormedModel")])
 def test_modules_as_people_write_them_have_a_plan(name: str, train: Train) -> None:
     """Two optimizers by hand, a schedule by epochs that goes by a metric, one that asks for the length of the run."""
     model = (f"model._target_=tests.engine.plain.{name}", "data._target_=tests.engine.plain.PlainData")
@@ -80,11 +81,8 @@ def test_modules_as_people_write_them_have_a_plan(name: str, train: Train) -> No
 
 
 def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
-    model = (
-        "model._target_=tests.engine.planning.modules.LooksAtValues",
-        "data._target_=tests.engine.data.pictures.Pictures",
-    )
-    run = train("mode=plan", *model, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
+    model = "model._target_=tests.engine.planning.modules.LooksAtValues"
+    run = train("mode=plan", model, PICTURES, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
     assert "asks a tensor for its values (aten._local_scalar_dense" in run.out
     # 640 weights and 10 biases: 2600 bytes, as many of gradients, twice as many of Adam's state and two counters
     told = "parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: whole"

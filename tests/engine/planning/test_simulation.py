@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,26 +13,16 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fake_group import World
-from lightswitch.planning.simulation import Work, simulate
+from lightswitch.planning.simulation import simulate
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.single import Single
-from tests.engine.models.language import LanguageModel
+from tests.engine.planning.test_rank import WORK
 
 
 def _step(strategy: Strategy, world: World, samples: int, accumulation: int = 1) -> Step:
-    adam = partial(torch.optim.AdamW, lr=1e-3)
-    ids = torch.zeros(1, 32, dtype=torch.long)
-    work = Work(
-        lambda: LanguageModel(adam),
-        lambda count: (ids.repeat(count, 1), ids.repeat(count, 1)),
-        is_cut=True,
-        samples=samples,
-        accumulation=accumulation,
-        options={"gradient_clip_val": 1.0},
-    )
-    return simulate(work, strategy, world)
+    return simulate(replace(WORK, is_cut=True, samples=samples, accumulation=accumulation), strategy, world)
 
 
 @pytest.mark.parametrize(("strategy", "world"), [(Single, World(1, 1)), (FSDP, World(2, 8))])

@@ -14,13 +14,18 @@ from lightswitch.planning.fake_zero import plan_in_bfloat16
 from lightswitch.planning.simulation import simulate
 from tests.engine.planning.modules import LooksAtValues
 from tests.engine.planning.zero import CASES, RANKS, Case, held
+from tests.night import at_night
 from tests.pool import Pool
+
+DAILY = {"language 1", "language 3, offloaded", "language 2, bf16-true"}
 
 
 @pytest.mark.filterwarnings("ignore")  # what DeepSpeed and a Trainer without a run around it warn of
-def test_a_plan_says_what_a_rank_holds_under_deepspeed(pool: Pool) -> None:
-    of_ranks = pool(RANKS)(held)
-    for name, case in CASES.items():
+@pytest.mark.parametrize("cases", [DAILY, *at_night(CASES.keys() - DAILY)])
+def test_a_plan_says_what_a_rank_holds_under_deepspeed(cases: set[str], pool: Pool) -> None:
+    of_ranks = pool(RANKS)(held, cases)
+    for name in cases:
+        case = CASES[name]
         step = simulate(case.work(), case.strategy(), World(1, RANKS))
         peak = step.growth.at(case.samples).peak()
         real = min((told[name] for told in of_ranks), key=lambda told: told["bytes"])  # of the rank with the least

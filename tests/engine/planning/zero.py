@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -63,9 +63,9 @@ CASES = {
 }
 
 
-def held() -> dict[str, dict[str, Any]]:
+def held(names: Collection[str]) -> dict[str, dict[str, Any]]:
     """What this rank holds, by case."""
-    return {name: _held(case) for name, case in CASES.items()}
+    return {name: _held(CASES[name]) for name in sorted(names)}
 
 
 class _Endless:

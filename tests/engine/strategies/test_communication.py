@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightswitch.preflight.strategies import Request, problems
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, Fits
 
@@ -78,16 +77,3 @@ def test_units_gathered_ahead_are_the_same_run(fits: Fits) -> None:
     (alone,), ahead = fits(LANGUAGE), fits(replace(COUNTED, strategy="fsdp prefetch=2"), 2)[0]
     assert ahead.column(GATHER)[0] >= UNITS
     assert largest_difference(ahead, alone) <= 1e-5
-
-
-def _request(**strategy: object) -> Request:
-    trainer = {"precision": "32-true"}
-    return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=2, accelerator="cuda")
-
-
-def test_what_means_nothing_is_refused() -> None:
-    (problem,) = problems(_request(accumulate_gradients="within_replica"))
-    assert problem.startswith("trainer.strategy.accumulate_gradients=within_replica is HYBRID_SHARD's")
-    (problem,) = problems(_request(prefetch=0))
-    assert problem == "trainer.strategy.prefetch=0: it counts units, so use 1 or more, or leave it out"
-    assert not list(problems(_request(accumulate_gradients="unsharded", prefetch=1)))

@@ -27,6 +27,7 @@ from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
 from tests.engine.fits import Fits
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+from tests.night import at_night
 
 STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS)
 ON_GPU = (*STEPS, "trainer.accelerator=gpu")
@@ -37,7 +38,7 @@ WHOLE = (partial(Compilation, scope="whole", backend="aot_eager"),)
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo makes what FSDP and DeepSpeed have made for autograd alone
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])  # tests/nightly has the others, and inductor
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])  # tests/nightly has the others
 def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
     (eager,), run = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, strategy=strategy, callbacks=AOT), 2)[0]
     assert "compiles   2 Block by aot_eager" in run.told

@@ -36,7 +36,13 @@ SWITCHES = {  # ranks, and the part of the model that each rank holds
     "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]": (4, 0.5),
 }
 MODELS = {"language": LANGUAGE, "classifier": CLASSIFIER}
-OVER = ("fsdp × 1", "fsdp_grad_op", "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]")  # in tours
+OVER = (
+    "fsdp × 1",
+    "fsdp × 2",
+    "fsdp_hybrid shard_size=2",
+    "fsdp_grad_op",
+    "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]",
+)  # in tours
 CASES = [*(("language", switch) for switch in SWITCHES if switch not in OVER), ("classifier", "fsdp × 2")]
 CASES += at_night(*(("language", switch) for switch in OVER), ("classifier", "fsdp1"))
 
@@ -68,9 +74,7 @@ def test_two_by_two_devices_of_tensor_parallelism_run_as_one(fits: Fits) -> None
         assert rank.held["optimizer"] == 2 * (matrices / 4 + others / 2)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:FSDP2-wrapped module .* returned a view tensor"
-)  # the logits, which nothing changes
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # the logits, unchanged
 def test_the_devices_of_a_tensor_parallel_group_drop_the_same_units(fits: Fits) -> None:
     dropping = replace(LANGUAGE, module=partial(LanguageModel, ADAMW, dropout=0.3, tied=False, bias=True))
     first, second = fits(replace(dropping, strategy=TENSOR_PARALLEL, arguments="precision=bf16-mixed"), 2)
@@ -120,6 +124,9 @@ def test_every_option_of_fsdp1_keeps_the_losses(option: str, fits: Fits) -> None
     assert run.told.count("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor") == 1
 
 
+HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
+
+
 def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> Request:
     trainer = {"precision": precision}
     return Request({"_target_": "FSDP", **strategy}, {}, trainer, nodes=2, devices=ranks // 2, accelerator="cuda")
@@ -129,15 +136,14 @@ def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> 
     ("request_", "line"),
     [
         (_request(shard_size=2), "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid"),
-        (
-            _request(sharding_strategy="HYBRID_SHARD", shard_size=3),
-            "shard_size=3 does not divide 4 devices; use one of 1, 2, 4",
-        ),
-        (_request(2, sharding_strategy="HYBRID_SHARD"), "HYBRID_SHARD over one device of each node shards nothing"),
+        (_request(**HYBRID, shard_size=3), "shard_size=3 does not divide 4 devices; use one of 1, 2, 4"),
+        (_request(2, **HYBRID), "HYBRID_SHARD over one device of each node shards nothing"),
         (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both say what to compute in"),
         (_request(precision="16-mixed"), "does not scale the loss as 16-mixed needs it; use precision=bf16-mixed"),
+        (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica is HYBRID_SHARD's"),
+        (_request(prefetch=0), "trainer.strategy.prefetch=0: it counts units, so use 1 or more, or leave it out"),
     ],
-    ids=["shard_size", "uneven", "nothing", "two precisions", "16-mixed"],
+    ids=["shard_size", "uneven", "nothing", "two precisions", "16-mixed", "within_replica", "prefetch"],
 )
 def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Request, line: str) -> None:
     (problem,) = problems(request_)
@@ -146,7 +152,8 @@ def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Reques
 
 def test_what_it_can_do_is_not_refused() -> None:
     for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
-        assert not list(problems(_request(sharding_strategy="HYBRID_SHARD", precision=precision)))
+        assert not list(problems(_request(**HYBRID, precision=precision)))
+    assert not list(problems(_request(accumulate_gradients="unsharded", prefetch=1)))
 
 
 AVERAGED = replace(PLAIN, module=AveragedModel, micro_batch=None, steps=3)

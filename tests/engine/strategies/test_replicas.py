@@ -16,6 +16,7 @@ from lightswitch.errors import UnequalReplicas
 from lightswitch.strategies.replicas import EqualReplicas, differing
 from tests.engine.fits import PLAIN, trained
 from tests.engine.plain import NormedModel, PlainModel
+from tests.night import at_night
 from tests.pool import Pool, RankFailed
 
 
@@ -99,7 +100,7 @@ def test_a_buffer_is_named_once_and_statistics_of_batch_norms_are_not(pool: Pool
     assert "is another on each rank" not in pool(2)(trained, replace(FIT, module=NormedModel))[0].told
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_3", *at_night("fsdp", "fsdp1", "deepspeed_stage_2")])
 def test_equal_replicas_are_not_told_of(strategy: str, pool: Pool) -> None:
     outcomes = pool(2)(trained, replace(FIT, strategy=strategy))
     assert not any("another on each rank" in one.told for one in outcomes)
