@@ -29,6 +29,7 @@ from lightswitch.preflight import (
     strategies,
     targets,
     trainer,
+    unread,
 )
 from lightswitch.runs import saved
 
@@ -47,6 +48,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
     _raise(iter(typed_problems(plain, typed)))
+    _raise(unread.problems(cfg, run.hydra))
     typed_nodes = _nodes(typed)
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement, groups.files(run.hydra, "precision")))

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch.config import moved
 from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import typed_overrides
-from lightswitch.preflight import check
+from lightswitch.preflight import check, unread
 
 _SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # whose jobs are what was typed and hydra.sweeper.params
 _SAMPLES = ("search_space", "custom_search_space")  # of OptunaSweeper, beside those
@@ -79,10 +79,11 @@ def _problems(job: DictConfig) -> list[str]:
     for key, value in place.items():
         OmegaConf.update(job, f"hydra.{key}", value, force_add=True)
     HydraConfig.instance().set_config(job)
-    typed, cleaner = typed_overrides(job.hydra), Cleaner.of(job)
+    hydra, cleaner = job.hydra, Cleaner.of(job)
     with open_dict(job):
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    problems: list[str] = cleaner.cleaned(check.typed_problems(plain, typed))
+    told = check.typed_problems(plain, typed_overrides(hydra)) or list(unread.problems(job, hydra))
+    problems: list[str] = cleaner.cleaned(told)
     return problems
