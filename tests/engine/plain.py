@@ -36,7 +36,7 @@ class Points(Dataset):
 
 class PlainData(pl.LightningDataModule):
     def __init__(
-        self, samples: int = 200, batch_size: int = 8, workers: int = 0, drop_last: bool = False, noise: float = 0.0
+        self, samples: int = 200, batch_size: int = 64, workers: int = 0, drop_last: bool = False, noise: float = 0.0
     ) -> None:
         super().__init__()
         self.samples, self.batch_size, self.workers, self.drop_last = samples, batch_size, workers, drop_last

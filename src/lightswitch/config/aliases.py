@@ -46,7 +46,7 @@ _OTHER_NAMES = {
     "matmul_precision": ("tf32",),
     "strategy": ("ddp", "fsdp", "deepspeed", "zero", "distributed", "distributed_strategy"),
     "seed": ("random_seed", "manual_seed"),
-    "mode": ("stage", "test", "eval", "do_eval", "do_train", "do_predict"),
+    "mode": ("stage", "eval", "do_eval", "do_train", "do_predict"),
     "experiment": ("recipe", "hparams_search"),
     "resume": ("resume_from", "resume_from_checkpoint", "load_checkpoint"),
     "ckpt_path": ("checkpoint", "checkpoint_path"),
@@ -76,6 +76,63 @@ _CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "ddp": ("horovod", "dist", "distributed"),
     },
 }
+
+
+_OVER = "--cfg job, which shows the config and starts nothing"
+_PLACE = "name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or hydra.run.dir=FOLDER"
+_INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterpart of one name: what to type
+    "extras": f"{_OVER}; tags=[a,b] for what compare shows",
+    "extras.print_config": _OVER,
+    "extras.ignore_warnings": "PYTHONWARNINGS=ignore before python",
+    "extras.enforce_tags": "tags=[a,b], which may be left out",
+    "print_config": _OVER,
+    "ignore_warnings": "PYTHONWARNINGS=ignore before python",
+    "enforce_tags": "tags=[a,b], which may be left out",
+    "paths": _PLACE,
+    "paths.data_dir": "the argument that the data have for it, which --help data lists",
+    "data_dir": "the argument that the data have for it, which --help data lists",
+    "work_dir": _PLACE,
+    "train": "mode=test ckpt_path=PATH for a test alone",
+    "test": "trainer.limit_test_batches=0 for a fit without a test, or mode=test ckpt_path=PATH for a test alone",
+    "optimized_metric": "objective=NAME",
+    "datamodule": "data=NAME, or data.NAME=VALUE",
+    "local": "--config-dir=FOLDER, which has configs of this machine",
+    "model.compile": "compile=true",
+    "model.torch_compile": "compile=true",
+    "trainer.tpu_cores": "trainer.devices=N; there is no strategy for TPUs here",
+    "trainer.gpus": "trainer.devices=N",
+    "trainer.resume_from_checkpoint": "resume=PATH",
+    "trainer.weights_summary": "callbacks=[default,model_summary]",
+    "callbacks.model_checkpoint": "callbacks.best_checkpoint.monitor=NAME, or callbacks.last_checkpoint.keep=N",
+    "callbacks.rich_progress_bar": "~callbacks.progress to leave the line out that shows it",
+    "callbacks.learning_rate_monitor": "callbacks.lr_monitor.logging_interval=step",
+}
+_CHOICES_INSTEAD = {  # files that it has, and the words that are one here
+    "callbacks=none": "callbacks=checkpoint, which writes checkpoints and nothing else",
+    "callbacks=model_checkpoint": "callbacks=checkpoint",
+    "callbacks=rich_progress_bar": "callbacks=default, which shows one",
+    "logger=none": "logger=csv, which writes metrics.csv alone",
+    "logger=many_loggers": "logger=[default,wandb]",
+}
+
+
+def instead(key: str) -> str | None:
+    """Return what to type in place of a key of another template that has no single counterpart; None if not known."""
+    while key:
+        if key in _INSTEAD:
+            return _INSTEAD[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def choice_instead(group: str, name: str) -> str | None:
+    """Return what to type in place of a choice of another template; None if not known."""
+    return _CHOICES_INSTEAD.get(f"{group}={name}")
+
+
+def names(key: str) -> tuple[str, ...]:
+    """Return what a key of the config goes by elsewhere."""
+    return _OTHER_NAMES[key]
 
 
 def setting(name: str) -> str | None:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,12 +25,13 @@ from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]  # P
 from yaml.reader import ReaderError  # type: ignore[import-untyped]
 
 from lightswitch.config import aliases
-from lightswitch.config.overrides import GROUPS
+from lightswitch.config.overrides import CONSTRUCTED, GROUPS, key_and_value
 from lightswitch.errors import RefusedRequest, listed, nearest
 
 _SHOWN = 80  # characters of a setting that is too long
 _DEEPEST = 32  # brackets in brackets: Hydra's parser recurses
 _MOST_DIGITS = 4300  # that Python makes a number of
+Takes = Callable[[str], Iterable[str]]
 NO_YAML = (YAMLError, UnicodeDecodeError)  # what a file of the config raises where Hydra reads it
 
 _STRATEGIES = {  # that Lightning knows by these names: what to type here
@@ -63,6 +64,7 @@ _OF_TRAINER = {  # what lightning-hydra-template has a file for
 }
 
 
+_OF_CONFIGS = {"eval": "type mode=test ckpt_path=PATH", "train": "leave it out"}  # that lightning-hydra-template has
 _OF_EXTRAS = {  # plugins of Hydra, and the extra that installs each
     "hydra/sweeper/optuna": "optuna",
     "hydra/launcher/submitit_local": "submitit",
@@ -95,6 +97,8 @@ def _beyond_reading(override: str) -> Iterator[str]:
     start = override[:_SHOWN] + ("" if len(override) <= _SHOWN else "…")
     if re.match(r"[+~]*=", override):
         yield f"{start}: found no key; a setting is KEY=VALUE"
+    if key_and_value(override)[0] == "hydra.verbose":
+        yield f"{start}: Hydra writes no log here; type --info all for what it composes, or --cfg job for the config"
     depths = accumulate((mark in "[{(") - (mark in "]})") for mark in override)
     if max(depths, default=0) > _DEEPEST:
         yield f"{start}: found brackets in more than {_DEEPEST} brackets; type a flatter value"
@@ -109,8 +113,12 @@ class _Flags(ArgumentParser):
         raise RefusedRequest([f"{message}; {typed}, and --help lists what there is"])
 
 
-def problems_of_composition(error: BaseException) -> list[str]:
-    """Return the problems that Hydra found while it composed the config and made the run directory."""
+def problems_of_composition(error: BaseException, takes: Takes = lambda target: ()) -> list[str]:
+    """Return the problems that Hydra found while it composed the config and made the run directory.
+
+    Args:
+        takes: returns the arguments of code by its dotted path.
+    """
     if (refusal := _refusal_behind(error)) is not None:
         return refusal.problems
     if isinstance(error, NO_YAML):
@@ -119,6 +127,8 @@ def problems_of_composition(error: BaseException) -> list[str]:
         typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
         told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error has the variable's value
         return [f"the run directory can't be made: {told}"]
+    if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
+        return [f"--config-name={name}: there is no conf/{name}.yaml; {_OF_CONFIGS.get(name, 'leave it out')}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
@@ -129,7 +139,7 @@ def problems_of_composition(error: BaseException) -> list[str]:
         return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        return [f"{cause.full_key}: there is no such key.{_meant(str(cause.full_key), cause.parent_node)}"]
+        return [f"{cause.full_key}: there is no such key.{_meant(str(cause.full_key), cause.parent_node, takes)}"]
     if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]
@@ -172,18 +182,38 @@ def _in_quotes(override: str) -> str | None:
     return shlex.quote(f"{key}=[{told}]" if value.startswith("[") else f"{key}={told}")
 
 
-def _meant(key: str, node: DictConfig) -> str:
+def _meant(key: str, node: DictConfig, takes: Takes) -> str:
     """Return ' Did you mean X?' for a key that a node lacks, or nothing.
 
     X is what another framework's word means here, else a key of that name elsewhere in the config, else the nearest.
     """
     *above, name = key.split(".")
-    if other := aliases.setting(key):
-        return f" Did you mean {other}?"
+    if told := aliases.instead(_typed(key)):
+        return f" Type {told}"
     root = node._get_root()
+    if above and above[0] in CONSTRUCTED:  # what is typed is added, so a sweep's config has it
+        return f" A sweep's params that add one begin with +: +{key}"
+    if other := aliases.setting(key):
+        return f" Did you mean {_of_model(root, other, takes) or other}?"
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
     return nearest(name, _keys(node, at_top=not above), alike=0.5 if above else 0.65)
+
+
+def _typed(key: str) -> str:
+    """Return the whole key as typed, of one that is missing: of `paths.log_dir` Hydra names `paths`."""
+    typed = (word.lstrip("+").partition("=")[0] for word in sys.argv)
+    return next((word for word in typed if f"{word}.".startswith(f"{key}.")), key)
+
+
+def _of_model(root: Any, key: str, takes: Takes) -> str | None:
+    """Return the model's own argument where a key is one of a group that the model is not given; else None."""
+    group, _, name = key.partition(".")
+    model = root.get("model")
+    if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler") or group in model:
+        return None
+    own = takes(str(model.get("_target_")))
+    return next((f"model.{one}" for one in (name, *aliases.names(key)) if one in own), None)
 
 
 def _raw_keys(node: Any) -> list[Any]:
@@ -211,6 +241,8 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     if group == "trainer" and choice in _OF_TRAINER:
         return f"trainer={choice}: {_OF_TRAINER[choice]}"
+    if told := aliases.choice_instead(group, choice):
+        return f"{group}={choice}: there is no such {group}; type {told}"
     if extra := _OF_EXTRAS.get(f"{group}/{choice}"):
         return f"{group}={choice}: its package is not installed; type pip install -e '.[{extra}]'"
     choices = sorted(error.options or _files_of(group, str(error)))

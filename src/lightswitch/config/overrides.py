@@ -9,8 +9,8 @@ from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
-_CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
-GROUPS = (*_CONSTRUCTED, "strategy", "precision", "device", "experiment", "debug")
+CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
+GROUPS = (*CONSTRUCTED, "strategy", "precision", "device", "experiment", "debug")
 _NAMES = ("run_id", "name")
 _VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra does not read as text
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")
@@ -99,7 +99,7 @@ def _choosing(override: str) -> str:
 
 def _addable(override: str) -> str:
     """Add `++` to arguments of constructors; preflight reports those that a constructor does not take."""
-    return f"++{override}" if re.match(rf"({'|'.join(_CONSTRUCTED)})\.[^=@]+=", override) else override
+    return f"++{override}" if re.match(rf"({'|'.join(CONSTRUCTED)})\.[^=@]+=", override) else override
 
 
 def _emptied(overrides: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from functools import partial
-from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
@@ -15,7 +14,6 @@ from omegaconf import DictConfig
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.batches.randomness import mix, seed_generators
-from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.fault_tolerance.launchers import install_launcher
@@ -78,7 +76,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     raise_all(refusals)
     if told := list(compatibility.trainer_problems(trainer, model, cfg)):
         raise RefusedRequest(told)
-    _advise(cfg, run, model, data, plan)
+    _advise(cfg, run, model)
     record.hold_loggers(trainer)
     replace_loops(trainer)
     handshake.arrange(cfg, run, trainer, strategy, watchdog)
@@ -92,35 +90,12 @@ def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:
     return sorted(named, key=lambda logger: isinstance(logger, MetricsFile))
 
 
-def _advise(cfg: DictConfig, run: RunContext, model: LightningModule, data: Any, plan: BatchPlan) -> None:
-    if run.is_first and (size := _own_batch(cfg, run, data)) not in (None, plan.global_batch):
-        log.info(
-            "advice     data.batch_size is not what a step takes where batches are cut here; type global_batch_size=%s",
-            size,
-        )
+def _advise(cfg: DictConfig, run: RunContext, model: LightningModule) -> None:
     if run.is_first and cfg.mode == "fit" and compatibility.leaves_default(model, cfg, run):
         log.info(
             "clipping   %s clips gradients itself, and trainer.gradient_clip_val=%s is left out; type it to have it "
             "handed to configure_gradient_clipping", type(model).__name__, cfg.trainer.gradient_clip_val,
         )  # fmt: skip
-
-
-def _own_batch(cfg: DictConfig, run: RunContext, data: Any) -> int | None:
-    """Return the batch size that the data's config has or, of a class that is typed, its constructor; None without.
-
-    One of a config says nothing where the global batch is typed, or is an experiment's.
-    """
-    typed = typed_keys(run.hydra)
-    if "data.batch_size" in typed:
-        return cast(int, cfg.data.batch_size)
-    if cfg.mode != "fit" or not typed.isdisjoint(("global_batch_size", "experiment")):
-        return None
-    if cfg.get("data") and "batch_size" in cfg.data:
-        return cast(int, cfg.data.batch_size)
-    if "data._target_" not in typed:  # else it is the default of data that came with a config
-        return None
-    size = getattr(data, "batch_size", getattr(data, "hparams", {}).get("batch_size"))
-    return size if isinstance(size, int) else None
 
 
 def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:

@@ -26,7 +26,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
 from lightswitch.fault_tolerance import classify, requeue
 from lightswitch.launch import commands, ending, resolvers
-from lightswitch.preflight import environment
+from lightswitch.preflight import environment, targets
 from lightswitch.process import signals
 from lightswitch.process.signals import Signals, stopped_with
 from lightswitch.process.state import Process
@@ -73,7 +73,7 @@ class Entry:
             if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
                 _leave_stdout()
                 return
-            ending.exit_with(problems_of_composition(error))
+            ending.exit_with(problems_of_composition(error, targets.arguments))
         finally:
             self.process.release_locks()
 

@@ -7,20 +7,23 @@ import shlex
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
+from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import shown
 from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
+from lightswitch.preflight import own_batch
 from lightswitch.runs import changes, finished, results
 from lightswitch.runs.resume import Start
 
@@ -41,13 +44,25 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     if shards_itself(cfg):
         log.info("batch      as each device's data loader makes it × accumulation %d", plan.accumulation)
     else:
-        log.info("batch      %s", plan)
+        log.info("batch      %s%s", plan, _of_data(cfg, run, plan))
     log.info("run        %s", shown(run.run_dir))
     if start.path is not None and cfg.mode == "fit":
         changed = changes.since(_run_dir_of(start.path), cfg)
         log.info("resumes    %s%s", start, f", with {changed}" if changed else "")
     elif start.path is not None:
         log.info("reads      %s", start)
+
+
+def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
+    """Return what became of a batch size that is the data's own: the global batch, or, if typed, that of evaluation."""
+    own = own_batch.of(cfg)
+    if own is None:
+        return ""
+    if OmegaConf.is_interpolation(cfg, "global_batch_size"):
+        plain: Any = OmegaConf.to_container(cfg, resolve=False)
+        is_usual = plain["global_batch_size"].endswith(f":{own.size}}}")
+        return "" if is_usual else f", as {own.key} has it"
+    return f"; {own.key}={own.size} is the most that evaluation takes" if own.key in typed_keys(run.hydra) else ""
 
 
 @rank_zero_only

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.errors import RefusedRequest
+from lightswitch.preflight import own_batch
 from lightswitch.runs.run_id import new_run_id
 
 
@@ -21,6 +22,7 @@ def register(placement: Placement) -> None:
         "launched_nodes": lambda: placement.nodes,
         "unless": _unless,
         "steps_or_all": _steps_or_all,
+        "batch_of_data": _batch_of_data,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -50,6 +52,12 @@ def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
     """Return steps, or those of the whole run beside them where it is shorter: `${steps_or_all:250}`."""
     max_steps = _parent_.get("max_steps")
     return min(steps, max_steps) if isinstance(max_steps, int) and max_steps > 0 else steps
+
+
+def _batch_of_data(otherwise: int, *, _root_: DictConfig) -> int:
+    """Return the batch size that the data have themselves, or another: `${batch_of_data:64}`."""
+    found = own_batch.of(_root_)
+    return otherwise if found is None else found.size
 
 
 def _run_name(*, _root_: DictConfig) -> str:

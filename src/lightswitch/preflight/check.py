@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
@@ -47,7 +48,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     moved.follow(cfg, run)
     plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
-    _raise(iter(typed_problems(plain, typed)))
+    _raise(iter(typed_problems(plain, run.hydra)))
     _raise(unread.problems(cfg, run.hydra))
     typed_nodes = _nodes(typed)
     if is_planned := plain["mode"] in planned.MODES:
@@ -57,11 +58,11 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _raise(checked.problems(plain, run.placement, groups.files(run.hydra, "strategy")))
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
-        targets.problems(plain, plain.keys() - typed_nodes),
+        targets.problems(plain, plain.keys() - typed_nodes, _choices(run.hydra)),
         _batch(plain),
         root_keys.unscaled_rate(cfg, plain),
         _strategy(plain),
-        _checkpoints(plain),
+        _checkpoints(plain, typed),
         _loggers(plain),
         _run_directory(run.run_dir),
         _files(plain, run.run_dir),
@@ -73,13 +74,14 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     return _plan(plain)
 
 
-def typed_problems(cfg: dict[str, Any], typed: list[str]) -> list[str]:
+def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     """Return the problems in what was typed, whatever the machine; those of values once there are none of names.
 
     Args:
         cfg: resolved.
-        typed: overrides, as typed.
+        hydra: Hydra's part of the config, with the overrides as typed.
     """
+    typed, choices = typed_overrides(hydra), _choices(hydra)
     given = {key: cfg.get(key) for key in ("name", "run_id")}
     typed_keys = {key_and_value(override)[0] for override in typed}
     return (
@@ -88,10 +90,14 @@ def typed_problems(cfg: dict[str, Any], typed: list[str]) -> list[str]:
             *names.problems(given),
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
-            *targets.problems(cfg, _nodes(typed)),
+            *targets.problems(cfg, _nodes(typed), choices),
         ]
         or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
     )
+
+
+def _choices(hydra: HydraConf) -> targets.Choices:
+    return {group: groups.files(hydra, group) for group in ("callbacks", "logger")}
 
 
 def _nodes(typed: list[str]) -> set[str]:
@@ -189,15 +195,29 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _checkpoints(cfg: dict[str, Any]) -> Iterator[str]:
+def _checkpoints(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:
     targets = _targets(cfg.get("callbacks"))
-    if cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in target for target in targets):
+    is_missing = cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in one for one in targets)
+    if is_missing and (chosen := _chosen_alone(typed)):
+        yield (
+            f"callbacks={chosen} leaves out those that are on by default, among them what writes checkpoints; type "
+            f"callbacks=[default,{chosen}]"
+        )
+    elif is_missing:
         yield (
             "every checkpoint callback was removed, and Lightning would add one of its own; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"
         )
     if cfg["mode"] not in ("fit", checked.MODE, *planned.MODES) and not cfg["ckpt_path"]:
         yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
+
+
+def _chosen_alone(typed: list[str]) -> str | None:
+    """Return the callbacks that were typed as a choice, without those of the default; None where none were."""
+    chosen = [
+        value for key, value in map(key_and_value, typed) if key == "callbacks" and re.fullmatch(r"[\w,[\]]+", value)
+    ]
+    return chosen[-1].strip("[]") if chosen and "default" not in chosen[-1] else None
 
 
 def _loggers(cfg: dict[str, Any]) -> Iterator[str]:

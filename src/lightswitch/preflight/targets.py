@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import re
+from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
 from lightswitch.config import aliases
-from lightswitch.errors import nearest
+from lightswitch.errors import listed, nearest
 from lightswitch.preflight.signatures import Parameter, Signature, signature
 
 # Keys of nodes that are the engine's, and no arguments of the code that the node names
@@ -19,28 +20,46 @@ _STRATEGIES = {  # those with options of their own, the simplest first
     "fsdp1": "lightswitch.strategies.fsdp1.FSDP1",
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }
+Choices = Mapping[str, Container[str]]  # by group
+GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may be given by its own argument of the name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
-def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
+def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices) -> Iterator[str]:
     """Yield the arguments that code named by a config does not take, and those that it lacks.
 
     Args:
         cfg: resolved.
         keys: top-level nodes to look at.
+        choices: those of callbacks and of loggers.
     """
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key])
         if key in ("model", "data") and isinstance(cfg[key], dict) and "_target_" not in cfg[key]:
             yield f"{key}: it names no class; type {key}._target_=my.Class, or make another choice"
         if key in ("callbacks", "logger"):
-            yield from _unfinished_nodes(key, cfg[key] or {})
+            yield from _unfinished_nodes(key, cfg[key] or {}, choices.get(key, ()))
 
 
-def _unfinished_nodes(group: str, nodes: dict[str, Any]) -> Iterator[str]:
+def arguments(target: str) -> tuple[str, ...]:
+    """Return the arguments of code by its dotted path; none where its source does not tell."""
+    try:
+        found = signature(target)
+    except LookupError:
+        return ()
+    return tuple(found.parameters) if found else ()
+
+
+def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]) -> Iterator[str]:
     whole = [name for name, node in nodes.items() if node is None or (isinstance(node, dict) and "_target_" in node)]
     for name in (name for name in nodes if name not in whole):
-        yield f"{group}.{name} is not switched on.{nearest(name, whole)} To switch it on: {group}=[default,{name}]"
+        if name in choices:
+            yield f"{group}.{name} is not switched on. To switch it on: {group}=[default,{name}]"
+        elif told := aliases.instead(f"{group}.{name}"):
+            yield f"{group}.{name}: there is none; type {told}"
+        else:
+            hint = nearest(name, whole, alike=0.65)
+            yield f"{group}.{name} names no class.{hint} For one of your own: {group}.{name}._target_=my.Class"
 
 
 def _node_problems(path: str, node: Any) -> Iterator[str]:
@@ -70,6 +89,8 @@ def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
             continue
         if key not in accepted.parameters:
             yield from _unknown(path, key, accepted, node)
+        elif path == "model" and key in GIVEN and _is_in_pieces(value, accepted.parameters[key]):
+            yield f"{path}.{key}: found {', '.join(value)} and no class; type {key}.{next(iter(value))}=VALUE"
         elif not _fits(value, accepted.parameters[key]):
             yield f"{path}.{key}={value}: {_misfit(value, accepted.parameters[key])}"
 
@@ -88,12 +109,31 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> 
 
     What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused.
     """
-    other = aliases.argument(path, key, accepted.parameters)
+    if (told := aliases.instead(f"{path}.{key}")) and not accepted.open_ended:
+        yield f"{path}.{key}: {_short(node)} takes no {key}; type {told}"
+        return
+    other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, accepted)
     hint = f" Did you mean {other}?" if other else nearest(key, accepted.parameters, alike=0.85)
-    if not (hint or accepted.open_ended):
+    if key in GIVEN and accepted.parameters:
+        hint = f" Its own: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
+    elif not (hint or accepted.open_ended):
         hint = _of_strategies(path, key) or nearest(key, accepted.parameters)
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
+
+
+def _is_in_pieces(value: Any, parameter: Parameter) -> bool:
+    """Return whether an argument of what was `${optimizer}` was typed over it: `model.optimizer.lr=0.1`."""
+    takes_dict = re.search(r"dict|mapping|config", parameter.annotation + str(parameter.default), re.IGNORECASE)
+    return isinstance(value, dict) and bool(value) and "_target_" not in value and not takes_dict
+
+
+def _of_group(path: str, key: str, accepted: Signature) -> str | None:
+    """Return the key of the config that an argument of other models is here: lr, of a model that is given an optimizer;
+    None if there is none."""
+    setting = aliases.setting(key)
+    group = (setting or "").partition(".")[0]
+    return setting if path == "model" and group in accepted.parameters else None
 
 
 def _of_strategies(path: str, key: str) -> str:

@@ -17,12 +17,11 @@ from lightswitch.config import aliases, groups
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.config.values import KINDS, KINDS_OF_OTHERS
 from lightswitch.errors import listed
-from lightswitch.preflight.signatures import Signature, signature
+from lightswitch.preflight.targets import GIVEN, arguments
 
 # What a run is made of. Any other node is there to be referred to, as `optimizer: ${optimizer}` of a model does.
 _MADE = ("model", "data", "trainer", "callbacks", "logger", "cluster", "compile", "device", "plan", "hydra")
 _READ = {*_MADE, *(key.partition(".")[0] for key in (*KINDS, *KINDS_OF_OTHERS))}
-_GIVEN = ("optimizer", "scheduler")  # groups that a model may be given
 _WHEN = {  # keys that the engine reads in some runs alone: a key, the values it has there, and what to type
     "dry_run": ("mode", ("dry_run",), "mode=dry_run"),
     "check": ("mode", ("check",), "mode=check"),
@@ -88,7 +87,7 @@ def _told(cfg: DictConfig, key: str) -> str | None:
         return None
     if _is_read(cfg, key) or _is_the_scripts(group):
         return None
-    return _of_model(cfg, group) if group in _GIVEN else f"nothing refers to it, as by ${{{key}}}; leave it out"
+    return _of_model(cfg, group) if group in GIVEN else f"nothing refers to it, as by ${{{key}}}; leave it out"
 
 
 def _is_read(cfg: DictConfig, key: str) -> bool:
@@ -117,16 +116,9 @@ def _is_the_scripts(key: str) -> bool:
 def _of_model(cfg: DictConfig, group: str) -> str:
     """Return that the model takes no optimizer or schedule of the config's, and what it takes."""
     target = str(OmegaConf.select(cfg, "model._target_"))
-    name, takes = target.rpartition(".")[2], _signature(target)
-    if takes is not None and group in takes.parameters:
+    name, takes = target.rpartition(".")[2], arguments(target)
+    if group in takes:
         return f"{name} takes the {group} as an argument; type 'model.{group}=${{{group}}}'"
-    own = [] if takes is None else sorted(takes.parameters, key=lambda one: aliases.setting(f"{group}.{one}") is None)
-    told = f"; its own: {listed([f'model.{one}' for one in own], shown=6)}" if own else ", and has its own"
+    own = [f"model.{one}" for one in sorted(takes, key=lambda one: aliases.setting(f"{group}.{one}") is None)]
+    told = f"; its own: {listed(own, shown=6)}" if own else ", and has its own"
     return f"{name} takes no {group}{told}"
-
-
-def _signature(target: str) -> Signature | None:
-    try:
-        return signature(target)
-    except LookupError:
-        return None

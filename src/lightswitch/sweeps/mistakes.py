@@ -84,6 +84,6 @@ def _problems(job: DictConfig) -> list[str]:
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    told = check.typed_problems(plain, typed_overrides(hydra)) or list(unread.problems(job, hydra))
+    told = check.typed_problems(plain, hydra) or list(unread.problems(job, hydra))
     problems: list[str] = cleaner.cleaned(told)
     return problems

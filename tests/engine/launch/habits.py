@@ -182,7 +182,7 @@ HABITS = (
     Habit("trainer.max_time: no default ends it", "time", look=lambda run: _steps(run) > 0, found=True),
     Habit("fewer steps than the default between validations", "normed on two", look=_validated(), found=[1]),
     # Names of Lightning's
-    Habit("data.batch_size=20", "epochs", "advice     data.batch_size is not what a step takes where batches are cut"),
+    Habit("data.batch_size=20", "epochs", "accumulation 1; data.batch_size=20 is the most that evaluation takes\n"),
     Habit("trainer.strategy=ddp_fork", "epochs and steps", "strategy   DDP, precision 32-true, 1 node × 2 CPU"),
     Habit("ckpt_path=last", "last", ".ckpt, at step 4", _times_told("resumes    runs/plainmodel/mine/"), 1),
     Habit("a line to go on, pasted later", "last", look=_times_told(" ckpt_path=last"), found=0),
@@ -337,7 +337,7 @@ ELSEWHERE = {
     "IterableDataset": ("batches/test_stream_runs.py", "def test_a_stream_has_the_curve_of_one_process"),
     "split_dataset_by_node": ("batches/test_stream_runs.py", "def test_a_stream_that_splits_itself_by_ranks"),
     "loaders of unequal lengths": ("batches/test_combined.py", "def test_a_shorter_loader_is_read_again"),
-    "a data module of batch_size=8, and nothing typed": ("launch/test_habits.py", "def test_a_batch_size_that_data"),
+    "a data module's batch_size, and nothing else typed": ("launch/test_habits.py", "def test_a_batch_size_that_data"),
     "an average of weights by hand, under fsdp": ("strategies/test_fsdp.py", "def test_an_average_by_hand"),
     "EMAWeightAveraging": ("strategies/shapes/modules.py", "class Averaging"),
     "averages, sharded": ("launch/test_averaging.py", "def test_a_run_is_validated_and_resumed_by_its_averages"),
