@@ -3,6 +3,7 @@
 python -m lightswitch.compare runs/NAME/RUN_ID runs/NAME/ANOTHER …
 python -m lightswitch.compare runs/NAME/SWEEP_ID
 python -m lightswitch.compare runs/NAME/RUN_ID runs/NAME/ANOTHER -o ddp_or_fsdp.html
+python -m lightswitch.compare runs/NAME/* --tag baseline
 
 Whoever launched them, and also a run and the one that went on from its checkpoint. The tables are printed, and written
 as Markdown beside the page, an HTML file that needs nothing else.
@@ -26,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> None:
     from lightswitch.compare import files  # it takes its time to import, in which Ctrl+C may come
 
     try:
-        for told in files.write(arguments.runs, arguments.output):
+        for told in files.write(arguments.runs, arguments.output, arguments.tag):
             print(told, flush=True)
     except (OSError, Refused) as error:
         parser.error(str(error))
@@ -35,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Command("lightswitch.compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, or a sweep's: all its jobs")
+    parser.add_argument("--tag", action="append", default=[], help="compare the runs that are marked with it alone")
     parser.add_argument("-o", "--output", type=_page, metavar="FILE.html", help="compare.html beside the runs, if not")
     return parser
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightswitch import figures, regular_files
@@ -14,11 +14,12 @@ from lightswitch.errors import Refused, shown
 NAME = "compare.html"
 
 
-def write(paths: list[Path], file: Path | None = None) -> Iterator[str]:
+def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ()) -> Iterator[str]:
     """Compare runs, write the page and the same as Markdown beside it, and yield what to print.
 
     Args:
         paths: run directories, or those of sweeps.
+        tags: what a run must be marked with to be compared.
         file: the page's; if None, compare.html in the deepest folder that holds all the runs.
 
     Raises:
@@ -26,7 +27,10 @@ def write(paths: list[Path], file: Path | None = None) -> Iterator[str]:
         OSError: a file can't be written.
     """
     run_dirs = run.find(paths)
-    comparison = Comparison(tuple(run.read(run_dirs)))
+    runs = [one for one in run.read(run_dirs) if one.tags.issuperset(tags)]
+    if tags and not runs:
+        raise Refused(f"found no run with the tags {', '.join(tags)}; a run is marked by tags=[{','.join(tags)}]")
+    comparison = Comparison(tuple(runs))
     file = file or _common_folder(run_dirs) / NAME
     title = f"{comparison.name}: {len(comparison.runs)} runs beside one another"
     told, summary = tables.tables(comparison), tables.summary(comparison)

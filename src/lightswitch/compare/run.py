@@ -41,6 +41,7 @@ class Run:
         state: finished, not finished, stopped, or failed.
         failure: the first line of what ended it.
         times: None if its steps were not measured.
+        tags: words that mark it.
         planned_bytes: the peak that a plan foretold; None without one.
     """
 
@@ -54,6 +55,7 @@ class Run:
     curves: dict[str, Curve] = field(default_factory=dict)
     times: StepTimes | None = None
     planned_bytes: int | None = None
+    tags: frozenset[str] = frozenset()
 
     @property
     def world_size(self) -> int | None:
@@ -120,6 +122,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         curves=_curves(run_dir / "metrics.csv"),
         times=step_times.read(run_dir),
         planned_bytes=planned.peak_bytes(run_dir),
+        tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
     )
 
 

@@ -23,7 +23,7 @@ MOVED = {
     "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
 }
 UNTIL = "0.3"
-ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop"}  # as conf/config.yaml has them
+ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as conf/config.yaml has them
 
 
 def follow(cfg: DictConfig, run: RunContext) -> None:

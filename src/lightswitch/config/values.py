@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of keys that every config has
 KINDS_OF_OTHERS: dict[str, tuple[type, ...]] = {  # a config of an older version may lack them
     "compare": (bool,),
     "init_names": (dict, _NULL),
+    "tags": (list,),
     "on_nan": (str,),
     "matmul_precision": (str,),
     "lr_scaling.rule": (str,),

@@ -22,7 +22,7 @@ def register(placement: Placement) -> None:
         "launched_nodes": lambda: placement.nodes,
         "unless": _unless,
         "steps_or_all": _steps_or_all,
-        "batch_of_data": _batch_of_data,
+        "own_batch": _own_batch,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -54,8 +54,8 @@ def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
     return min(steps, max_steps) if isinstance(max_steps, int) and max_steps > 0 else steps
 
 
-def _batch_of_data(otherwise: int, *, _root_: DictConfig) -> int:
-    """Return the batch size that the data have themselves, or another: `${batch_of_data:64}`."""
+def _own_batch(otherwise: int, *, _root_: DictConfig) -> int:
+    """Return the batch size that the data have themselves, or another: `${own_batch:64}`."""
     found = own_batch.of(_root_)
     return otherwise if found is None else found.size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,20 +17,23 @@ class MLflowRun(MLFlowLogger):
         experiment_name: created if there is none.
         run_name: which is looked for.
         tracking_uri: of the store; `sqlite:///…` for a local file.
+        tags: words, each of which becomes a tag of the run with the value true: `tags.baseline = 'true'` finds them.
         options: of Lightning's MLFlowLogger.
 
     Raises:
         ModuleNotFoundError: MLflow, or what its SQLite store needs, is not installed.
     """
 
-    def __init__(self, experiment_name: str, run_name: str, tracking_uri: str, **options: Any) -> None:
+    def __init__(
+        self, experiment_name: str, run_name: str, tracking_uri: str, tags: Sequence[str] = (), **options: Any
+    ) -> None:
         needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uri.startswith("sqlite:") else [])]
         if missing := [name for name in needed if find_spec(name) is None]:
             raise ModuleNotFoundError(
                 f"logger=mlflow needs {', '.join(needed)}; not installed: {', '.join(missing)}; "
                 "type: pip install -e '.[mlflow]'"
             )
-        super().__init__(experiment_name, run_name, tracking_uri, **options)
+        super().__init__(experiment_name, run_name, tracking_uri, tags=dict.fromkeys(tags, "true"), **options)
 
     @property
     @rank_zero_experiment

@@ -72,6 +72,8 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={cfg[key]}: use one of {', '.join(allowed)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
         yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
+    if not isinstance(tags := cfg.get("tags", []), list) or not all(type(tag) is str for tag in tags):
+        yield f"tags={tags}: expected a list of words, as tags=[baseline,long]"
     yield from no_switch("compare", cfg.get("compare", False))  # a config of an earlier version has no such key
     yield from _unknown(cfg, "lr_scaling", _SCALING)
     yield from _unknown(cfg, "watch", _WATCH_KEYS)

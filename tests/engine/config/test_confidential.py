@@ -130,11 +130,9 @@ def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pyte
 
 
 def test_a_rank_with_another_secret_is_named_without_it(train: Train) -> None:
-    refused = train(
-        *PLAIN, "strategy=ddp", "trainer.accelerator=cpu", "+objectives.user=${oc.env:RANK}", ranks=2, check=False
-    )
+    refused = train(*PLAIN, "strategy=ddp", "trainer.accelerator=cpu", "tags=[${oc.env:RANK}]", ranks=2, check=False)
     assert refused.returncode == 2
-    assert f"rank 1 on {gethostname()} has another objectives.user than rank 0 on {gethostname()}; " in refused.err
+    assert f"rank 1 on {gethostname()} has another tags than rank 0 on {gethostname()}; " in refused.err
 
 
 def test_a_reference_to_what_comes_from_the_environment_is_written_as_that(monkeypatch: pytest.MonkeyPatch) -> None:

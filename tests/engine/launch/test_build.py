@@ -73,13 +73,14 @@ OWN_CLIP += ("trainer.max_steps=6", "trainer.log_every_n_steps=1", "global_batch
 
 
 def test_a_module_that_clips_itself_is_handed_no_value_that_nobody_typed(train: Train) -> None:
-    alone = train(*OWN_CLIP, "strategy=single")
+    clipped = (*OWN_CLIP, "trainer=clipped")
+    alone = train(*clipped, "strategy=single")
     assert "handed None\n" in alone.out
     assert (
         alone.out.count("clips gradients itself, and trainer.gradient_clip_val=1.0 is left out; type it to have") == 1
     )
     for strategy in ("ddp", "fsdp"):
-        assert largest_difference(train(*OWN_CLIP, f"strategy={strategy}", ranks=2), alone) <= 1e-5
+        assert largest_difference(train(*clipped, f"strategy={strategy}", ranks=2), alone) <= 1e-5
 
 
 def test_a_module_that_clips_itself_is_handed_the_value_that_is_typed(train: Train) -> None:

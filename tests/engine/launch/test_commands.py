@@ -21,7 +21,6 @@ from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.night import at_night
 
 OF_TRAINING = (
-    "optimizer.lr=1e-4",
     "~callbacks.throughput",
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=3",
@@ -73,7 +72,9 @@ def test_commands_begin_with_the_launcher(
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(psutil.Process, "parent", lambda _: None)  # what started pytest is no agent of torchrun's
-    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py", "strategy=ddp", "mode=fit", "seed=7"])
+    monkeypatch.setattr(
+        sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py", "strategy=ddp", "mode=fit", "optimizer.lr=1", "seed=7"]
+    )
     assert (
         commands.evaluate("best.ckpt", placement.detect(), "test")
         == f"{starts} train.py strategy=ddp seed=7 mode=test ckpt_path=best.ckpt"

@@ -33,7 +33,7 @@ def hydra_home(directory: Path) -> Iterator[None]:
 
 
 def logger(choice: str) -> Any:
-    root = OmegaConf.create({"name": "toy", "run_id": "first"})
+    root = OmegaConf.create({"name": "toy", "run_id": "first", "tags": ["baseline"]})
     node = OmegaConf.load(CONF / "logger" / f"{choice}.yaml")
     return instantiate(OmegaConf.merge(root, node)[choice])
 
