@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 _MANIFEST = Path(__file__).with_name("engine.json")  # of an engine that is a folder of a fork, and not installed
+
+
+def beyond_bounds(script: Path) -> list[str]:
+    """Return the requirements that installed packages do not meet, each with the version that there is.
+
+    pip tells it only where it installs: another package may have raised torch since.
+
+    Args:
+        script: beside which a fork, whose engine is a folder, has a pyproject.toml.
+    """
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+
+    try:
+        asked = requires("lightswitch") or []
+    except PackageNotFoundError:
+        project = script.with_name("pyproject.toml")
+        asked = re.findall(r'^ +"([a-z][\w-]*[<>=][^"]*)",', project.read_text(), re.M) if project.is_file() else []
+    found = []
+    for one in (one for one in map(Requirement, asked) if one.marker is None):
+        with contextlib.suppress(PackageNotFoundError):  # an extra
+            if not one.specifier.contains(there := version(one.name), prereleases=True):
+                found.append(f"{one.name} {there}, and this engine is for {one}")
+    return found
 
 
 def of(packages: Iterable[str]) -> dict[str, str]:

@@ -73,7 +73,7 @@ class Entry:
             if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
                 _leave_stdout()
                 return
-            ending.exit_with(problems_of_composition(error, targets.arguments))
+            ending.exit_with(problems_of_composition(error, targets.parameters))
         finally:
             self.process.release_locks()
 

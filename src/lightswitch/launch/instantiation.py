@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import DoublePrecision
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.fault_tolerance import classify
-from lightswitch.fault_tolerance.failure import full_traceback
-from lightswitch.preflight.targets import ENGINE_KEYS
+from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.preflight.targets import ENGINE_KEYS, parameters
 
 # A constructor raises these about files that its arguments name and, by a `raise` statement, about the arguments.
 # Any other error is a bug.
 _ABOUT_FILES = (OSError, ModuleNotFoundError)
 _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
+_OF_VALUES = (TypeError, ValueError, AttributeError)  # of a value of another type than expected
 _LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
 
 
@@ -32,13 +34,50 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
         if isinstance(cause, Refused):
             refusals.append(cause)
             return None
+        key = getattr(error, "full_key", None) or name
+        if told := _unimported(cfg, key, cause) or _unlike(cfg, key, cause):
+            refusals.append(RefusedRequest([told], full_traceback(error)))
+            return None
         if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and classify.raised_in(cause))):
             raise
-        key = getattr(error, "full_key", None) or name
         told = str(cause)
         details = full_traceback(cause) if _is_of_user(cause) else ""
         refusals.append(RefusedRequest([told if told.startswith(name) else f"{key}: {told}"], details))
         return None
+
+
+def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
+    """Return that a module of the config's, as it was imported, lacks a package; None where that is not what failed."""
+    if not isinstance(cause, ImportError):
+        return None
+    while isinstance(cause.__cause__, ImportError):  # Hydra's own says no more than which module it was
+        cause = cause.__cause__
+    if str(cause).startswith("Error loading"):  # of a bug in the module
+        return None
+    if str(cause).startswith(key.partition(".")[0]):  # a constructor's own words
+        return str(cause)
+    return f"{key}._target_={OmegaConf.select(cfg, key)._target_}: importing it fails: {cause}"
+
+
+def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
+    """Return the value with which a constructor fails that gives no type for it: one that is unlike its default, or, of
+    an argument without one, no number; None where there is none."""
+    node = OmegaConf.select(cfg, key)
+    if (
+        not (isinstance(cause, _OF_VALUES) and re.search(r"\b(str|NoneType)\b", str(cause)))
+        or not isinstance(node, DictConfig)
+        or "_target_" not in node
+    ):
+        return None
+    takes = parameters(str(node._target_))
+    for name in (name for name in node if name in takes and not takes[name].annotation):
+        value, default = node[name], takes[name].default
+        if isinstance(value, str | None) and (default is None or re.fullmatch(r"-?[\d.e+-]+|True|False", default)):
+            expected = "expected a number or true or false" if default is None else f"expected one like {default}"
+            found = "null" if value is None else value
+            failed = f"{str(node._target_).rpartition('.')[2]} gives it no type, and fails: {one_line(cause)}"
+            return f"{key}.{name}={found}: found {type(value).__name__}, {expected}; {failed}"
+    return None
 
 
 def raise_all(refusals: list[Refused]) -> None:

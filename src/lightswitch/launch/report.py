@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch import versions
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.find import position_of
 from lightswitch.config.overrides import typed_keys
@@ -41,6 +43,8 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
         type(trainer.strategy).__name__, trainer.precision,
         trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
     )  # fmt: skip
+    for told in versions.beyond_bounds(Path(sys.argv[0])):
+        log.warning("advice     found %s; type pip install -e . in the folder of train.py", told)
     if shards_itself(cfg):
         log.info("batch      as each device's data loader makes it × accumulation %d", plan.accumulation)
     else:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.config import aliases
-from lightswitch.preflight.signatures import Parameter, signature
+from lightswitch.preflight.targets import parameters
 
 _GLOBAL = "global_batch_size"
 
@@ -26,7 +26,7 @@ def of(cfg: DictConfig) -> OwnBatch | None:
     if node is None or not isinstance(cfg[node], DictConfig) or cfg[node].get("sharded_by") == "dataset":
         return None
     raw: Any = OmegaConf.to_container(cfg[node], resolve=False)
-    defaults = _parameters(str(raw.get("_target_")))
+    defaults = parameters(str(raw.get("_target_")))
     for name in aliases.names(_GLOBAL):
         if name in raw:
             size = None if _GLOBAL in str(raw[name]) else cfg[node][name]  # it may follow the global batch
@@ -37,14 +37,6 @@ def of(cfg: DictConfig) -> OwnBatch | None:
         if type(size) is int and size > 0:
             return OwnBatch(f"{node}.{name}", size)
     return None
-
-
-def _parameters(target: str) -> dict[str, Parameter]:
-    try:
-        found = signature(target)
-    except LookupError:  # preflight reports it
-        return {}
-    return found.parameters if found else {}
 
 
 def _number(default: str | None) -> int | None:

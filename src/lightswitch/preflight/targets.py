@@ -41,13 +41,13 @@ def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices) -> Iterator[
             yield from _unfinished_nodes(key, cfg[key] or {}, choices.get(key, ()))
 
 
-def arguments(target: str) -> tuple[str, ...]:
-    """Return the arguments of code by its dotted path; none where its source does not tell."""
+def parameters(target: str) -> dict[str, Parameter]:
+    """Return the parameters of code by its dotted path; none where its source does not tell."""
     try:
         found = signature(target)
     except LookupError:
-        return ()
-    return tuple(found.parameters) if found else ()
+        return {}
+    return found.parameters if found else {}
 
 
 def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]) -> Iterator[str]:

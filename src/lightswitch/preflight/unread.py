@@ -17,7 +17,7 @@ from lightswitch.config import aliases, groups
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.config.values import KINDS, KINDS_OF_OTHERS
 from lightswitch.errors import listed
-from lightswitch.preflight.targets import GIVEN, arguments
+from lightswitch.preflight.targets import GIVEN, parameters
 
 # What a run is made of. Any other node is there to be referred to, as `optimizer: ${optimizer}` of a model does.
 _MADE = ("model", "data", "trainer", "callbacks", "logger", "cluster", "compile", "device", "plan", "hydra")
@@ -116,7 +116,7 @@ def _is_the_scripts(key: str) -> bool:
 def _of_model(cfg: DictConfig, group: str) -> str:
     """Return that the model takes no optimizer or schedule of the config's, and what it takes."""
     target = str(OmegaConf.select(cfg, "model._target_"))
-    name, takes = target.rpartition(".")[2], arguments(target)
+    name, takes = target.rpartition(".")[2], parameters(target)
     if group in takes:
         return f"{name} takes the {group} as an argument; type 'model.{group}=${{{group}}}'"
     own = [f"model.{one}" for one in sorted(takes, key=lambda one: aliases.setting(f"{group}.{one}") is None)]
