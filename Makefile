@@ -104,6 +104,10 @@ docs: $(INSTALLED) ## build the documentation site in site/; make docs SERVE=1 s
 	$(PYTHON) -m tests.engine.tables.reference
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs $(if $(SERVE),serve,build)
 
+# what lightning-hydra-template has
+test-full clean-logs:
+	@echo "found no target $@, expected $(if $(findstring test,$@),make test-nightly,rm -r runs/NAME/RUN_ID of a run)" >&2; exit 2
+
 clean: ## remove .venv and every cache; runs/ stays
 	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 

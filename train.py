@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightswitch.launch.entry import entry
+try:
+    from lightswitch.launch.entry import entry
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"error: type make train, or .venv/bin/python train.py: {missing}") from None
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

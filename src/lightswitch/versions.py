@@ -19,17 +19,24 @@ def beyond_bounds(script: Path) -> list[str]:
     Args:
         script: beside which a fork, whose engine is a folder, has a pyproject.toml.
     """
-    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        return unmet(requires("lightswitch") or [])
+    except PackageNotFoundError:
+        project = script.with_name("pyproject.toml")
+        listed = re.findall(r'^ +"([a-z][\w-]*[<>=][^"]*)",', project.read_text(), re.M) if project.is_file() else []
+        return unmet(listed)
+
+
+def unmet(requirements: Iterable[str]) -> list[str]:
+    """Return those of some requirements that the installed packages do not meet; one that is not installed is none."""
+    from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
 
-    try:
-        asked = requires("lightswitch") or []
-    except PackageNotFoundError:
-        project = script.with_name("pyproject.toml")
-        asked = re.findall(r'^ +"([a-z][\w-]*[<>=][^"]*)",', project.read_text(), re.M) if project.is_file() else []
     found = []
-    for one in (one for one in map(Requirement, asked) if one.marker is None):
+    for one in (one for one in map(Requirement, requirements) if one.marker is None):
         with contextlib.suppress(PackageNotFoundError):  # an extra
             if not one.specifier.contains(there := version(one.name), prereleases=True):
                 found.append(f"{one.name} {there}, and this engine is for {one}")

@@ -41,6 +41,7 @@ _OF_DISKS = {  # errors of what a run writes or reads, which the user can mend
 _SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
 _SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # of Lightning, which steps one by itself
 _INTERVAL = "val_check_interval"  # of Lightning's loop, once it knows how many batches there are
+_SCHEDULES = "torch.optim.lr_scheduler"  # of which some have a length
 _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _LIBRARIES = (_RESTORING.partition(".")[0], "torch", "packaging", __name__.partition(".")[0])
 _OF_ODD_STATE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -87,6 +88,12 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return [
             f"trainer.{_INTERVAL}={interval} is more steps than an epoch has; type fewer, or "
             "trainer.check_val_every_n_epoch=null, which counts them over the epochs"
+        ]
+    if frame is not None and frame.f_globals.get("__name__") == _SCHEDULES and "total steps" in str(error):
+        schedule = frame.f_locals["self"]
+        return [
+            f"{type(schedule).__name__} ends at step {schedule.total_steps}, as the run began with it; type "
+            "init_from=PATH of its last checkpoint, and another run_id, for a run that begins one anew"
         ]
     if not steps_have_begun and (checkpoint := _restored_by_libraries(error)) is not None:
         return [

@@ -37,6 +37,12 @@ def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | No
     )
 
 
+def go_on_anew(placement: Placement, checkpoint: str) -> str:
+    """Return the command that starts another run of the same length, from the weights of a checkpoint."""
+    typed = _overrides(without=(*_START, "ckpt_path", "hydra.run.dir"))
+    return shlex.join([*_program(placement), *typed, f"init_from={quoted(checkpoint)}"])
+
+
 def repeat(cfg: DictConfig, placement: Placement) -> str:
     """Return the command that starts the same run again, in the same directory."""
     start = (*_START, "ckpt_path") if cfg.mode == "fit" else _START

@@ -63,11 +63,9 @@ def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | Non
     """Return the value with which a constructor fails that gives no type for it: one that is unlike its default, or, of
     an argument without one, no number; None where there is none."""
     node = OmegaConf.select(cfg, key)
-    if (
-        not (isinstance(cause, _OF_VALUES) and re.search(r"\b(str|NoneType)\b", str(cause)))
-        or not isinstance(node, DictConfig)
-        or "_target_" not in node
-    ):
+    if not isinstance(cause, _OF_VALUES) or not re.search(r"\b(str|NoneType)\b", str(cause)):
+        return None
+    if not isinstance(node, DictConfig) or "_target_" not in node:
         return None
     takes = parameters(str(node._target_))
     for name in (name for name in node if name in takes and not takes[name].annotation):

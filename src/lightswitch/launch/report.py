@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import versions
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.checkpoints.directory import read_state
 from lightswitch.checkpoints.find import position_of
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
@@ -79,7 +80,10 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     last = run.run_dir / "checkpoints" / "last.ckpt"
     position = position_of(last) if last.exists() else None
     go_on = commands.go_on(cfg, run.placement, position) if position else None
-    for what, text in _told(run, go_on, _mode_of_evaluation(trainer)).items():
+    if go_on and (length := _length_of_schedule(last)) is not None:
+        log.info("schedule   ends at step %d; what goes on is a run with one of its own, from these weights", length)
+        go_on = commands.go_on_anew(run.placement, shown(last))
+    for what, text in (_told(run, go_on, _mode_of_evaluation(trainer)) | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
     if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
         # the counters of spawned ranks ended with them, so the checkpoint's step counts
@@ -95,7 +99,8 @@ def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str
     run_dir = run.run_dir
     if run.mode == "predict":
         return {"written": shown(run_dir / "predictions")}
-    told = {"metrics": shown(run_dir / "metrics.csv")}
+    table = run_dir / "metrics.csv"
+    told = {"metrics": shown(table)} if table.exists() else {}
     if run.mode != "fit":
         return told
     if go_on:
@@ -106,6 +111,19 @@ def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str
     if (run_dir / "tensorboard").exists():
         told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
     return told
+
+
+def _length_of_schedule(checkpoint: Path) -> int | None:
+    """Return the step at which a schedule ends that fails in the next one, as OneCycleLR's; None where none does."""
+    states = read_state(checkpoint).get("lr_schedulers") or [{}]
+    return max((state["total_steps"] for state in states if "_schedule_phases" in state), default=None)
+
+
+def _profiles(trainer: Trainer) -> dict[str, str]:
+    """Return the files of a profiler that writes some, by the label of their line."""
+    folder, name = (getattr(getattr(trainer, "profiler", None), key, None) for key in ("dirpath", "filename"))
+    files = sorted(Path(folder).glob(f"*{name}*")) if folder and name else []
+    return {"profile": " ".join(shlex.quote(shown(file)) for file in files)} if files else {}
 
 
 def _mode_of_evaluation(trainer: Trainer) -> str | None:

@@ -144,8 +144,7 @@ class BestCheckpoint(Judged, ModelCheckpoint):
         if not self._has_told and trainer.is_global_zero:
             self._has_told = True
             if found is None:
-                metrics = objective.of_module(trainer.callback_metrics)
-                logged = [name for name in metrics if not name.startswith("train")]
+                logged = objective.of_module(_of_validation(trainer))
                 told = f"validation has logged {', '.join(logged) or 'no metric'}"
                 log.warning("best       is not kept: %s; type callbacks.best_checkpoint.monitor=NAME", told)
             elif found != (self._given or objective.LOSS):
@@ -179,6 +178,12 @@ def _has_validated(trainer: Trainer) -> bool:
     """Return whether a validation of the fit has run, so that its metrics are there."""
     is_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
     return is_fit and trainer.fit_loop.epoch_loop.val_loop._has_run
+
+
+def _of_validation(trainer: Trainer) -> list[str]:
+    """Return the metrics that the last validation has logged."""
+    results = trainer.fit_loop.epoch_loop.val_loop._results
+    return [name for name in trainer.callback_metrics if any(name == one.meta.name for one in results.values())]
 
 
 def _worst(mode: Mode) -> Tensor:

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightswitch import patches
 from lightswitch.errors import listed
@@ -21,7 +22,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class ModelSize(Callback):
     """Callback that logs the model's class and number of parameters once, before a strategy takes it apart.
 
-    Of batch norms it says that the curve follows the number of devices and the micro batch.
+    Of batch norms and dropout it says that the curve follows the number of devices and the micro batch.
 
     `configure_model` is the user's, and is left to Lightning: called once more, it may read weights, or form a process
     group that other ranks know nothing of.
@@ -45,6 +46,10 @@ def _tell(trainer: Trainer, model: LightningModule) -> None:
     log.info("model      %s, %.2f M parameters", type(model).__name__, count / 1e6)
     if trainer.state.fn != TrainerFn.FITTING:
         return
+    dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p]
+    if dropouts and trainer.world_size * trainer.accumulate_grad_batches > 1:
+        told = "dropout    %s: each micro batch draws its own, so the curve follows their number, as it follows a seed"
+        log.info(told, listed(dropouts))
     norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS]
     told = "batch norm %s: its statistics are those of the samples that a device takes at once, so the curve follows %s"
     if norms and trainer.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is None:

@@ -57,8 +57,11 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
         key, _ = key_and_value(override)
         if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
             other = aliases.setting(key)
-            hint = f" Did you mean {other}?" if other else nearest(key, [known for known in cfg if known != key])
-            if hint := hint or ("" if key in GROUPS else nearest(key, GROUPS, alike=0.85)):
+            hint = "" if key in GROUPS else nearest(key, GROUPS, alike=0.85)
+            hint = (
+                f" Did you mean {other}?" if other else hint or nearest(key, [known for known in cfg if known != key])
+            )
+            if hint:
                 yield f"{key}: there is no such key.{hint}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ def problems(cfg: DictConfig, hydra: HydraConf) -> Iterator[str]:
     Args:
         cfg: unresolved, without Hydra's part; a config whose values can be resolved.
     """
-    found: dict[str, list[str]] = {}  # by what is told of them
-    for key, origin in _keys(hydra).items():
-        if (told := _told(cfg, key)) is not None:
-            found.setdefault(told, []).append(origin)
+    names, found = _keys(hydra), dict[str, list[str]]()  # by what is told of them
+    for key, told in of(cfg, names).items():
+        found.setdefault(told, []).append(names[key])
     yield from (f"{listed(origins)}: {told}" for told, origins in found.items())
+
+
+def of(cfg: DictConfig, keys: Iterable[str]) -> dict[str, str]:
+    """Return those of some keys of a config that nobody reads, each with why, and what is read instead."""
+    return {key: told for key in keys if (told := _told(cfg, key)) is not None}
 
 
 def _keys(hydra: HydraConf) -> dict[str, str]:

@@ -45,8 +45,8 @@ MISTAKES = {
     **{
         f"{word}=3": f"{word}: there is no such key. Did you mean {key}?"
         for word, key in {
-            "lr": "optimizer.lr",
-            "learning_rate": "optimizer.lr",
+            "lr": "model.lr",
+            "learning_rate": "model.lr",
             "batch_size": "global_batch_size",
             "epochs": "trainer.max_epochs",
             "max_steps": "trainer.max_steps",
@@ -75,8 +75,8 @@ MISTAKES = {
     "callbacks.throughput.every=3": "callbacks.throughput.every: Throughput takes no every.",
     "callbacks.early_stopping.patience=3": "callbacks.early_stopping is not switched on. "
     "To switch it on: callbacks=[default,early_stopping]",
-    "callbacks.throughputt.x=3": "callbacks.throughputt is not switched on. Did you mean throughput? "
-    "To switch it on: callbacks=[default,throughputt]",
+    "callbacks.throughputt.x=3": "callbacks.throughputt names no class. Did you mean throughput? "
+    "For one of your own: callbacks.throughputt._target_=my.Class",
     "strategy=ddp trainer.strategy.start_methd=fork": "trainer.strategy.start_methd: DDP takes no start_methd. "
     "Did you mean start_method?",
     "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
@@ -114,7 +114,7 @@ MISTAKES = {
     "=1": "=1: found no key; a setting is KEY=VALUE",
     "+=1": "+=1: found no key; a setting is KEY=VALUE",
     "--resolve": "--resolve: found no --cfg, which it belongs to; type --cfg job --resolve",
-    "callbacks.x=1": "callbacks.x is not switched on. To switch it on: callbacks=[default,x]",
+    "callbacks.x=1": "callbacks.x names no class. For one of your own: callbacks.x._target_=my.Class",
     "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",
     "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
     "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run, check",
@@ -173,7 +173,7 @@ MEANT = {
     "experiment": {"gpt2": "gpt2_openwebtext"},
     "device": {"a100": "a100_40gb", "h10": "h100"},
 }
-UNMEANT = ("precision=8", "strategy=colossalai", "logger=none", "callbacks=none", "optimizer=lion", "cluster=pbs")
+UNMEANT = ("precision=8", "strategy=colossalai", "optimizer=lion", "cluster=pbs")
 UNMEANT = (*UNMEANT, "scheduler=onecycle", "model=resnet", "debug=true", "debug=fast", "experiment=lora")
 
 
@@ -216,7 +216,7 @@ NO_KEYS = {
         "matmul_precision": ("tf32",),
         "strategy": ("fsdp", "deepspeed"),
         "experiment": ("hparams_search",),
-        "mode": ("test", "do_train"),
+        "mode": ("eval", "do_train"),
         "callbacks=[default,early_stopping]": ("early_stopping",),
         "callbacks.best_checkpoint.monitor": ("monitor", "metric_for_best_model"),
         "callbacks.early_stopping.patience": ("patience",),

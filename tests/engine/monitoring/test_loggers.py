@@ -101,6 +101,7 @@ def test_mlflow_keeps_metrics_and_parameters_in_a_local_store(directory: Path) -
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_name == "first"
     assert run.info.status == "FINISHED"
+    assert run.data.tags["baseline"] == "true"
     assert run.data.params == {"optimizer/lr": "0.01"}
     assert {"train/loss", "val/loss", "samples"} <= run.data.metrics.keys()
     assert {metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")} == {4, 9, 14, 19}

@@ -171,6 +171,8 @@ def test_a_run_without_data_is_refused(train: Train) -> None:
 
 
 CONSTRUCTORS = """
+from torch import nn
+
 from tests.engine.plain import PlainData, PlainModel
 
 class BadValue(PlainModel):
@@ -180,6 +182,15 @@ class BadValue(PlainModel):
 class NoFile(PlainData):
     def __init__(self) -> None:
         open("nowhere.txt")
+
+class Loose(PlainModel):
+    def __init__(self, width=64, depth=None) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 2)
+
+class Lacking(PlainModel):
+    def __init__(self) -> None:
+        import torchvison
 
 class Bug(PlainModel):
     def __init__(self) -> None:
@@ -208,6 +219,23 @@ def test_what_constructors_say_of_their_arguments_is_told_at_once(train: Train, 
     ]
     (log,) = constructors.glob("runs/*/*/train.log")
     assert log.read_text().count("Traceback (most recent call last)") >= 2  # one of each constructor's own
+
+
+IN_A_LINE = {
+    "model._target_=constructors.Loose model.width=abc": "model.width=abc: found str, expected one like 64; Loose "
+    "gives it no type, and fails: TypeError: ",
+    "model._target_=constructors.Lacking": "model._target_=constructors.Lacking: importing it fails: No module named "
+    "'torchvison'\n",
+    "model._target_=lacking.Model": "model._target_=lacking.Model: importing it fails: No module named 'torchvison'\n",
+}
+
+
+@pytest.mark.parametrize("typed", IN_A_LINE)
+def test_what_a_constructor_lacks_is_a_line_that_ends_with_it(typed: str, train: Train, constructors: Path) -> None:
+    (constructors / "lacking.py").write_text("import torchvison\nclass Model: pass\n")
+    refused = train(*typed.split(), PLAIN_DATA, folder=constructors, check=False)
+    assert refused.err.startswith(f"error: {IN_A_LINE[typed]}")
+    assert (refused.returncode, refused.err.count("\n")) == (2, 1)
 
 
 def test_a_bug_in_a_constructor_keeps_its_traceback(train: Train, constructors: Path) -> None:

@@ -53,6 +53,13 @@ def test_what_all_jobs_have_is_told(told: Told, swept: tuple[str, ...]) -> None:
     assert told(*swept, "trainer.max_stps=4") == TYPO
 
 
+def test_what_no_job_reads_is_told_once(told: Told) -> None:
+    own = ("model._target_=tests.engine.plain.PlainModel",)
+    line = "optimizer.lr: PlainModel takes no optimizer; its own: model.lr, model.width, model.dropout, model.eps, "
+    assert told("optimizer.lr=1e-3,1e-4", model=own) == [f"{line}model.halved"]
+    assert told("optimizer=sgd,adamw", model=own) == [f"{line}model.halved".replace(".lr:", ":")]
+
+
 def test_what_one_job_does_not_have_is_left_to_the_others(told: Told) -> None:
     assert told("trainer.max_stps=4", "optimizer.eps=x,1e-8") == TYPO
     assert told("optimizer.eps=x,1e-8,y") == []

@@ -1,0 +1,87 @@
+"""What is typed and read by nobody is refused by name: each key of --help, against each model and dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightswitch.preflight import unread
+from lightswitch.reference import choices
+from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
+from tests.engine.requests import composed, composing, problems
+
+CONF = CHECKOUT / "conf"
+PARTIAL = ("model._target_=tests.engine.plain.PartialModel", PLAIN_DATA, "model.optimizer=${optimizer}")
+GIVEN = ("optimizer", "scheduler")
+ELSEWHERE = ("dry_run", "check", "lr_scaling.reference_batch_size")  # of another mode, or of a rule that is none
+NEEDED = {  # what a choice needs to be typed beside it
+    "hf_causal_lm": ("model.pretrained=FOLDER",),
+    "hf_text": ("model=hf_causal_lm", "model.pretrained=FOLDER"),
+    **dict.fromkeys(("digits", "fashion_mnist"), ("model=vit",)),
+    "vit": ("data=digits",),
+}
+COMBINATIONS = {  # the words, and the groups that nobody reads there
+    **{
+        f"{group}={choice.name}": ((f"{group}={choice.name}", *NEEDED.get(choice.name, ())), set[str]())
+        for group in ("model", "data")
+        for choice in choices.groups(CONF)[group]
+    },
+    "a module with its own optimizer": (PLAIN, {*GIVEN}),
+    "a module that takes an optimizer": (PARTIAL, {"scheduler"}),
+    "a rate that refers to one": ((*PLAIN, "model.lr=${optimizer.lr}"), {"optimizer but lr", "scheduler"}),
+}
+TOLD = {
+    "optimizer.lr=0.01": "optimizer.lr: PlainModel takes no optimizer; its own: model.lr, model.width, model.dropout, "
+    "model.eps, model.halved",
+    "optimizer=sgd scheduler.decay=linear": "optimizer: PlainModel takes no optimizer; its own: model.lr, model.width, "
+    "model.dropout, model.eps, model.halved\n"
+    "scheduler.decay: PlainModel takes no scheduler; its own: model.lr, model.width, model.dropout, model.eps, "
+    "model.halved",
+    "+depth=3": "depth: nothing refers to it, as by ${depth}; leave it out",
+    "+depth=3 model.width=${depth}": "",
+    "dry_run.steps=3": "dry_run.steps: nothing reads it without mode=dry_run",
+    "lr_scaling.reference_batch_size=3": "lr_scaling.reference_batch_size: nothing reads it without "
+    "lr_scaling.rule=linear or sqrt",
+    "~optimizer": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def _conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    with composing():
+        yield
+
+
+def _keys() -> list[str]:
+    """Those that --help lists: of the config, and of the choices that it begins with."""
+    root, groups = choices.config(CONF), choices.groups(CONF)
+    chosen = [one for group, name in root.defaults.items() for one in groups.get(group, ()) if one.name == name]
+    return [key.path for choice in (root, *chosen) for key in choice.keys if not key.is_node and key.path[0] != "_"]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_each_key_of_help_is_read_or_told(combination: str, tmp_path: Path) -> None:
+    words, groups = COMBINATIONS[combination]
+    keys = [key for key in _keys() if not key.startswith("model.")]  # another's are its signature's
+    expected = {key for key in keys if f"{key}.".startswith(tuple(f"{one}." for one in (*groups, *ELSEWHERE)))}
+    if "optimizer but lr" in groups:
+        expected |= {key for key in keys if key.startswith("optimizer.") and key != "optimizer.lr"}
+    assert {*unread.of(composed(*words, into=tmp_path).cfg, keys)} == expected
+
+
+@pytest.mark.parametrize("typed", TOLD)
+def test_what_nobody_reads_is_refused_with_what_is_read(typed: str, tmp_path: Path) -> None:
+    request = composed(*PLAIN, "trainer.accelerator=cpu", *typed.split(), into=tmp_path / "runs/plainmodel/mine")
+    assert problems(request) == {*TOLD[typed].splitlines()}
+
+
+def test_what_stands_in_an_experiment_is_told_with_its_name(tmp_path: Path) -> None:
+    model = ("~model", "+model._target_=tests.engine.plain.PlainModel")  # without what the experiment sets of its own
+    request = composed("experiment=gpt2_openwebtext", *model, PLAIN_DATA, "trainer.accelerator=cpu", into=tmp_path)
+    found = unread.problems(request.cfg, request.hydra)
+    assert [line.partition(":")[0] for line in found] == [
+        "optimizer.lr of experiment=gpt2_openwebtext, optimizer.betas of experiment=gpt2_openwebtext"
+    ]
