@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-# Cut into accumulated micro batches at 1 and 2 devices. The default clips some of the gradients and not others: were
+# Cut into accumulated micro batches at 1 and 2 devices. The norm of 1 clips some of the gradients and not others: were
 # all of them clipped, Adam would hide a wrong norm.
 RUN = (
     "global_batch_size=24",
     "micro_batch_size=6",
+    "trainer=clipped",
     "trainer.max_steps=50",
     "trainer.val_check_interval=25",
     "trainer.log_every_n_steps=1",

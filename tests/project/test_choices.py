@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from lightswitch.cluster.placement import Placement
 from lightswitch.config import moved
+from lightswitch.launch import resolvers
+from lightswitch.preflight import unread
 from tests.project.choices import CONF, choices
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "experiment", "strategy", "callbacks")
@@ -22,6 +27,33 @@ def test_a_choice_composes_and_names_code_that_is_there(group: str, choice: str)
         cfg = compose("config", overrides=[f"{group}={choice}"])
     for target in _targets(OmegaConf.to_container(cfg, resolve=False)):
         assert callable(get_object(moved.today(target))), target
+
+
+@pytest.mark.parametrize("model", choices("model"))
+def test_what_is_typed_of_optimizer_and_scheduler_is_read_or_refused(model: str) -> None:
+    cfg = _with_data(model)
+    given = OmegaConf.to_container(cfg.model, resolve=False).values()
+    for group in ("optimizer", "scheduler"):
+        keys = [f"{group}.{key}" for key in cfg[group] if not key.startswith("_")]
+        assert {*unread.of(cfg, keys)} == ({*()} if f"${{{group}}}" in given else {*keys})
+
+
+def _with_data(model: str) -> DictConfig:
+    """The config of a model with the first data that have what it refers to."""
+    resolvers.register(Placement("local"))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for data in choices("data"):
+            words = [f"model={model}", f"data={data}", "run_id=x", "hydra.runtime.output_dir=x"]
+            cfg = compose("config", overrides=words, return_hydra_config=True)
+            HydraConfig.instance().set_config(cfg)
+            OmegaConf.set_struct(cfg, False)
+            del cfg["hydra"]
+            try:
+                OmegaConf.to_container(cfg, resolve=True)
+            except OmegaConfBaseException:
+                continue
+            return cfg
+    raise ValueError(f"no data of conf fit model={model}")
 
 
 def _targets(node: Any) -> Iterator[str]:

@@ -100,7 +100,6 @@ _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterp
     "model.compile": "compile=true",
     "model.torch_compile": "compile=true",
     "trainer.tpu_cores": "trainer.devices=N; there is no strategy for TPUs here",
-    "trainer.gpus": "trainer.devices=N",
     "trainer.resume_from_checkpoint": "resume=PATH",
     "trainer.weights_summary": "callbacks=[default,model_summary]",
     "callbacks.model_checkpoint": "callbacks.best_checkpoint.monitor=NAME, or callbacks.last_checkpoint.keep=N",
@@ -108,11 +107,12 @@ _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterp
     "callbacks.learning_rate_monitor": "callbacks.lr_monitor.logging_interval=step",
 }
 _CHOICES_INSTEAD = {  # files that it has, and the words that are one here
-    "callbacks=none": "callbacks=checkpoint, which writes checkpoints and nothing else",
-    "callbacks=model_checkpoint": "callbacks=checkpoint",
-    "callbacks=rich_progress_bar": "callbacks=default, which shows one",
-    "logger=none": "logger=csv, which writes metrics.csv alone",
-    "logger=many_loggers": "logger=[default,wandb]",
+    "callbacks": {
+        "none": "callbacks=checkpoint, which writes checkpoints and nothing else",
+        "model_checkpoint": "callbacks=checkpoint",
+        "rich_progress_bar": "callbacks=default, which shows one",
+    },
+    "logger": {"none": "logger=csv, which writes metrics.csv alone", "many_loggers": "logger=[default,wandb]"},
 }
 
 
@@ -127,7 +127,7 @@ def instead(key: str) -> str | None:
 
 def choice_instead(group: str, name: str) -> str | None:
     """Return what to type in place of a choice of another template; None if not known."""
-    return _CHOICES_INSTEAD.get(f"{group}={name}")
+    return _CHOICES_INSTEAD.get(group, {}).get(name)
 
 
 def names(key: str) -> tuple[str, ...]:

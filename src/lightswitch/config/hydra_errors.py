@@ -128,7 +128,7 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
         told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error has the variable's value
         return [f"the run directory can't be made: {told}"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
-        return [f"--config-name={name}: there is no conf/{name}.yaml; {_OF_CONFIGS.get(name, 'leave it out')}"]
+        return [f"--config-name={name}: there is no such config; {_OF_CONFIGS.get(name, 'leave it out')}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):

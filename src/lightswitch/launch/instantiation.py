@@ -56,7 +56,8 @@ def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str |
         return None
     if str(cause).startswith(key.partition(".")[0]):  # a constructor's own words
         return str(cause)
-    return f"{key}._target_={OmegaConf.select(cfg, key)._target_}: importing it fails: {cause}"
+    target = OmegaConf.select(cfg, f"{key}._target_")  # none of a node of several
+    return f"{key}: {cause}" if target is None else f"{key}._target_={target}: importing it fails: {cause}"
 
 
 def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:

@@ -21,11 +21,12 @@ _STRATEGIES = {  # those with options of their own, the simplest first
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }
 Choices = Mapping[str, Container[str]]  # by group
+_NO_CHOICES: Choices = {}
 GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may be given by its own argument of the name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
-def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices) -> Iterator[str]:
+def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES) -> Iterator[str]:
     """Yield the arguments that code named by a config does not take, and those that it lacks.
 
     Args:

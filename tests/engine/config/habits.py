@@ -49,7 +49,7 @@ LINES = {
     "or hydra.run.dir=FOLDER",
     "datamodule.batch_size=3": "datamodule: there is no such key. Type data=NAME, or data.NAME=VALUE",
     "datamodule=mnist": "datamodule: there is no such key. Type data=NAME, or data.NAME=VALUE",
-    "--config-name=eval": "--config-name=eval: there is no conf/eval.yaml; type mode=test ckpt_path=PATH",
+    "--config-name=eval": "--config-name=eval: there is no such config; type mode=test ckpt_path=PATH",
     "local=default": "local: there is no such key. Type --config-dir=FOLDER, which has configs of this machine",
     "hparams_search=mnist_optuna": "hparams_search: there is no such key. Did you mean experiment?",
 }

@@ -225,8 +225,8 @@ NO_KEYS = {
     }.items()
     for word in words
 }
-# What is like nothing, and would only mislead: paths is no watch, tags are no data, lora is no logger
-NO_KEYS |= {word: f"{word}: there is no such key." for word in ("paths", "tags", "lora", "n_layer", "extras")}
+# What is like nothing, and would only mislead: lora is no logger
+NO_KEYS |= {word: f"{word}: there is no such key." for word in ("lora", "n_layer")}
 MISTAKES |= {
     f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
     for word, argument in {

@@ -11,23 +11,14 @@ from lightswitch.preflight import unread
 from lightswitch.reference import choices
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
 from tests.engine.requests import composed, composing, problems
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
 CONF = CHECKOUT / "conf"
 PARTIAL = ("model._target_=tests.engine.plain.PartialModel", PLAIN_DATA, "model.optimizer=${optimizer}")
 GIVEN = ("optimizer", "scheduler")
 ELSEWHERE = ("dry_run", "check", "lr_scaling.reference_batch_size")  # of another mode, or of a rule that is none
-NEEDED = {  # what a choice needs to be typed beside it
-    "hf_causal_lm": ("model.pretrained=FOLDER",),
-    "hf_text": ("model=hf_causal_lm", "model.pretrained=FOLDER"),
-    **dict.fromkeys(("digits", "fashion_mnist"), ("model=vit",)),
-    "vit": ("data=digits",),
-}
-COMBINATIONS = {  # the words, and the groups that nobody reads there
-    **{
-        f"{group}={choice.name}": ((f"{group}={choice.name}", *NEEDED.get(choice.name, ())), set[str]())
-        for group in ("model", "data")
-        for choice in choices.groups(CONF)[group]
-    },
+COMBINATIONS = {  # the words, and the groups that nobody reads there; those of conf: tests/project/test_choices.py
+    "a module that takes both": ((*LANGUAGE_MODEL, TEXT), set[str]()),
     "a module with its own optimizer": (PLAIN, {*GIVEN}),
     "a module that takes an optimizer": (PARTIAL, {"scheduler"}),
     "a rate that refers to one": ((*PLAIN, "model.lr=${optimizer.lr}"), {"optimizer but lr", "scheduler"}),
@@ -79,9 +70,15 @@ def test_what_nobody_reads_is_refused_with_what_is_read(typed: str, tmp_path: Pa
 
 
 def test_what_stands_in_an_experiment_is_told_with_its_name(tmp_path: Path) -> None:
-    model = ("~model", "+model._target_=tests.engine.plain.PlainModel")  # without what the experiment sets of its own
-    request = composed("experiment=gpt2_openwebtext", *model, PLAIN_DATA, "trainer.accelerator=cpu", into=tmp_path)
-    found = unread.problems(request.cfg, request.hydra)
-    assert [line.partition(":")[0] for line in found] == [
-        "optimizer.lr of experiment=gpt2_openwebtext, optimizer.betas of experiment=gpt2_openwebtext"
+    (tmp_path / "experiment").mkdir()
+    lines = (
+        "# @package _global_",
+        "defaults: [{override /scheduler: linear}]",
+        "optimizer: {lr: 1, betas: [0.9, 0.9]}",
+    )
+    (tmp_path / "experiment/mine.yaml").write_text("\n".join((*lines, "trainer: {max_steps: 2}", "seed: 7\n")))
+    request = composed(*PLAIN, "experiment=mine", f"hydra.searchpath=[{tmp_path}]", into=tmp_path)
+    assert [line.partition(":")[0] for line in unread.problems(request.cfg, request.hydra)] == [
+        "scheduler of experiment=mine",
+        "optimizer.lr of experiment=mine, optimizer.betas of experiment=mine",
     ]

@@ -42,7 +42,9 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_has_its_parameters(name):
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(overrides=["+data=digits", f"+model={name}", "+optimizer=adamw", "+scheduler=constant"])
+        cfg = compose(
+            overrides=["+trainer=default", "+data=digits", f"+model={name}", "+optimizer=adamw", "+scheduler=constant"]
+        )
     with torch.device("meta"):
         model = instantiate(cfg.model)
         model.configure_model()
