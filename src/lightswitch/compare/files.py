@@ -39,10 +39,9 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
         yield lacking
     drawn = {
         "Curves": lacking or pictures.curves(comparison),
-        "A step, in ms": None if lacking else pictures.steps(comparison),
+        "A step, in ms": [] if lacking else pictures.steps(comparison),
     }
-    pictured = {above: picture for above, picture in drawn.items() if picture is not None}
-    regular_files.write_text(file, page.page(title, told, summary, pictured))
+    regular_files.write_text(file, page.page(title, told, summary, drawn))
     beside = file.with_suffix(".md")
     regular_files.write_text(beside, text.markdown(title, told, summary))
     yield f"page       {shown(file.resolve())}"

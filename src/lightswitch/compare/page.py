@@ -28,24 +28,29 @@ td:first-child { font-weight: 550; }
 .r { text-align: right; }
 .wide td { vertical-align: top; }
 .wide td:not(:first-child) { white-space: normal; overflow-wrap: break-word; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 20px 28px;
+  margin: 8px 0 20px; }
+.picture { max-width: 560px; }
 .picture svg { display: block; width: 100%; height: auto; }
-.picture { margin: 8px 0 20px; }
+@media (max-width: 480px) { body { padding: 20px 12px 40px; } }
 .picture .dark { display: none; }
 @media (prefers-color-scheme: dark) { .picture .light { display: none; } .picture .dark { display: block; } }
 """
 
 
-def page(title: str, tables: Sequence[Table], summary: Sequence[str], pictures: Mapping[str, Picture | str]) -> str:
+def page(
+    title: str, tables: Sequence[Table], summary: Sequence[str], pictures: Mapping[str, list[Picture] | str]
+) -> str:
     """Return the HTML of a comparison.
 
     Args:
-        pictures: by the title of the table that they stand above; a text says why there is none.
+        pictures: by the title of the table that they stand above; a text says why there are none.
     """
     parts = [f"<h1>{escape(title)}</h1>", *_paragraphs(summary, "summary")]
     for table in tables:
         parts.append(f"<section>\n<h2>{escape(table.title)}</h2>")
-        if (picture := pictures.get(table.title)) is not None:
-            parts += [_inline(picture)] if isinstance(picture, Picture) else _paragraphs([picture], "notes")
+        if drawn := pictures.get(table.title):
+            parts += _paragraphs([drawn], "notes") if isinstance(drawn, str) else [_inline(drawn)]
         parts += [*_table(table), *_paragraphs(table.notes, "notes"), "</section>"]
     return _document(title, "\n".join(parts))
 
@@ -71,9 +76,12 @@ def _paragraphs(lines: Sequence[str], kind: str) -> Iterator[str]:
         yield f'<div class="{kind}">' + "".join(f"<p>{escape(line)}</p>" for line in lines) + "</div>"
 
 
-def _inline(picture: Picture) -> str:
-    forms = (f'<div class="{name}">{svg}</div>' for name, svg in (("light", picture.light), ("dark", picture.dark)))
-    return f'<div class="picture">{"".join(forms)}</div>'
+def _inline(pictures: list[Picture]) -> str:
+    shown = (
+        f'<div class="picture"><div class="light">{one.light}</div><div class="dark">{one.dark}</div></div>'
+        for one in pictures
+    )
+    return f'<div class="pictures">{"".join(shown)}</div>'
 
 
 def _table(table: Table) -> Iterator[str]:

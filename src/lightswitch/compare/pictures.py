@@ -19,33 +19,34 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH_INCHES = 10.0
+_WIDTH_INCHES = 4.5  # 432 pixels: two beside one another on a page, and one on a phone, whose letters stay readable
 _FEW_STEPS = 8  # of a curve: then each gets a dot
-_LETTERS, _LONGEST = 120, 48  # in the picture's width, and in a label
+_LETTERS, _LONGEST = 54, 48  # in the picture's width, and in a label
+_LONGEST_BASE = 26  # of the run that others are held against, in a title
 _MOST_SLOTS, _DASH = 3, 2.5  # dashes are measured in line widths
 _PARTS = (*PHASES[:-1], "saving", PHASES[-1])
 _COLORS = {"data": 4, "forward": 0, "backward": 2, "communication": 5, "optimizer": 1, "saving": 3}
 
 
-def curves(comparison: Comparison) -> Picture | None:
-    """Draw the training loss and the objective of all runs; below each, how far they are from the first run.
+def curves(comparison: Comparison) -> list[Picture]:
+    """Draw the training loss and the objective, each in a picture: all runs, and below how far they are from the first.
 
-    None if no two runs have a metric in common.
+    Nothing if no two runs have a metric in common.
     """
-    shown = comparison.metrics[:2]
-    if not shown:
-        return None
     drawn = [run for run in comparison.runs if run.curves]
-    height_inches = 4.4 + 0.2 * math.ceil(len(drawn) / _legend_columns(drawn))
-    return figures.picture(partial(_draw_curves, comparison, drawn, shown), _WIDTH_INCHES, height_inches)
+    height_inches = 4.2 + 0.2 * math.ceil(len(drawn) / _legend_columns(drawn)) if drawn else 0.0
+    return [
+        figures.picture(partial(_draw_curves, comparison, drawn, metric), _WIDTH_INCHES, height_inches)
+        for metric in comparison.metrics[:2]
+    ]
 
 
-def steps(comparison: Comparison) -> Picture | None:
-    """Draw a bar for each run whose steps were measured, cut into phases; None if there is no such run."""
+def steps(comparison: Comparison) -> list[Picture]:
+    """Draw a bar for each run whose steps were measured, cut into phases; nothing if there is no such run."""
     measured = [(run, run.times) for run in comparison.runs if run.times is not None and run.times.measured_steps]
     if not measured:
-        return None
-    return figures.picture(partial(_draw_steps, measured), _WIDTH_INCHES, 1.3 + 0.42 * len(measured))
+        return []
+    return [figures.picture(partial(_draw_steps, measured), _WIDTH_INCHES, 1.5 + 0.5 * len(measured))]
 
 
 def _color(theme: Theme, index: int) -> str:
@@ -53,9 +54,9 @@ def _color(theme: Theme, index: int) -> str:
     return theme.colors[index % len(theme.colors)]
 
 
-def _label(run: Run) -> str:
-    """Return a run's label, cut to the room there is."""
-    return _plain(run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}…")
+def _label(run: Run, longest: int = _LONGEST) -> str:
+    """Return a run's label, cut to the room there is, in letters."""
+    return _plain(run.label if len(run.label) <= longest else f"{run.label[: longest - 1]}…")
 
 
 def _plain(text: str) -> str:
@@ -68,18 +69,14 @@ def _legend_columns(runs: Sequence[Run]) -> int:
     return max(1, min(len(runs), _LETTERS // (longest + 6)))
 
 
-def _draw_curves(
-    comparison: Comparison, drawn: Sequence[Run], metrics: Sequence[str], figure: Figure, theme: Theme
-) -> None:
-    axes = figure.subplots(2, len(metrics), squeeze=False, sharex="col", height_ratios=(3, 1.35))
-    for column, metric in enumerate(metrics):
-        of_runs = comparison.with_metric(metric)
-        above, below = axes[0][column], axes[1][column]
-        above.set_title(_plain(metric))
-        for run in of_runs:
-            _draw_curve(above, theme, run, metric, drawn.index(run), len(drawn) - 1)
-        _draw_distances(below, theme, drawn, metric, of_runs)
-        below.set_xlabel("step")
+def _draw_curves(comparison: Comparison, drawn: Sequence[Run], metric: str, figure: Figure, theme: Theme) -> None:
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.35))
+    of_runs = comparison.with_metric(metric)
+    above.set_title(_plain(metric))
+    for run in of_runs:
+        _draw_curve(above, theme, run, metric, drawn.index(run), len(drawn) - 1)
+    _draw_distances(below, theme, drawn, metric, of_runs)
+    below.set_xlabel("step")
     _draw_legend(figure, theme, drawn)
 
 
@@ -114,7 +111,9 @@ def _draw_legend(figure: Figure, theme: Theme, drawn: Sequence[Run]) -> None:
 
 def _draw_distances(axes: Axes, theme: Theme, drawn: Sequence[Run], metric: str, of_runs: Sequence[Run]) -> None:
     base, *others = of_runs
-    axes.set_title(f"distance from {_label(base)}, where it is not 0", fontsize=9, color=theme.muted, pad=6)
+    axes.set_title(
+        f"distance from {_label(base, _LONGEST_BASE)}, where it is not 0", fontsize=9, color=theme.muted, pad=6
+    )
     distances: list[float] = []
     for run in others:
         away = _distances(run.curves[metric], base.curves[metric])
@@ -145,7 +144,7 @@ def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme
     for part in _PARTS:
         widths = [1000 * _seconds(times, part) for _, times in measured]
         shade = theme.colors[_COLORS[part]] if part in _COLORS else theme.rest
-        axes.barh(rows, widths, left=ends, height=0.62, color=shade, label=part, linewidth=0.6)
+        axes.barh(rows, widths, left=ends, height=0.44, color=shade, label=part, linewidth=0.6)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for row, end in enumerate(ends):
         axes.annotate(
@@ -156,13 +155,14 @@ def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme
             va="center",
             color=theme.ink,
         )
-    axes.set_yticks(rows, [_label(run) for run, _ in measured])
-    axes.tick_params(axis="y", labelcolor=theme.ink)
-    axes.invert_yaxis()
+    for row, (run, _) in enumerate(measured):  # above its bar: beside it, a long one would leave no room for bars
+        axes.annotate(_label(run), (0, row), (0, 11), textcoords="offset points", va="bottom", color=theme.ink)
+    axes.set_yticks([])
+    axes.set_ylim(len(measured) - 0.5, -0.9)
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, 1.1 * max(ends))
+    axes.set_xlim(0, 1.25 * max(ends))
     axes.set_xlabel("milliseconds a step")
-    figure.legend(loc="outside upper left", ncols=len(_PARTS), handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+    figure.legend(loc="outside upper left", ncols=4, handlelength=0.9, handleheight=0.9, columnspacing=1.0)
 
 
 def _seconds(times: StepTimes, part: str) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from lightswitch import regular_files
 from lightswitch.compare import planned
 from lightswitch.errors import Refused, shown
-from lightswitch.monitoring import step_times
+from lightswitch.monitoring import objective, step_times
 from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.runs import finished, saved
 from lightswitch.sweeps import record
@@ -111,15 +111,16 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
     resolved = saved.read_yaml(run_dir / "config.yaml")
     resolved = resolved if isinstance(resolved, dict) else {}
     state, failure = _ending(run_dir, job)
+    curves = _curves(run_dir / "metrics.csv")
     return Run(
         run_dir,
         label,
         state,
         failure,
         name=str(resolved["name"]) if "name" in resolved else None,
-        objective=str(resolved["objective"]) if "objective" in resolved else None,
+        objective=_objective(resolved, curves),
         config=_chosen(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
-        curves=_curves(run_dir / "metrics.csv"),
+        curves=curves,
         times=step_times.read(run_dir),
         planned_bytes=planned.peak_bytes(run_dir),
         tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
@@ -142,6 +143,14 @@ def _first_line(report: Path) -> str:
         return regular_files.read_text(report, "replace").partition("\n")[0]
     except (OSError, ValueError) as error:
         return str(error)
+
+
+def _objective(resolved: dict[str, Any], curves: dict[str, Curve]) -> str | None:
+    """Return the metric by which a run is judged, by the name that its module logs it."""
+    if "objective" not in resolved:
+        return None
+    wanted = str(resolved["objective"])
+    return objective.find(curves, wanted) or wanted
 
 
 def _chosen(written: Any, resolved: dict[str, Any]) -> dict[str, str]:

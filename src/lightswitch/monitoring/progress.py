@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -181,10 +181,14 @@ class Progress(ProgressBar):
         parts = []
         if not trainer.lightning_module.automatic_optimization:
             parts.append(f"step {trainer.global_step}" if self._unit_of_progress == "batch" else f"batch {trained}")
+        shown: set[str] = set() if self._line is not None else {*self._validation}  # a log has a line for these
         if (loss := _loss(metrics, "train")) is not None:
             parts.append(f"loss {_short(loss)}")
+            shown |= {"train/loss", "train_loss", "loss"}  # the module's own names of it
         if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
             parts.append(f"val {_short(loss)}")
+            shown |= {"val/loss", "val_loss"}
+        parts += [f"{name} {_short(value)}" for name, value in _asked_for(metrics, shown)]
         if (batches_per_second := self._meter.read(trained)) is not None:
             parts.append(f"{compact(batches_per_second * self._units_per_step)} {self._unit}/s")
         if self._total is not None:
@@ -229,6 +233,17 @@ def _total(trainer: Trainer) -> int | None:
 def _loss(metrics: Mapping[str, Any], stage: str) -> float | None:
     value = metrics.get(f"{stage}/loss", metrics.get(f"{stage}_loss"))
     return None if value is None else float(value)
+
+
+def _asked_for(metrics: Mapping[str, Any], shown: Container[str]) -> list[tuple[str, float]]:
+    """Return what a module logs with `prog_bar=True` and is not shown otherwise; by step rather than by epoch."""
+    by_step = {name.removesuffix("_step") for name in metrics if name.endswith("_step")}
+    named = (
+        (name.removesuffix("_step"), float(value))
+        for name, value in metrics.items()
+        if not (name.endswith("_epoch") and name.removesuffix("_epoch") in by_step)
+    )
+    return [(name, value) for name, value in named if name not in shown]
 
 
 def _of_total(done: int, total: int | None) -> str:

@@ -120,7 +120,7 @@ class LanguageModel(LightningModule):
     def show_sample(self, stage: str) -> None:
         if self.sample is None or self.decode is None:
             return
-        text, self.sample = self.decode(self.sample.tolist()), None
+        text, self.sample = printable(self.decode(self.sample.tolist())), None
         self.print(f"\n{text}\n")
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
@@ -148,6 +148,11 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return configured(self, self.optimizer, self.scheduler)
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would take for a command, as an untrained model's bytes are."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 def trained_tokens(batch: Batch) -> Tensor:

@@ -58,7 +58,7 @@ def test_a_switch_that_does_not_change_the_run_shows_equal_curves(runs: Path, tm
     steps = {row.split()[0]: row.split() for row in re.findall(r"^(?:single|ddp) (?: +[\d.]+){9}$", told, re.MULTILINE)}
     assert float(steps["single"][4]) == 0
     assert float(steps["ddp"][4]) > 0
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 6  # two curves and the phases, each in light and dark
 
 
 def test_a_resumed_half_is_laid_over_the_whole(runs: Path, tmp_path: Path) -> None:

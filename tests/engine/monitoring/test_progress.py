@@ -64,6 +64,29 @@ def test_a_log_gets_a_line_a_tenth_of_the_run_and_one_a_validation(
     assert "\x1b" not in out + err
 
 
+def test_what_a_module_asks_the_progress_bar_to_show_stands_in_the_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Asking(Regression):
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            self.log("accuracy", 0.75, prog_bar=True, on_step=True, on_epoch=True)
+            self.log("train_loss", 3.0, prog_bar=True)
+            self.log("hidden", 7.0)
+            return super().training_step(batch)
+
+        def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+            self.log("val/f1", 0.5, prog_bar=True)
+
+    def fit() -> None:
+        run_of(tmp_path, max_steps=20, val_check_interval=10).fit(Asking(), loader(), loader(16))
+
+    fit()
+    shown = r"step 20/20 · loss [\d.e-]+ · accuracy 0\.750 · [\d.]+k? samples/s · 0:00 left"
+    assert re.fullmatch(shown, next(line for line in lines_of(caplog) if line.startswith("step 20/20 · loss")))
+    last = [frame for frame in terminal_frames(fit) if frame.startswith("train ")][-1]
+    assert re.search(r" 20/20 · loss [\d.e-]+ · accuracy 0\.750 · val/f1 0\.500 · ", last)
+
+
 def test_steps_are_optimizer_steps_under_accumulation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = run_of(tmp_path, max_steps=-1, max_epochs=4, accumulate_grad_batches=2)
     run.fit(Regression(), loader(), loader(16))
