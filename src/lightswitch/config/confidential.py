@@ -96,6 +96,21 @@ def redacted(cfg: DictConfig) -> DictConfig:
     return unresolved
 
 
+def public(cfg: DictConfig) -> dict[str, Any]:
+    """Return ``cfg`` as `redacted` does, in plain containers, with *** for texts whose keys read like a secret's."""
+
+    def masked(node: Any, key: str) -> Any:
+        if isinstance(node, dict):
+            return {name: masked(child, str(name)) for name, child in node.items()}
+        if isinstance(node, list):
+            return [masked(child, key) for child in node]
+        is_secret = isinstance(node, str) and _LIKE_A_SECRET.search(key) and not _FROM_ENVIRONMENT.fullmatch(node)
+        return "***" if is_secret else node
+
+    plain: dict[str, Any] = masked(OmegaConf.to_container(redacted(cfg), resolve=False), "")
+    return plain
+
+
 def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
     """Return all values of a config as text, by dotted keys, and which of them to hide.
 

@@ -44,7 +44,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     gc.enable()
     leave_group_at_exit()
     skip_empty_hooks()
-    record = RunRecord(cfg, run)  # before the learning rate is scaled: it records the request
+    record = RunRecord(cfg, run, plan)  # before the learning rate is scaled: it records the request
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = optimizers.refused(cfg)
     model, data, named, loggers, cluster, compilation = (

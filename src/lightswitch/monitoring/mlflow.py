@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 
 class MLflowRun(MLFlowLogger):
@@ -42,6 +44,12 @@ class MLflowRun(MLFlowLogger):
             self._run_id = self._earlier_run_id()
         return super().experiment
 
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Log those that the run does not have yet: MLflow refuses another value, as a resumed run may have."""
+        known = self.experiment.get_run(self.run_id).data.params
+        super().log_hyperparams({name: value for name, value in _flat(params) if name not in known})
+
     def _earlier_run_id(self) -> str | None:
         experiment = self._mlflow_client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
@@ -54,3 +62,12 @@ class MLflowRun(MLFlowLogger):
         run_id = str(runs[0].info.run_id)
         self._mlflow_client.update_run(run_id, status="RUNNING")
         return run_id
+
+
+def _flat(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield values by the names that Lightning's logger gives them."""
+    for name, value in (vars(params) if isinstance(params, Namespace) else params).items():
+        if isinstance(value, dict | Namespace):
+            yield from _flat(value, f"{path}{name}/")
+        else:
+            yield f"{path}{name}", value

@@ -20,7 +20,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class ModelSize(Callback):
-    """Callback that logs the model's class and number of parameters once, before a strategy takes it apart.
+    """Callback that counts the model's parameters on rank 0 and logs them once, before a strategy takes it apart.
 
     Of batch norms and dropout it says that the curve follows the number of devices and the micro batch.
 
@@ -30,22 +30,27 @@ class ModelSize(Callback):
 
     def __init__(self) -> None:
         self._is_told = False
+        self.counts: dict[str, int] = {}  # of parameters, once they are known
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._is_told or not trainer.is_global_zero:
             return
         self._is_told = True
         if is_overridden("configure_model", pl_module):
-            patches.call_after(pl_module, "configure_model", partial(_tell, trainer, pl_module))
+            patches.call_after(pl_module, "configure_model", partial(self._tell, trainer, pl_module))
         else:
-            _tell(trainer, pl_module)
+            self._tell(trainer, pl_module)
+
+    def _tell(self, trainer: Trainer, model: LightningModule) -> None:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.counts = {"parameters": count, "trained_parameters": trained}
+        log.info("model      %s, %.2f M parameters", type(model).__name__, count / 1e6)
+        if trainer.state.fn == TrainerFn.FITTING:
+            _tell_of_draws_and_statistics(trainer, model)
 
 
-def _tell(trainer: Trainer, model: LightningModule) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    log.info("model      %s, %.2f M parameters", type(model).__name__, count / 1e6)
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
+def _tell_of_draws_and_statistics(trainer: Trainer, model: LightningModule) -> None:
     dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p]
     if dropouts and trainer.world_size * trainer.accumulate_grad_batches > 1:
         told = "dropout    %s: each micro batch draws its own, so the curve follows their number, as it follows a seed"

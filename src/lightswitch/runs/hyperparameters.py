@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,8 +28,11 @@ class CleanHyperparameters(Callback):
                 checkpoint[key] = self._cleaner.cleaned(checkpoint[key])
 
 
-def log_hyperparameters(trainer: Trainer, cleaner: Cleaner) -> None:
-    """Send the arguments that the module and its data have saved to the loggers, as Lightning does, but cleaned.
+def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str, Any] | None = None) -> None:
+    """Send loggers the arguments that module and data have saved, as Lightning does, and the config, cleaned.
+
+    Args:
+        config: of the run, and the sizes of model, world and batch. Its keys go before those that were saved.
 
     Raises:
         Refused: both have saved an argument of one name, with different values.
@@ -41,8 +45,8 @@ def log_hyperparameters(trainer: Trainer, cleaner: Cleaner) -> None:
             "ignore=[...] to a save_hyperparameters"
         )
     for logger in trainer.loggers:
-        if saved:
-            logger.log_hyperparams(cleaner.cleaned({**first, **last}))
+        if told := {**first, **last, **(config or {})}:
+            logger.log_hyperparams(cleaner.cleaned(told))
         logger.log_graph(trainer.lightning_module)
         logger.save()
 

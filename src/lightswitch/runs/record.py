@@ -18,11 +18,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files, versions
+from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
 from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
+from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.runs import claim, finished, results
 from lightswitch.runs import log as run_log
 from lightswitch.runs.hyperparameters import log_hyperparameters
@@ -68,8 +70,8 @@ class RunRecord(Callback):
     and the loggers, which would open their files before a checkpoint is read, wait as well.
     """
 
-    def __init__(self, cfg: DictConfig, run: RunContext) -> None:
-        self.run = run
+    def __init__(self, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> None:
+        self.run, self.plan = run, plan
         self.run_dir = run.run_dir
         self.mode, self.resume = cfg.mode, cfg.resume
         self.files = _files(cfg, run) if run.is_first else {}
@@ -77,6 +79,7 @@ class RunRecord(Callback):
         self._goes_on = False
         self._loggers: list[Logger] = []
         self._cleaner = confidential.Cleaner.of(cfg)
+        self._config = confidential.public(cfg) if run.is_first else {}
         self._logs_hyperparameters = cfg.trainer.get("enable_autolog_hparams") is not False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,7 +147,20 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             run_log.begin()
         if self._logs_hyperparameters:
-            log_hyperparameters(trainer, self._cleaner)
+            log_hyperparameters(trainer, self._cleaner, {**self._config, "sizes": _sizes(trainer, self.plan)})
+
+
+def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:
+    """Return the sizes of model, world and batch, which a config leaves to strategy=auto, to the machine or to null."""
+    (size,) = (callback for callback in trainer.callbacks if isinstance(callback, ModelSize))  # type: ignore[attr-defined]  # set by a connector
+    return {
+        **size.counts,
+        "nodes": trainer.num_nodes,
+        "devices": trainer.world_size,
+        "global_batch": plan.global_batch,
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+    }
 
 
 def _open(loggers: Iterable[Logger]) -> None:

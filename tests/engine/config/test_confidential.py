@@ -178,6 +178,17 @@ def test_a_variable_is_known_where_the_value_is_more_than_it(value: str, monkeyp
     assert cleaner.cleaned("login failed for marker123456") == "login failed for ${oc.env:API_KEY}"
 
 
+def test_loggers_get_a_config_without_what_reads_like_a_secret() -> None:
+    written = {
+        "api_key": "hunter2",
+        "seed": 1,
+        "tokens": 8,
+        "user": [{"password": "${oc.env:NONE,x}", "name": "${seed}"}],
+    }
+    told = {"api_key": "***", "seed": 1, "tokens": 8, "user": [{"password": "${oc.env:NONE,x}", "name": 1}]}
+    assert confidential.public(OmegaConf.create(written)) == told
+
+
 def test_what_is_no_text_is_known_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PIN": "4711", "AUTH": "{user: me, pin: 12}", "SMALL": "7", "FLAG": "true"}.items():
         monkeypatch.setenv(name, value)

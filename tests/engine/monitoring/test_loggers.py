@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
@@ -38,9 +39,9 @@ def logger(choice: str) -> Any:
     return instantiate(OmegaConf.merge(root, node)[choice])
 
 
-def fit(directory: Path, choice: str) -> None:
+def fit(directory: Path, choice: str, lr: float = 0.01) -> None:
     run = trainer(directory, logger=logger(choice), callbacks=[Engine()])
-    run.logger.log_hyperparams({"optimizer": {"lr": 0.01}})
+    run.logger.log_hyperparams({"optimizer": {"lr": lr}})
     run.fit(Regression(), loader(), loader(16))
 
 
@@ -76,6 +77,11 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     assert {"by_hand", "train/loss"} <= set(tags["scalars"])
     assert (tags["histograms"], tags["images"]) == (["pixels"], ["first"])
     assert list(run.column("train/loss")) == [0, 1]
+    told = yaml.safe_load((run.run_dir / "tensorboard/hparams.yaml").read_text())
+    assert (told["global_batch_size"], told["optimizer"]["lr"], told["trainer"]["max_steps"]) == (8, 3e-3, 2)
+    sizes = {"nodes": 1, "devices": 2, "global_batch": 8, "micro_batch": 4, "accumulation": 1}
+    assert told["sizes"].items() >= sizes.items()
+    assert told["sizes"]["parameters"] == told["sizes"]["trained_parameters"] > 0
 
 
 def test_a_module_that_draws_is_refused_in_a_line_where_no_logger_takes_pictures(train: Train) -> None:
@@ -95,7 +101,7 @@ def test_mlflow_keeps_metrics_and_parameters_in_a_local_store(directory: Path) -
     from mlflow.tracking import MlflowClient
 
     fit(directory, "mlflow")
-    fit(directory, "mlflow")  # a resumed run goes on in the same MLflow run
+    fit(directory, "mlflow", lr=0.02)  # a resumed run goes on in the same MLflow run, which changes no parameter
     client = MlflowClient(f"sqlite:///{directory.parents[1]}/mlflow.db")
     experiment = client.get_experiment_by_name("toy")
     (run,) = client.search_runs([experiment.experiment_id])

@@ -16,6 +16,7 @@ from lightswitch.errors import Refused
 from lightswitch.runs.hyperparameters import log_hyperparameters
 from tests.engine.monitoring.tiny import Regression, loader, trainer
 
+CONFIG = {"model": {"width": 8, "token": "hunter2!"}, "sizes": {"devices": 2}}
 CLEANER = Cleaner((("hunter2!", "${oc.env:TOKEN}"),))
 
 
@@ -39,7 +40,7 @@ class SavingData(LightningDataModule):
 
 class Logging(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        log_hyperparameters(trainer, CLEANER)
+        log_hyperparameters(trainer, CLEANER, CONFIG)
 
 
 def _logged(folder: Path, module: LightningModule, data: LightningDataModule) -> dict[str, Any]:
@@ -51,7 +52,9 @@ def _logged(folder: Path, module: LightningModule, data: LightningDataModule) ->
 
 def test_arguments_of_module_and_data_are_logged_and_the_module_keeps_its_own(tmp_path: Path) -> None:
     module = Saving(8)
-    assert _logged(tmp_path, module, SavingData(8)) == {"width": 8, "token": "${oc.env:TOKEN}", "path": "data"}
+    config = {"model": {"width": 8, "token": "${oc.env:TOKEN}"}, "sizes": {"devices": 2}}
+    saved = {"width": 8, "token": "${oc.env:TOKEN}", "path": "data"}
+    assert _logged(tmp_path, module, SavingData(8)) == {**saved, **config}
     assert module.hparams.token == "hunter2!"
 
 
