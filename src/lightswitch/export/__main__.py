@@ -1,13 +1,15 @@
-"""Write the weights of a run as safetensors, or as a state dict of torch's.
+"""Write the weights of a run as safetensors, as a state dict of torch's, or as a checkpoint file of Lightning's.
 
 python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
 python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
+python -m lightswitch.export runs/NAME/RUN_ID -o model.ckpt
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf
 
--o names a file of safetensors, a .pt file, or a folder, which gets model.safetensors. Beside it goes FILE.yaml, the
-model's config: lightswitch.load("model.safetensors") gives the model back. Safetensors above the shard size are cut
-into several files with an index, as Hugging Face does; memory holds one of them at a time. A .pt file is held whole.
+-o names a file of safetensors, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, which gets
+model.safetensors. Beside it goes FILE.yaml, the model's config: lightswitch.load("model.safetensors") gives the model
+back. Safetensors above the shard size are cut into several files with an index, as Hugging Face does; memory holds one
+of them at a time. A .pt or .ckpt file is held whole.
 --format hf writes a folder for transformers' from_pretrained, of a model that has to_hf.
 """
 
@@ -66,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _file(text: str) -> Path:
     path = Path(text)
-    if text.endswith("/") or path.is_dir() or not path.suffix:
+    if text.endswith("/") or (path.is_dir() and path.suffix != ".ckpt") or not path.suffix:
         return path / FOLDER_FILE
-    if path.suffix not in (".safetensors", ".pt"):
-        raise argparse.ArgumentTypeError(f"{text}: end it with .safetensors or .pt, or name a folder")
+    if path.suffix not in (".safetensors", ".pt", ".ckpt"):
+        raise argparse.ArgumentTypeError(f"{text}: end it with .safetensors, .pt or .ckpt, or name a folder")
     return path
 
 
@@ -99,7 +101,7 @@ def _export(arguments: argparse.Namespace) -> None:
     weights = Weights(checkpoint)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    others = _names_of_tied(weights) if file.suffix == ".pt" else {}
+    others = _names_of_tied(weights) if file.suffix in files.OF_TORCH else {}
     progress = _Progress(sum(files.bytes_of(weights, name, dtype) for name in weights.like))
     try:
         written = files.write(weights, config.node, file, dtype, arguments.shard_size, others, progress.read)
@@ -109,6 +111,8 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f"written    {path}")
     print(f"compared   {progress.total_bytes / 1e6:.2f} MB, as in the checkpoint")
     print(f"load       {_call(file)}")
+    if file.suffix == ".ckpt":
+        print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
 
 
 def _export_hf(arguments: argparse.Namespace) -> None:

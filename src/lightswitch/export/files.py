@@ -1,8 +1,9 @@
-"""Weights in files that need nothing of lightswitch to be read: safetensors, or a state dict of torch's.
+"""Weights in files that need nothing of lightswitch to be read: safetensors, or what torch and Lightning load.
 
 gpt.safetensors        or gpt-00001-of-00003.safetensors, … and gpt.safetensors.index.json: as Hugging Face's are
 gpt.safetensors.yaml   the config of the model
 gpt.pt, gpt.pt.yaml    the same as a state dict, for `torch.load` and `load_state_dict`
+gpt.ckpt, …            as a checkpoint of Lightning's, for `load_from_checkpoint`
 """
 
 from __future__ import annotations
@@ -21,13 +22,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightswitch.checkpoints import directory, hub_files, safe
+from lightswitch.checkpoints import directory, foreign, hub_files, safe
 from lightswitch.checkpoints.reader import OnRead, why
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.export.weights import Weights
 from lightswitch.trees import MARK, make_tree, remove_tree
 
 FOLDER_STEM = "model"  # of the files in a folder that is named without any
+OF_TORCH = (".pt", ".ckpt")  # files of `torch.save`
+_ARGUMENTS = "hyper_parameters"
+_OF_TRAINING = (
+    "loops",
+    "callbacks",
+    "optimizer_states",
+    "lr_schedulers",
+    "streams",
+    "of_ranks",
+    "extra_state",
+    "names_of_tied",
+)
 
 
 def write(
@@ -43,7 +56,7 @@ def write(
 
     Args:
         config: the model's node, written beside the weights.
-        file: with the suffix .safetensors or .pt.
+        file: with the suffix .safetensors, .pt or .ckpt.
         dtype: what floating-point tensors are rounded to; None for their own.
         shard_bytes: of one file of safetensors at most, unless a single tensor is larger. It bounds the memory taken.
         names_of_tied: for a state dict, more names of tensors: the name in ``weights`` by the other.
@@ -70,7 +83,8 @@ def write(
                 _save(partial / name, tensors)
             else:
                 others = {other: tensors[first] for other, first in names_of_tied.items()}
-                _save(partial / name, {**tensors, **others, **weights.extra_state})
+                state = {**tensors, **others, **weights.extra_state}
+                _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights.state, config))
             shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors lets its owner alone read it
             _compare(partial / name, tensors)
         if len(shards) > 1:
@@ -87,14 +101,36 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
     """
     file = path / f"{FOLDER_STEM}.safetensors" if path.is_dir() else path
     file = file.with_name(file.name.removesuffix(".index.json"))
-    if file.suffix not in (".safetensors", ".pt") or not (file.is_file() or index_of(file).is_file()):
+    if file.suffix == ".ckpt" and not config_of(file).is_file():  # one that this engine has not written
+        return None
+    if file.suffix not in (".safetensors", *OF_TORCH) or not (file.is_file() or index_of(file).is_file()):
         return None
     try:
+        if file.suffix == ".ckpt":
+            return file, foreign.read(file)["state_dict"]
         if file.suffix == ".pt":
             return file, _checked(safe.load(file))
         return file, hub_files.weights(file if file.is_file() else index_of(file))
     except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
+
+
+def _as_lightning(state: dict[str, Any], of_run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint as Lightning writes one of weights alone.
+
+    Arguments that the module has not saved are those of the config that are plain values: `load_from_checkpoint` takes
+    others, as an optimizer, from whoever calls it.
+    """
+    arguments = {name: value for name, value in config.items() if name[:1] != "_" and _is_plain(value)}
+    kept = {name: value for name, value in of_run.items() if name not in _OF_TRAINING}
+    return {**kept, _ARGUMENTS: arguments | of_run.get(_ARGUMENTS, {}), "state_dict": state}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value of a config is what a constructor gets, and not built by a `_target_` before."""
+    if isinstance(value, dict):
+        return "_target_" not in value and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else not str(value).startswith("${")
 
 
 def _checked(state: Any) -> dict[str, Any]:
@@ -167,7 +203,7 @@ def _check_range(weights: Weights, tensors: Mapping[str, Tensor]) -> None:
 
 def _save(path: Path, state: Mapping[str, Any]) -> None:
     try:
-        if path.suffix == ".pt":
+        if path.suffix in OF_TORCH:
             with path.open("wb") as file:
                 torch.save(state, file)
         else:
@@ -189,8 +225,9 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    if path.suffix == ".pt":
-        state = safe.load(path, mapped=True)
+    if path.suffix in OF_TORCH:
+        found = safe.load(path, mapped=True)
+        state = found if path.suffix == ".pt" else found["state_dict"]
         yield from ((name, state[name]) for name in names)
     else:
         for name in names:

@@ -26,8 +26,9 @@ from lightswitch.export.__main__ import main
 from tests.engine.checkpoints.damages import Damage, flip, truncate
 from tests.engine.conftest import Train, context
 from tests.engine.export.conftest import STRATEGIES, RunOf
-from tests.engine.export.models import question
+from tests.engine.export.models import Versioned, question
 from tests.engine.foreign import Late
+from tests.engine.models.language import LanguageModel
 from tests.engine.tiny import PICTURES
 
 
@@ -102,6 +103,22 @@ def test_a_sharded_model_lists_the_names_of_its_tied_tensors(train: Train, tmp_p
     model = Late()
     model.configure_model()
     model.load_state_dict(state)
+
+
+def test_lightning_loads_a_ckpt_file_as_its_own(
+    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments that the module has not saved are those of the config; an optimizer is no plain value."""
+    run_dir, file = run_of("language", "fsdp"), tmp_path / "language.ckpt"
+    export(run_dir / "checkpoints" / "last.ckpt", "-o", file)
+    assert f'LanguageModel.load_from_checkpoint("{file}")' in capsys.readouterr().out
+    model = LanguageModel.load_from_checkpoint(file, optimizer=torch.optim.SGD).eval()
+    assert model.width == 32
+    live = torch.load(run_dir / "logits.pt")
+    assert torch.equal(model(question(model)), live)
+    assert torch.equal(lightswitch.load(file)(question(model)), live)
+    export(run_of("versioned", "single"), "-o", tmp_path / "versioned.ckpt", "--dtype", "bfloat16")
+    assert Versioned.load_from_checkpoint(tmp_path / "versioned.ckpt").version == 2
 
 
 def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
@@ -191,7 +208,7 @@ MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
     (Path.exists, ("checkpoints", "-o", "out.pt"), "checkpoints can't be read as a checkpoint: it has no SHA256SUMS"),
     (Path.exists, (*LAST, "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
     (Path.exists, (*LAST, "--shard-size", "5"), "argument --shard-size: 5 is not a size; write it as 500MB or 5GB"),
-    (Path.exists, (".", "-o", "out.bin"), "argument -o/--output: out.bin: end it with .safetensors or .pt"),
+    (Path.exists, (".", "-o", "out.bin"), "argument -o/--output: out.bin: end it with .safetensors, .pt or .ckpt"),
     (Path.exists, (".", "-o", "metrics.csv/out.pt"), "Not a directory"),
 ]
 
