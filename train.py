@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 try:
     from lightswitch.launch.entry import entry
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"error: type make train, or .venv/bin/python train.py: {missing}") from None
+except ModuleNotFoundError as error:  # of a Python outside of the environment
+    raise SystemExit(f"error: {error}; type source .venv/bin/activate, or make train, which sets it up") from None
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

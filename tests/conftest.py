@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -16,10 +15,7 @@ from tests.runs import GPUS
 FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
 FIRST += ("strategies/", "fork/", "launch/")
 BUDGET_SECONDS = 4 * 13 * 60  # of the tests of `make test`, of which four run at a time; lint and types take two more
-# The examples train under a strategy of each kind by day; under all of them at night, as those of a fork always do.
-EXAMPLES_AT_NIGHT = re.compile(
-    r"test_promises\.py::test_(a_model_has|what_is)\w+\[.*-(?!single|ddp|fsdp\]|\w*_tp|\w*_3\])"
-)
+ALWAYS = "/test_promises.py::"  # the examples train under a strategy of each kind by day, and under all at night
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_wanted(item: pytest.Item, nightly: bool) -> bool:
     """Whether it is run by day, as is a file of tests/nightly that is named, or at night."""
-    repeats = item.get_closest_marker("nightly") is not None or EXAMPLES_AT_NIGHT.search(item.nodeid) is not None
-    return repeats or "tests/nightly/" in item.nodeid if nightly else not repeats
+    repeats = item.get_closest_marker("nightly") is not None
+    return ALWAYS in item.nodeid or repeats or "tests/nightly/" in item.nodeid if nightly else not repeats
 
 
 def _turn(item: pytest.Item) -> int:

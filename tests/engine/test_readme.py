@@ -1,4 +1,4 @@
-"""The mistakes, choices and commands of README.md's guides; its own are typed by tests/project/test_readme.py."""
+"""What README.md and its guides say to type, typed: mistakes, choices, commands; and their files, written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from lightswitch.config.overrides import GROUPS
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT, Train
-from tests.project.guide import commands, files, follow
-from tests.project.test_readme import README
+from tests.engine.guide import commands, files, follow
 
 DOCS, README_MD = CHECKOUT / "docs", CHECKOUT / "README.md"
+README = README_MD.read_text()
 RUNNING, ADD = ((DOCS / name).read_text() for name in ("running.md", "add.md"))
-COMMANDS = [(command, page) for page in (RUNNING, ADD) for command in commands(page) if command not in commands(README)]
+COMMANDS = {command: page for page in (RUNNING, ADD, README) for command in commands(page)}
 ERRORS = re.findall(r"^    \$ python (train\.py .*)\n    (error: .*)$", RUNNING, re.MULTILINE)
 
 
@@ -34,6 +34,8 @@ def test_every_page_is_found_from_the_first() -> None:
 def test_the_guides_are_read_as_they_are_written() -> None:
     assert len(ERRORS) == 3
     assert len(COMMANDS) >= 4
+    assert commands(README)
+    assert len(files(README)) == README.count("```python\n") + README.count("```yaml\n")
     assert len(files(ADD)) == ADD.count("```") / 2 == 4
 
 
@@ -43,9 +45,9 @@ def test_mistakes_are_told_as_the_guide_shows_them(tmp_path: Path) -> None:
     assert {answer.returncode for answer in found.values()} == {2}
 
 
-@pytest.mark.parametrize(("command", "page"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_commands_of_the_guides_train(command: str, page: str, train: Train, tmp_path: Path) -> None:
-    assert "step 2/2" in follow(shlex.split(command), page, tmp_path / "typed", train).out
+@pytest.mark.parametrize(("command", "page"), COMMANDS.items(), ids=[*COMMANDS])
+def test_their_commands_train(command: str, page: str, train: Train, tmp_path: Path) -> None:
+    assert "step 2/2" in follow(shlex.split(command, comments=True), page, tmp_path / "typed", train).out
 
 
 # What only the page itself makes, or the reader has; flags; sweeps; and a choice that is named without what it needs

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, Train
-from tests.project.test_readme import README
+from tests.engine.test_readme import README
 
 ((PLAN, TABLE),) = re.findall(r"^    \$ python (train\.py mode=plan .*)\n((?:    .*\n)+)", README, re.MULTILINE)
 

@@ -55,25 +55,23 @@ class Witness(Callback):
             self.file.write_text(json.dumps(found | _held(trainer, pl_module)))
 
 
-def reasons(run_dir: Path) -> list[str]:
-    """Why the curve of a run depends on the number of devices or on a restart, as far as it was seen."""
+def causes(run_dir: Path) -> dict[str, str]:
+    """What was seen of a run whose curve may depend on the number of devices or on a restart, by the kind of cause."""
     found = json.loads((run_dir / "witness.json").read_text())
-    told = [
-        f"{name} takes mean and variance over the samples of a device, not of the global batch; use a GroupNorm or a "
-        "LayerNorm; on GPUs, trainer.sync_batchnorm=true takes them over all devices"
-        for name in found["batch_norms"]
-    ]
-    told += [
-        f"its training step draws from {name}, and every device draws numbers of its own; draw in the dataset, where "
-        "each sample has a seed of its own"
-        for name in found["draws"]
-    ]
-    told += [
-        f"it keeps {name} by itself, which changes while it trains and which no checkpoint holds; use register_buffer, "
-        "or on_save_checkpoint and on_load_checkpoint"
-        for name in found["keeps"]
-    ]
-    return told
+    told = {
+        "batch norm": "mean and variance are those of the samples of a device, not of the global batch; use a "
+        "GroupNorm or a LayerNorm; on GPUs, trainer.sync_batchnorm=true takes them over all devices",
+        "noise": "the training step draws from it, and every device draws numbers of its own; draw in the dataset, "
+        "where each sample has a seed of its own",
+        "state": "the model keeps it by itself, it changes while it trains, and no checkpoint holds it; use "
+        "register_buffer, or on_save_checkpoint and on_load_checkpoint",
+    }
+    seen = {"batch norm": found["batch_norms"], "noise": found["draws"], "state": found["keeps"]}
+    return {cause: f"{_named(names)}: {told[cause]}" for cause, names in seen.items() if names}
+
+
+def _named(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _held(trainer: Trainer, module: nn.Module) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def _generators() -> dict[str, str]:
 
 def _kept(module: LightningModule) -> Iterator[tuple[str, str]]:
     """Names and digests of what the modules hold beside parameters, buffers and modules."""
-    usual = vars(LightningModule()).keys() | {"training"}
+    usual = vars(LightningModule()).keys() | {"training", "_hparams", "_hparams_initial", "_hparams_name"}
     for path, part in module.named_modules():
         if isinstance(part, Metric):
             continue

@@ -54,10 +54,19 @@ def is_of_this_machine(pin: str) -> bool:
     return re.match(r"lightswitch @ (git\+)?file:", pin) is not None
 
 
-def manifest(files: Mapping[str, bytes], version: str, commit: str) -> bytes:
-    """Return the manifest of a folder: version, commit and the SHA-256 of every file, by its path there."""
-    digests = {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
-    return (json.dumps({"version": version, "commit": commit, "files": digests}, indent=1) + "\n").encode()
+def manifest(files: Mapping[str, bytes], pages: Mapping[str, bytes], version: str, commit: str) -> bytes:
+    """Return the manifest of a folder: version, commit and the SHA-256 of every file, by its path there.
+
+    Args:
+        pages: the documents, by their paths in their own folder.
+    """
+    found = {"version": version, "commit": commit, "files": digests(files), "docs": digests(pages)}
+    return (json.dumps(found, indent=1) + "\n").encode()
+
+
+def digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the SHA-256 of contents, by path."""
+    return {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
 
 
 def read(folder: Path) -> dict[str, bytes]:
@@ -73,7 +82,7 @@ def read(folder: Path) -> dict[str, bytes]:
 def changed(folder: Path) -> list[str]:
     """Return the paths in the folder of the files that are not as the manifest has them."""
     expected = named_in_manifest(folder)
-    found = {path: hashlib.sha256(content).hexdigest() for path, content in read(folder).items()}
+    found = digests(read(folder))
     return sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
 
 

@@ -11,6 +11,17 @@ _AS_THEY_ARE = ("LICENSE", "constraints.txt")
 _NOT_OF_A_FORK = (
     r"benchmarks|tests[./](?:engine|nightly)|lightswitch\.fork|docs/"  # what a target of make is left out for
 )
+_LINT = """\
+lint: $(INSTALLED) $(SCHEMAS) ## look for mistakes in the code; make lint STRICT=1 checks format, style and types, too
+	$(PYTHON) -m ruff check $(if $(STRICT),,--select E9,F63,F7,F82) .
+	$(if $(STRICT),$(PYTHON) -m ruff format --check .)
+	$(if $(STRICT),$(PYTHON) -m mypy)
+"""
+_BARE = """\
+bare: $(INSTALLED) ## remove the examples that the project was made with, and nothing of yours
+	@$(PYTHON) -m lightswitch.fork.bare
+
+"""
 _UPDATE_ENGINE = """\
 update-engine: $(INSTALLED) ## put a newer engine in, and run the tests: make update-engine FROM=../lightswitch
 	@$(PYTHON) -m lightswitch.fork.update "$(FROM)"
@@ -28,7 +39,6 @@ class Fork:
         removed: the paths of examples that were left out.
         paths: of all files but the engine's, before their package is renamed.
         defaults: the choices that conf/config.yaml makes, by group.
-        examples: paths of files and folders that are examples, as they are listed.
     """
 
     name: str
@@ -36,7 +46,6 @@ class Fork:
     removed: Sequence[str]
     paths: Sequence[str]
     defaults: Mapping[str, str]
-    examples: Sequence[str]
 
     @property
     def is_bare(self) -> bool:
@@ -109,21 +118,9 @@ def _filled(text: str, fork: Fork) -> str:
         kept = r"\1" if is_shown else ""
         text = re.sub(rf"^{{{{#{when}}}}}\n(.*?)^{{{{/{when}}}}}\n", kept, text, flags=re.MULTILINE | re.DOTALL)
     values = {"name": fork.name, "model": fork.choice("model"), "data": fork.choice("data"), "pin": fork.pin or ""}
-    values["examples"] = " \\\n      ".join(_braced([renamed_path(path, fork.name) for path in fork.examples]))
     for word, value in values.items():
         text = text.replace(f"{{{{{word}}}}}", value)
     return text
-
-
-def _braced(paths: Sequence[str]) -> list[str]:
-    """Return patterns that a shell expands to the paths: one for the files of a folder and a suffix."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for path in map(PurePosixPath, paths):
-        groups.setdefault((str(path.parent), path.suffix), []).append(path.stem)
-    return [
-        f"{folder}/{{{','.join(stems)}}}{suffix}" if len(stems) > 1 else f"{folder}/{stems[0]}{suffix}"
-        for (folder, suffix), stems in groups.items()
-    ]
 
 
 def _without_lowest(makefile: str) -> str:
@@ -143,18 +140,19 @@ def _makefile(text: str, fork: Fork) -> str:
     gone = [part for part in paragraphs if re.search(rf"^\t.*({_NOT_OF_A_FORK})", part, re.MULTILINE)]
     text = "\n\n".join(part for part in paragraphs if part not in gone)
     targets = {target for part in gone for target in re.findall(r"^([\w-]+):", part, re.MULTILINE)}
+    added = ["update-engine", *([] if fork.is_bare else ["bare"])]
     text = re.sub(
         r"^\.PHONY: .*$",
-        lambda line: " ".join(word for word in [*line[0].split(" "), "update-engine"] if word not in targets),
+        lambda line: " ".join(word for word in [*line[0].split(" "), *added] if word not in targets),
         text,
         flags=re.MULTILINE,
     )
-    text = _replaced(text, r"^clean:", f"{_UPDATE_ENGINE}clean:")
+    text = _replaced(text, r"^clean:", f"{'' if fork.is_bare else _BARE}{_UPDATE_ENGINE}clean:")
     text = _replaced(text, r"^WORKERS \?= \d+$", "WORKERS ?= 2")
-    text = text.replace(".ci/run ", "")
-    text = re.sub(
-        r"## run all that CI runs.*$", '## run all that CI runs: make test ARGS="-k compose"', text, flags=re.M
-    )
+    text = _replaced(text, r"^lint: .*\n(\t.*\n)+", _LINT)
+    text = _replaced(text, r"^types: .*\n(\t.*\n)+\n", "")
+    text = _replaced(text, r"^test: lint types ## .*$", 'test: $(INSTALLED) ## run the tests: make test ARGS="-k mine"')
+    text = text.replace(" lint types ", " lint ")
     if fork.pin:
         text = text.replace("--all-extras", "--all-extras --no-emit-package lightswitch")
         pin = "$$(sed -nE 's/^ +\"(lightswitch[ =].*)\",$$/\\1/p' pyproject.toml)"
@@ -171,6 +169,7 @@ def _pyproject(text: str, fork: Fork) -> str:
     text = _replaced(text, r'^files = \["src", ', f'files = ["src/{fork.name}", ')
     text = re.sub(r'^    "slurm: .*\n', "", text, flags=re.MULTILINE)
     text = _replaced(text, r"^testpaths = .*$", 'testpaths = ["tests"]')
+    text = _replaced(text, r'^    "error",\n', "")  # a warning of anyone's code is no failure
     packages = [f"{fork.name}*", *([] if fork.pin else ["lightswitch*"])]
     text = _replaced(text, r"^include = \[.*\]$", f"include = {packages}".replace("'", '"'))
     if fork.is_bare:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lightswitch.fork import checkout, engine, text
+from lightswitch.fork import bare as bare_fork
+from lightswitch.fork import checkout, docs, engine, text
 from lightswitch.fork.repository import File
 
 
@@ -35,10 +36,28 @@ def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, Fil
         inside = [path for path in checkout.tracked(root) if path.startswith(f"template/{folder}/")]
         files |= {path.removeprefix(f"template/{folder}/"): file for path, file in _read(root, inside).items()}
     defaults = dict(re.findall(r"^  - (\w+): (\w+)$", Path(root, "conf", "config.yaml").read_text(), re.MULTILINE))
-    removed, listed = examples if bare else [], _listed(template / "examples.txt")
-    fork = text.Fork(name, pin, removed, sorted(files), defaults, listed)
+    removed = examples if bare else []
+    fork = text.Fork(name, pin, removed, sorted(files), defaults)
     files = {text.renamed_path(path, name): _edited(path, file, fork) for path, file in sorted(files.items())}
-    return files | ({} if pin else _engine(root))
+    files |= {} if bare else _listing(root, fork, examples, files)
+    engine_files = {} if pin else _engine(root)
+    pages = docs.of(root, name, {*files, *engine_files})
+    if not pin:
+        engine_files |= _manifest(root, engine_files, pages)
+    return {**files, **engine_files, **{f"{docs.FOLDER}/{path}": File(content) for path, content in pages.items()}}
+
+
+def _listing(root: Path, fork: text.Fork, examples: list[str], files: dict[str, File]) -> dict[str, File]:
+    """Return the list of examples by which `make bare` knows them again."""
+    named = [text.renamed_path(path, fork.name) for path in examples]
+    of_bare = [path for path in checkout.tracked(root) if path.startswith("template/bare/")]
+    replaced = {}
+    for path, file in _read(root, of_bare).items():
+        path = path.removeprefix("template/bare/")
+        if (place := text.renamed_path(path, fork.name)) in files:
+            replaced[place] = (files[place].content, _edited(path, file, fork).content)
+    content = bare_fork.manifest({path: files[path].content for path in named}, replaced)
+    return {bare_fork.MANIFEST: File(content)}
 
 
 def _listed(path: Path) -> list[str]:
@@ -62,9 +81,12 @@ def _edited(path: str, file: File, fork: text.Fork) -> File:
 
 
 def _engine(root: Path) -> dict[str, File]:
-    """Return the engine's folder as it is, with the changelog in it, and the manifest."""
+    """Return the engine's folder as it is, with the changelog in it."""
     inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
-    files = _read(root, inside)
+    return _read(root, inside)
+
+
+def _manifest(root: Path, files: dict[str, File], pages: dict[str, bytes]) -> dict[str, File]:
     content = {path.removeprefix(f"{engine.FOLDER}/"): file.content for path, file in files.items()}
-    manifest = engine.manifest(content, checkout.version(root), checkout.commit(root))
-    return files | {f"{engine.FOLDER}/{engine.MANIFEST}": File(manifest)}
+    manifest = engine.manifest(content, pages, checkout.version(root), checkout.commit(root))
+    return {f"{engine.FOLDER}/{engine.MANIFEST}": File(manifest)}

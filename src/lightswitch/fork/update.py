@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 
 from lightswitch.command import Command
 from lightswitch.errors import Refused, listed
-from lightswitch.fork import checkout, engine, source
+from lightswitch.fork import checkout, docs, engine, source
 from lightswitch.fork.news import news
 from lightswitch.fork.repository import File, write
 from lightswitch.fork.source import Source
@@ -66,12 +66,28 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
         advice.append(
             "train.py   is not as the new engine's; take over what differs from the one beside the new engine"
         )
-    files = {**new.files, engine.MANIFEST: engine.manifest(new.files, new.version, new.commit)}
+    pages = _pages(new, manifest.get("docs"), fork)
+    files = {**new.files, engine.MANIFEST: engine.manifest(new.files, pages or {}, new.version, new.commit)}
     _exchange(folder, {path: File(content) for path, content in files.items()})
+    if pages is not None:
+        _exchange(fork / docs.FOLDER, {path: File(content) for path, content in pages.items()})
+    else:
+        advice.append(
+            f"docs       {docs.FOLDER} is not the new engine's: it was changed or removed here, or FROM has none"
+        )
     print(f"engine     {_named(manifest['version'], manifest['commit'])} → {_named(new.version, new.commit)}")
     _tell_news(*(content.get(engine.CHANGELOG, b"").decode() for content in (before, new.files)))
     for line in advice:
         print(line)
+
+
+def _pages(new: Source, known: Mapping[str, str] | None, fork: Path) -> dict[str, bytes] | None:
+    """Return the documents of the new engine; None where it brings none, or the fork's are not as they came."""
+    if new.root is None or not known or engine.digests(engine.read(fork / docs.FOLDER)) != dict(known):
+        return None
+    named = re.search(r'^name = "(\w+)"$', (fork / "pyproject.toml").read_text(), re.MULTILINE)
+    there = {path for path in checkout.tracked(fork) if not path.startswith(f"{engine.FOLDER}/")}
+    return docs.of(new.root, named[1] if named else "", {*there, *(f"{engine.FOLDER}/{path}" for path in new.files)})
 
 
 def _exchange(folder: Path, files: Mapping[str, File]) -> None:

@@ -46,7 +46,7 @@ def test_make_updates_the_engine_and_passes_all_tests_in_a_fresh_environment(
     assert told.index("Owls are heard.") < told.index(" passed")
     assert " failed" not in told
     changed = git(folder, "status", "--porcelain").splitlines()
-    assert all(line[3:].startswith("src/lightswitch/") for line in changed), changed
+    assert all(line[3:].startswith(("src/lightswitch/", "docs/lightswitch/")) for line in changed), changed
 
 
 def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Path, tmp_path: Path) -> None:

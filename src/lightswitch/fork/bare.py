@@ -1,0 +1,151 @@
+"""Remove the examples that a fork was made with, and nothing that is its own.
+
+python -m lightswitch.fork.bare
+
+What was changed here stays, and so does what files of the fork's own need. The defaults of conf/config.yaml have to be
+its own before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightswitch.command import Command
+from lightswitch.errors import Refused, listed
+from lightswitch.fork import engine
+
+MANIFEST = ".examples.json"
+_READ = (".py", ".yaml")  # files that name others
+
+
+def main() -> None:
+    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
+    parser = Command("lightswitch.fork.bare", __doc__)
+    parser.parse_args()
+    try:
+        for told in remove(Path.cwd()):
+            print(told)
+    except (OSError, Refused) as error:
+        parser.error(str(error))
+
+
+def manifest(examples: Mapping[str, bytes], replaced: Mapping[str, tuple[bytes, bytes]]) -> bytes:
+    """Return the list of what a fork was made with: examples, and the files of which a bare fork has another form.
+
+    Args:
+        examples: contents by path.
+        replaced: contents by path, with and without examples.
+    """
+    found = {
+        "files": {path: _digest(content) for path, content in sorted(examples.items())},
+        "replaced": {path: [_digest(one), other.decode()] for path, (one, other) in sorted(replaced.items())},
+    }
+    return (json.dumps(found, indent=1) + "\n").encode()
+
+
+def remove(fork: Path) -> list[str]:
+    """Remove the examples below a folder, and return what to print.
+
+    Raises:
+        Refused: there are none, or a default of conf/config.yaml is one of them.
+    """
+    listing = fork / MANIFEST
+    if not listing.is_file():
+        raise Refused(f"found no {MANIFEST} in {fork}, which lists the examples that a fork was made with")
+    known: dict[str, Any] = json.loads(listing.read_text())
+    there = {path: digest for path, digest in known["files"].items() if (fork / path).is_file()}
+    going = {path for path, digest in there.items() if _digest((fork / path).read_bytes()) == digest}
+    _check_defaults(fork, going)
+    without = {
+        path: text
+        for path, (digest, text) in known["replaced"].items()
+        if (fork / path).is_file() and _digest((fork / path).read_bytes()) == digest
+    }
+    stays = {path: "it was changed here" for path in there if path not in going}
+    stays |= _needed(fork, going, without)
+    for path in going - stays.keys():
+        (fork / path).unlink()
+        _remove_empty(fork, (fork / path).parent)
+    for path, text in without.items():
+        (fork / path).write_text(text)
+    if stays:
+        known["files"] = {path: digest for path, digest in there.items() if path in stays}
+        listing.write_text(json.dumps(known, indent=1) + "\n")
+    else:
+        listing.unlink()
+    told = [f"stays      {path}: {why}" for path, why in sorted(stays.items())]
+    return [
+        f"removed    {len(going - stays.keys())} files of the examples",
+        *told,
+        "next       git add --all, and commit",
+    ]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_defaults(fork: Path, going: Iterable[str]) -> None:
+    config = (fork / "conf" / "config.yaml").read_text()
+    defaults = re.findall(r"^  - (\w+): (\w+)$", config, re.MULTILINE)
+    examples = [f"{group}: {choice}" for group, choice in defaults if f"conf/{group}/{choice}.yaml" in going]
+    if examples:
+        raise Refused(
+            f"conf/config.yaml has the defaults {listed(examples)}, which are examples; put yours there first"
+        )
+
+
+def _needed(fork: Path, going: Iterable[str], without: Mapping[str, str]) -> dict[str, str]:
+    """Return which of the examples the files that stay name, or need by way of others, each with who does."""
+    texts = {path: without.get(path) or (fork / path).read_text(errors="replace") for path in _files(fork)}
+    left, needed = set(going), dict[str, str]()
+    while True:
+        own = {path: text for path, text in texts.items() if path not in left}
+        found = {
+            path: f"{other} needs it"
+            for path in sorted(left)
+            for other, text in own.items()
+            if re.search(_named(path, other), text, re.MULTILINE)
+        }
+        if not found:
+            return needed
+        needed |= found
+        left -= found.keys()
+
+
+def _files(fork: Path) -> list[str]:
+    found = (path for top in ("conf", "src", "tests") for path in sorted((fork / top).rglob("*")))
+    paths = [path.relative_to(fork).as_posix() for path in found if path.suffix in _READ and path.is_file()]
+    return [path for path in paths if not path.startswith(f"{engine.FOLDER}/")]
+
+
+def _named(path: str, other: str) -> str:
+    """Return the pattern by which another file names an example: a choice of conf, or a module."""
+    place = PurePosixPath(path)
+    near = place.parent == PurePosixPath(other).parent
+    if place.suffix == ".yaml":
+        choice = rf"^\s*-\s*(?:override\s+)?/?{place.parent.name}(?:@\w+)?:\s*{place.stem}\s*(?:#.*)?$"
+        return rf"{choice}|^\s*-\s*{place.stem}\s*(?:#.*)?$|^defaults: \[[^\]]*\b{place.stem}\b" if near else choice
+    module = ".".join((place if place.stem != "__init__" else place.parent).with_suffix("").parts).removeprefix("src.")
+    parent, _, name = module.rpartition(".")
+    pattern = rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b"
+    return rf"{pattern}|from \.{name} |from \. import [^\n]*\b{name}\b" if near else pattern
+
+
+def _remove_empty(fork: Path, folder: Path) -> None:
+    """Remove a folder, and those above it, that hold nothing but what Python has compiled."""
+    while folder != fork and all(path.name == "__pycache__" for path in folder.iterdir()):
+        for compiled in folder.rglob("*.pyc"):
+            compiled.unlink()
+        for path in (*folder.iterdir(), folder):
+            path.rmdir()
+        folder = folder.parent
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models and data as a student brings them to a fork."""
