@@ -55,3 +55,10 @@ def of(packages: Iterable[str]) -> dict[str, str]:
             if package == "lightswitch" and _MANIFEST.is_file():
                 found[package] = json.loads(_MANIFEST.read_text())["version"]
     return found
+
+
+def required_by(package: str) -> list[str]:
+    """Return the requirements of an installed package, as it writes them."""
+    from importlib.metadata import requires
+
+    return requires(package) or []

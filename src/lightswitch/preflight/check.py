@@ -24,6 +24,7 @@ from lightswitch.preflight import (
     compilation,
     devices,
     launchers,
+    packages,
     planned,
     precision,
     root_keys,
@@ -56,6 +57,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         plain = planned.on_its_device(plain)
     if is_checked := plain["mode"] == checked.MODE:
         _raise(checked.problems(plain, run.placement, groups.files(run.hydra, "strategy")))
+    _raise(packages.problems())
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes, _choices(run.hydra)),

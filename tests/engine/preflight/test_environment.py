@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 
 from lightswitch.cluster import environments, placement
 from lightswitch.errors import RefusedRequest
-from lightswitch.preflight import environment, launchers
+from lightswitch.preflight import environment, launchers, packages
 from tests.engine.cluster.test_placement import BATCH_SHELL, EXPORTED, SRUN, TORCHRUN
 from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN
@@ -195,3 +195,24 @@ def _answer(environ: Mapping[str, str]) -> list[str]:
         assert met.global_rank() == place.rank < met.world_size() == place.nodes * devices
         met.validate_settings(num_devices=devices, num_nodes=place.nodes)
     return []
+
+
+PAIRS = {  # torch, torchvision and the torch that it requires
+    ("2.13.0", "0.28.0", "2.13.0"): None,
+    ("2.13.0+cpu", "0.28.0+cpu", "2.13.0"): None,
+    ("2.8.0a0+34c6371d24.nv25.8", "0.23.0a0+428a54c9", "2.8.0"): None,
+    ("2.13.0+cpu", "0.28.0", "2.13.0"): "torchvision 0.28.0 is built for a torch of PyPI, and torch 2.13.0+cpu is "
+    "installed; type pip install --force-reinstall --no-deps 'torchvision==0.28.*' "
+    "--index-url https://download.pytorch.org/whl/cpu",
+    ("2.13.0", "0.28.0+cu130", "2.13.0"): "torchvision 0.28.0+cu130 is built for a torch of cu130, and torch 2.13.0 is "
+    "installed; type pip install --force-reinstall --no-deps 'torchvision==0.28.*'",
+    ("2.13.0", "0.27.1", "2.12.1"): "torchvision 0.27.1 is built for torch 2.12.1, and torch 2.13.0 is installed; type "
+    "pip install --force-reinstall --no-deps 'torchvision==0.28.*'",
+}
+
+
+@pytest.mark.parametrize(("torch", "torchvision", "required"), PAIRS)
+def test_a_torchvision_of_another_torch_is_told_in_a_line(torch: str, torchvision: str, required: str) -> None:
+    requirements = ["numpy", f"torch=={required}", "pillow!=8.3.*,>=5.3.0"]
+    told = [*packages.apart({"torch": torch, "torchvision": torchvision}, requirements)]
+    assert told == list(filter(None, [PAIRS[torch, torchvision, required]]))
