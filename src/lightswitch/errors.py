@@ -15,7 +15,7 @@
     │   ├── IrregularFile          a pipe, a device or a link where a file was expected (also an OSError)
     │   └── NoExperiment           a module asks for its logger's experiment, and it has none (also an AttributeError)
     ├── BatchError                 a number of samples that is less than one (a ValueError)
-    ├── NeedsValues                a step asks for values where a plan has none (a RuntimeError)
+    ├── NeedsValues                a step goes by values that a plan can't guess (a RuntimeError)
     ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
     └── RanksFailed                ranks failed that this process has spawned, taking no part in the run itself
 
@@ -146,7 +146,7 @@ class BatchError(ValueError):
 
 
 class NeedsValues(RuntimeError):
-    """A step that asks a tensor for its values where a plan has none; the text names the operator."""
+    """A step that goes by values of tensors, which a plan can't guess; the text says what it does and where."""
 
 
 class LostRank(RuntimeError):

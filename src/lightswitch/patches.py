@@ -61,6 +61,7 @@ _HOOKS = "hooks that are empty are skipped, which cost a small model's step more
 _PLATEAU = "validation once an epoch, where a schedule needs its metric: schedules are known only once training begins"
 _LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
 _AGREED = "a planned step has no rank 0 to agree with; put back after it"
+_ASKED = "a planned step is given values that it asks tensors for: no operator is called for these"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and would take it for the next engine"
 _SAVED = "checkpoints are written once all hooks of a batch or an epoch are over; no callback is asked after them"
@@ -250,6 +251,14 @@ PATCHES = (
         "method_descriptor",
         "the ledger of a plan sees what FSDP frees and takes again: no operator is called for it",
         for_process=True,
+    ),
+    *(
+        Patch("torch._subclasses.fake_tensor.FakeTensor", name, expected, _ASKED, for_process=True)
+        for name, expected in (
+            ("numpy", "method_descriptor"),
+            ("tolist", "(self)"),
+            ("__format__", "(self, format_spec)"),
+        )
     ),
     Patch(
         "torch.utils.data._utils.worker",

@@ -168,7 +168,7 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
                 found = estimates.confirmed(request, found, [candidate])
         except NeedsValues as error:
             if not request.computes:  # it is not the model that asks
-                raise Unplanned([f"what {candidate.name} holds can't be known without values: {error}"]) from error
+                raise Unplanned([f"what {candidate.name} holds is not known: a step {error}"]) from error
             return first_that_fits(_without_steps(request.cfg), among)
         except Unplanned:
             raise

@@ -109,8 +109,7 @@ def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, num
         return rehearse(estimates.work_of(request, batch), strategy, replace(request.world, rank=number))
     except NeedsValues as error:
         raise Refused(
-            f"the step of {request.cfg.model._target_} asks a tensor for its values ({error}), and a dry run has none; "
-            "use mode=plan, which tells what is known without them"
+            f"the step of {request.cfg.model._target_} {error}; use mode=plan, which tells what is known without it"
         ) from error
     except Refused:
         raise

@@ -123,7 +123,7 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
     The largest is extrapolated from the simulated step of a device's whole share; `confirmed` simulates it.
 
     Raises:
-        NeedsValues: the module asks a tensor for its values.
+        NeedsValues: see `simulate`.
         Refused: the strategy, or the module, can't take the run.
     """
     request = request.under(candidate)

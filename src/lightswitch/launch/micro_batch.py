@@ -36,7 +36,7 @@ def decide(cfg: DictConfig, run: RunContext) -> BatchPlan:
     except Unplanned as unplanned:
         raise Refused(f"micro_batch_size=auto: it is not known what a step takes: {unplanned}; {_TYPE}") from unplanned
     except NeedsValues as error:
-        raise Refused(f"micro_batch_size=auto: a step asks for values ({error}), and has none here; {_TYPE}") from error
+        raise Refused(f"micro_batch_size=auto: it is not known what a step takes, which {error}; {_TYPE}") from error
     finally:
         gc.collect()  # which is off until all is built: nothing stays of what was simulated
     if not found.memory.fits:

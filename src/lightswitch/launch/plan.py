@@ -76,11 +76,11 @@ def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused:
     log.info("picture    %s", shown(light))
 
 
-def _tell_states(request: Request, among: list[Candidate], operator: str) -> None:
-    """Say what is known of a model whose step asks for values: what it keeps from one step to the next."""
+def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
+    """Say what is known of a model whose step goes by values: what it keeps from one step to the next."""
     log.warning(
-        "the step of %s asks a tensor for its values (%s), and a plan has none: activations, time and traffic are not "
-        "known, and neither is what fits", request.cfg.model._target_, operator,
+        "the step of %s %s: activations, time and traffic are not known, and neither is what fits",
+        request.cfg.model._target_, why,
     )  # fmt: skip
     for candidate in {one.precision and one.precision.name: one for one in among}.values():
         held = states(request.under(candidate).cfg)

@@ -179,7 +179,8 @@ def _memory(dry_run: DryRun) -> list[str]:
         total, *parts = sizes
         rows.append((str(one.rank.number), total, fits, *parts))
     usable = report.amount(dry_run.first.estimate.memory.usable_bytes)
-    return [*aligned(rows), f"of {usable} on {dry_run.device.name}"]
+    guessed = report.guessed(dry_run.first.estimate)
+    return [*aligned(rows), f"of {usable} on {dry_run.device.name}", *([f"guessed {guessed}"] if guessed else [])]
 
 
 def _checkpoint(dry_run: DryRun) -> list[str]:

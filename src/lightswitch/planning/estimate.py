@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightswitch.planning.collectives import Collective, Traffic, traffic
 from lightswitch.planning.device import HOST_GB_PER_SECOND, Device
@@ -25,6 +25,7 @@ class Step:
         last_collectives: of a step's last micro batch, with clipping and the optimizer.
         parameters: number of the whole model's parameters.
         parameter_bytes, optimizer_bytes: of the whole model, as a checkpoint holds them.
+        guessed: values that a micro batch has asked for, and that were guessed, by the place that asks.
     """
 
     growth: Growth
@@ -35,6 +36,7 @@ class Step:
     parameters: int
     parameter_bytes: int
     optimizer_bytes: int
+    guessed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Estimate:
         largest_micro_batch: that the device can hold; None where it is not known, 0 where not even one sample fits.
         flops: of a step, of one device.
         checkpoint_bytes: of one checkpoint, over all ranks.
+        guessed: see `Step`.
     """
 
     words: tuple[str, ...]
@@ -145,6 +148,7 @@ class Estimate:
     time: StepTime
     parameters: int
     checkpoint_bytes: int
+    guessed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -184,6 +188,7 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_ho
         step_time(flops, _moved_bytes(memory, run), sent, _host_traffic(memory, run), run, device),
         step.parameters,
         step.parameter_bytes + step.optimizer_bytes,
+        step.guessed,
     )
 
 

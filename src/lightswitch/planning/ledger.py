@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +28,7 @@ from lightswitch import patches
 from lightswitch.planning.collectives import Collective, collective
 from lightswitch.planning.repeats import Repeats
 from lightswitch.planning.timeline import Change, Kind, Timeline
+from lightswitch.planning.values import Values, let_be_asked
 
 Phase = Literal["setup", "forward", "backward", "optimizer"]
 
@@ -77,6 +84,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.fake = fake
         self.where = where
         self._repeats = None if fake is None else Repeats(fake)
+        self.values = Values(where)
         self.phase: Phase = "setup"
         self.collectives: list[Collective] = []
         self.flops = 0
@@ -92,13 +100,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return result
 
         patches.replace(torch.UntypedStorage, "resize_", resize_and_note)
-        self._depth = 0 if self.fake is None else len(self.fake.enter_stack)
+        self._depth = 0
+        if self.fake is not None:
+            self._depth = len(self.fake.enter_stack)
+            let_be_asked(self.values)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
+        let_be_asked(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # the operator that comes most often
@@ -112,6 +124,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if self.fake is not None and len(self.fake.enter_stack) > self._depth:
             return out  # the mode was entered once more, by DTensor, to work out shapes: they take no memory
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        if self.fake is not None:
+            self.values.follow(func, args, kwargs or {}, made)
         for tensor in made:
             self._note_tensor(tensor)
         if found := collective(func, args, made):
@@ -124,7 +138,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._repeats is not None and not self._is_real(types, args):
-            return self._repeats.call(func, args, kwargs)
+            try:
+                return self._repeats.call(func, args, kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return self.values.answer(func, args, kwargs)
         with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
             return func(*args, **kwargs)
 

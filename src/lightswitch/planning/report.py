@@ -148,6 +148,8 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
     yield "peak", f"{peak.phase}, at {peak.where}" if peak.where else peak.phase
     if best.memory.host_bytes:
         yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
+    if line := guessed(best):
+        yield "guessed", line
     between = f" and {size(sent.between)} between nodes" if run.nodes > 1 else ""
     arithmetic = magnitude(best.flops, "FLOP")
     yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, by a device"
@@ -157,11 +159,22 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
     )
 
 
+def guessed(one: Estimate) -> str:
+    """Return a line on the values that a step asks for; empty where it asks for none."""
+    if not (count := sum(one.guessed.values())):
+        return ""
+    values = "1 value" if count == 1 else f"{count} values"
+    return (
+        f"{values} that a micro batch asks tensors for, the first at {next(iter(one.guessed))}: numbers are approximate"
+    )
+
+
 def took(one: Estimate, device: Device) -> str:
-    """Return in a line what a strategy takes of the device's memory."""
+    """Return in a line what a strategy takes of the device's memory, and whether values were guessed."""
     memory = one.memory
     of = share(memory.bytes, memory.usable_bytes)
-    return f"{name(one)}, micro batch {one.run.micro_batch}: {of} on {device.name}"
+    about = ", with guessed values" if one.guessed else ""
+    return f"{name(one)}, micro batch {one.run.micro_batch}: {of} on {device.name}{about}"
 
 
 def share(bytes: float, whole_bytes: float) -> str:
@@ -238,4 +251,5 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
         "device_hours": None if one.hours is None else one.hours * one.run.world_size,
         "checkpoint_bytes": one.checkpoint_bytes,
         "save_seconds": one.save_seconds,
+        "guessed_values": dict(one.guessed),
     }

@@ -14,19 +14,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lightswitch import patches
-from lightswitch.errors import NeedsValues, Unplanned
+from lightswitch.errors import NeedsValues, Refused, Unplanned
+from lightswitch.fault_tolerance.failure import one_line
 from lightswitch.mixins import with_mixin
 from lightswitch.planning.alone import Converted, alone
 from lightswitch.planning.collectives import Collective
@@ -36,13 +36,12 @@ from lightswitch.planning.fake_model import fake_tensors
 from lightswitch.planning.fake_zero import Answers, fake_zero, shards_gradients
 from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
+from lightswitch.planning.values import Values
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.unused import Unused
 
-_NEEDS_VALUES = (
-    *(DataDependentOutputException, DynamicOutputShapeException),
-    *(UnsupportedFakeTensorException, UnsupportedOperatorException),
-)
+_NEEDS_VALUES = (UnsupportedFakeTensorException, UnsupportedOperatorException)
+_IN_C = "data is not allocated"  # of torch, where C++ reads a fake tensor
 _FIRST, _MEASURED, _LARGER = range(3)  # numbers of the steps
 _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # whose lines are of a run
 
@@ -81,7 +80,7 @@ def simulate(
         look: called after the steps, while the rank and its process groups are there.
 
     Raises:
-        NeedsValues: the module asks a tensor for its values.
+        NeedsValues: the module asks for values, and a plan's guesses of them do not lead through a step.
         Refused: the strategy, or the module, fails.
         Unplanned: this torch can't stand in for other ranks.
     """
@@ -100,7 +99,11 @@ def simulate(
         try:
             trainer.fit(model, _Batches(work, _sizes(work), fake, tracking))
         except _NEEDS_VALUES as error:
-            raise NeedsValues(str(error.args[0])) from error
+            raise NeedsValues(f"needs values ({error.args[0]})") from error
+        except (Refused, NeedsValues):
+            raise
+        except Exception as error:
+            raise _needing(tracking.ledger.values, error) from error
         finally:
             tracking.close()
         step = tracking.step(_MEASURED)
@@ -115,7 +118,19 @@ def simulate(
         parameters=parameters,
         parameter_bytes=parameter_bytes,
         optimizer_bytes=_optimizer_bytes(trainer, parameters),
+        guessed=dict(tracking.ledger.values.guessed),
     )
+
+
+def _needing(values: Values, error: Exception) -> Exception:
+    """Return an error as it is told: that of a step which has been given guesses may follow from them."""
+    if _IN_C in str(error):
+        return NeedsValues("has C++ code read values")
+    if values.guessed:
+        return NeedsValues(
+            f"asks for values at {next(iter(values.guessed))}, and with guesses of them fails: {one_line(error)}"
+        )
+    return error
 
 
 def _sizes(work: Work) -> tuple[int, ...]:
@@ -210,6 +225,8 @@ class _Alone(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         steps, more = divmod(batch_idx + 1, self._work.accumulation)
+        if not more:
+            _empty_lists(pl_module)
         if not more and steps > _MEASURED and (steps > _LARGER or self._is_enough()):
             trainer.should_stop = True
 
@@ -220,6 +237,15 @@ class _Alone(Callback):
         unused = getattr(trainer.strategy, "_unused", None)
         if isinstance(unused, Unused):
             unused.world_size = 1
+
+
+def _empty_lists(model: nn.Module) -> None:
+    """Empty the states of metrics that are lists, so that each step is like the one before."""
+    for part in model.modules():
+        if isinstance(part, Metric):
+            for name, default in part._defaults.items():
+                if isinstance(default, list):
+                    getattr(part, name).clear()
 
 
 class _Batches:
@@ -244,7 +270,9 @@ class _Batches:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         with self._fake:
-            return self._fake.from_tensor(tensor).clone()
+            copy = self._fake.from_tensor(tensor).clone()
+        self._tracking.ledger.values.know(copy, tensor)
+        return copy
 
 
 @contextmanager

@@ -118,8 +118,7 @@ class Tracking(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._modules.know(pl_module)
-        for buffer in (*pl_module.buffers(), *_metric_states(pl_module)):
-            self.ledger.name(buffer, "buffers")
+        self._name_buffers(pl_module)
         for parameter in pl_module.parameters():
             self.ledger.name(parameter, "parameters")
 
@@ -128,6 +127,7 @@ class Tracking(Callback):
             self._marks.append([self.ledger.mark()])
             self._batches.append([])
         self.ledger.enter_phase("forward")
+        self.ledger.values.restart()
         self._batches[-1] += self.name_batch(batch)
         self._name_of_zero(trainer)
 
@@ -146,10 +146,15 @@ class Tracking(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._marks[-1].append(self.ledger.mark())
+        self._name_buffers(pl_module)  # a metric has new states, or a longer list of them
         for optimizer in trainer.optimizers:
             for state in optimizer.state.values():
                 for tensor in _tensors(state):
                     self.ledger.name(tensor, "optimizer")
+
+    def _name_buffers(self, module: nn.Module) -> None:
+        for buffer in (*module.buffers(), *_metric_states(module)):
+            self.ledger.name(buffer, "buffers")
 
     def _name_of_zero(self, trainer: Trainer) -> None:
         """Name the tensors of DeepSpeed's own, which it makes and frees in the middle of a step."""
@@ -172,7 +177,7 @@ class Modules:
     """The module at work: the innermost in a forward pass, the one that is differentiated in a backward pass."""
 
     def __init__(self) -> None:
-        self._paths: dict[nn.Module, str] = {}
+        self._paths: dict[int, str] = {}  # by id: a metric's hash changes with its states
         self._running: list[str] = []
         self._starts: list[int] = []  # numbers of autograd's nodes at which another module was at work, in order
         self._after: list[str] = []  # the module from there on
@@ -180,7 +185,7 @@ class Modules:
     def know(self, model: nn.Module) -> None:
         """Note the paths of a model's modules."""
         for path, module in model.named_modules():
-            self._paths[module] = path.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")
+            self._paths[id(module)] = path.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")
 
     def at_work(self) -> str:
         """Return the path of the module at work; empty where none is."""
@@ -204,12 +209,12 @@ class Modules:
             hook.remove()
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
-        if module in self._paths:
-            self._running.append(self._paths[module])
+        if id(module) in self._paths:
+            self._running.append(self._paths[id(module)])
             self._note()
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if module in self._paths:
+        if id(module) in self._paths:
             self._running.pop()
             self._note()
 

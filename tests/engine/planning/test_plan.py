@@ -80,10 +80,26 @@ def test_modules_as_people_write_them_have_a_plan(name: str, train: Train) -> No
     assert found["micro_batch"] == 32
 
 
-def test_of_a_model_that_looks_at_values_states_are_told(train: Train) -> None:
-    model = "model._target_=tests.engine.planning.modules.LooksAtValues"
-    run = train("mode=plan", model, PICTURES, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
-    assert "asks a tensor for its values (aten._local_scalar_dense" in run.out
+ASKING = (
+    "model._target_=tests.engine.planning.modules.LooksAtValues",
+    "data._target_=tests.engine.data.pictures.Pictures",
+)
+
+
+def test_a_plan_says_which_values_it_has_guessed(train: Train) -> None:
+    """The metric's counts, the loss in a list and the one that is asked for."""
+    run = train("mode=plan", *ASKING, "strategy=ddp")
+    (line,) = (line for line in run.out.splitlines() if line.startswith("guessed"))
+    assert "4 values that a micro batch asks tensors for, the first at " in line
+    assert "tests/engine/planning/modules.py:" in line
+    assert ", with guessed values" in next(line for line in run.out.splitlines() if line.startswith("take"))
+    assert sum(_only(run)["guessed_values"].values()) == 4
+
+
+def test_of_a_model_that_waits_for_a_value_states_are_told(train: Train) -> None:
+    model = ("model._target_=tests.engine.planning.modules.WaitsForAValue", ASKING[1])
+    run = train("mode=plan", *model, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
+    assert "more than 1000 times, as a loop that ends by one: activations, time and traffic are not known" in run.out
     # 640 weights and 10 biases: 2600 bytes, as many of gradients, twice as many of Adam's state and two counters
     told = "parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: whole"
     assert f"states     32-true: {told}" in run.out

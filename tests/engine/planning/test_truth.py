@@ -32,7 +32,10 @@ RECOMPUTES = "fsdp trainer.strategy.activation_checkpointing=true"
 BUCKETS = "ddp trainer.strategy.gradient_as_bucket_view=true"
 DAILY = [("language", strategy) for strategy in ("ddp", "fsdp1", TENSOR_PARALLEL, RECOMPUTES)]
 OTHERS = [("language", strategy) for strategy in ("fsdp", "fsdp_hybrid", "fsdp_grad_op", BUCKETS)]
-OTHERS += [(model, strategy) for model in ("pictures", "late") for strategy in ("fsdp", "ddp")] + [("late", "fsdp1")]
+OTHERS += [(model, strategy) for model in ("pictures", "late") for strategy in ("fsdp", "ddp")] + [
+    ("late", "fsdp1"),
+    ("late", RECOMPUTES),
+]
 
 
 @pytest.mark.parametrize(("model", "strategy"), [*DAILY, *at_night(*OTHERS)])

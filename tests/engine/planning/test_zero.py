@@ -12,7 +12,7 @@ from lightswitch.errors import NeedsValues
 from lightswitch.planning.fake_group import World
 from lightswitch.planning.fake_zero import plan_in_bfloat16
 from lightswitch.planning.simulation import simulate
-from tests.engine.planning.modules import LooksAtValues
+from tests.engine.planning.modules import LooksAtValues, WaitsForAValue
 from tests.engine.planning.zero import CASES, RANKS, Case, held
 from tests.night import at_night
 from tests.pool import Pool
@@ -59,8 +59,15 @@ def test_float16_takes_weights_in_16_bits_and_copies_in_32() -> None:
     assert kinds["optimizer"] == pytest.approx(3 * 4 * 33_952 / 8, abs=3 * 4 * 16 + 16)
 
 
-def test_what_the_model_asks_is_not_answered_and_the_process_is_as_it_was() -> None:
-    before, case = dict(os.environ), Case(LooksAtValues, {"stage": 2})
+def test_only_what_the_model_asks_is_told_as_guessed() -> None:
+    case = Case(LooksAtValues, {"stage": 2})
+    guessed = simulate(case.work(), case.strategy(), World(1, RANKS)).guessed
+    assert sum(guessed.values()) == 4
+    assert all("modules.py:" in place for place in guessed)
+
+
+def test_the_process_is_as_it_was_after_a_step_that_fails() -> None:
+    before, case = dict(os.environ), Case(WaitsForAValue, {"stage": 2})
     comm = importlib.import_module("deepspeed.comm")
     with pytest.raises(NeedsValues):
         simulate(case.work(), case.strategy(), World(1, RANKS))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightswitch.planning.tracking import Tracking
 from tests.engine.data.pictures import Pictures, pictures
@@ -49,12 +49,21 @@ class _Numbers(Dataset[Any]):
         return tuple(torch.tensor(numbers, dtype=dtype) for numbers, dtype in self.samples[index])
 
 
+class _Shuffled(RandomSampler):
+    """A sampler of a class of its own, whose order is kept as Python's numbers, too, and not as a tensor's."""
+
+
+def _loader(samples: Iterable[Sequence[Tensor]]) -> DataLoader[Any]:
+    numbers = _Numbers(samples)
+    return DataLoader(numbers, batch_size=8, sampler=_Shuffled(numbers))
+
+
 class NumbersOfText(Text):
     def train_dataloader(self) -> Any:
         windows = Windows(sentences(9_000, seed=1), self.context)
-        return DataLoader(_Numbers(windows[i] for i in range(len(windows))), batch_size=8, shuffle=True)
+        return _loader(windows[i] for i in range(len(windows)))
 
 
 class NumbersOfPictures(Pictures):
     def train_dataloader(self) -> Any:
-        return DataLoader(_Numbers(pictures(self.samples, seed=1)), batch_size=8, shuffle=True)
+        return _loader(pictures(self.samples, seed=1))

@@ -1,0 +1,220 @@
+"""The values that a planned step asks its tensors for: true where they follow from the batch alone, else guessed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from sysconfig import get_path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightswitch import patches
+from lightswitch.errors import NeedsValues, shown
+
+_FLOATS, _INTEGERS, _BOOLS = (0.5, 0.0, -8.0, 8.0), (1, 0, 2, 3), (True, False, True, False)  # the first is the guess
+_MOST_ELEMENTS = 2**20  # of a tensor whose true values are computed
+_PATIENCE, _MOST_ASKED = 100, 1000  # times that one place of one module asks in a micro batch
+_INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
+_PACK = torch.ops.aten._pack_padded_sequence.default
+_ENGINE, _SIMULATION = str(Path(__file__).parents[1]), "lightswitch.planning.simulation"
+_PASSED = ("torch.", "lightswitch.")
+_INSTALLED = tuple(str(Path(get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Values:
+    """Values of fake tensors, for the operators and methods that go by them.
+
+    What follows from the batch alone, as the longest of its lengths, is computed beside the step. Of anything else, a
+    float is 0.5, an integer 1, and a bool True, but for what no finite number is: `isnan`, or `x > 3` of the 0.5. What
+    has as many elements as values say has the most that it can have: `nonzero`, `unique`, `x[mask]`. A place that asks
+    more than a hundred times is given 0, or the other bool, every second time: it may be a loop that ends by a value.
+
+    Args:
+        where: returns the path of the module at work.
+
+    Attributes:
+        guessed: how often each place of the user's code has asked for what was guessed, in the micro batch that asked
+            most.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self.guessed: Counter[str] = Counter()
+        self._where = where
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._known: Any = WeakIdKeyDictionary()  # a real tensor, by the fake one that stands for it
+        self._likely: Any = WeakIdKeyDictionary()  # what an element is at each of the guesses, by the fake tensor
+
+    def restart(self) -> None:
+        """Begin a micro batch."""
+        self._asked.clear()
+
+    def know(self, tensor: Tensor, real: Tensor) -> None:
+        """Note the values of a tensor of the batch."""
+        if real.numel() <= _MOST_ELEMENTS and real.layout == torch.strided:
+            with _disable_current_modes():
+                self._known[tensor] = real.detach().clone()
+
+    def read(self, tensor: Tensor, method: Callable[[Tensor], Any]) -> Any:
+        """Return what a method that reads values returns of a fake tensor."""
+        is_other = self._ask([tensor])
+        with _disable_current_modes():
+            return method(self._real(tensor, is_other))
+
+    def answer(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator returns that goes by values."""
+        is_size = torch.Tag.data_dependent_output not in func.tags
+        is_other = self._ask(_tensors(args[1] if func in (_INDEX, _SELECT, _PACK) else (args, kwargs)))
+        if func is _INDEX:
+            return func(args[0], [one for index in args[1] for one in self._places(index, is_other)])
+        if func is _SELECT:
+            return args[0].new_empty(self._count(torch.broadcast_tensors(*args)[1], is_other))
+        distinct = "unique" in func._opname
+        with _disable_current_modes():
+            real = (
+                partial(self._sized, distinct) if is_size and not is_other else partial(self._real, is_other=is_other)
+            )
+            out = func(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, dict(kwargs)))
+        fake = tree_map_only(Tensor, lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), out)
+        return (fake[0], out[1]) if func is _PACK else fake  # as torch reads the sizes in C++
+
+    def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> None:
+        """Work out what is known of the tensors that an operator has made."""
+        first = args[0] if args else None
+        is_followed = not isinstance(first, FakeTensor) or first in self._known or first in self._likely
+        if not is_followed and (not made or made[0].dtype != torch.bool):
+            return
+        given = _tensors((args, kwargs))
+        if made and self._is_true(func, given, made):
+            with _disable_current_modes():
+                real = partial(self._real, is_other=False)
+                out = func(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, dict(kwargs)))
+            for tensor, values in zip(made, _tensors(out), strict=True):
+                self._known[tensor] = values
+            return
+        for tensor in (*made, *(given if func._schema.is_mutable else ())):
+            self._known.pop(tensor, None)
+        is_inexact = len(made) != 1 or made[0].dtype.is_floating_point
+        if not is_inexact and (made[0].dtype == torch.bool or any(one in self._likely for one in given)):
+            self._likely[made[0]] = self._follows(func, args, kwargs, given, made[0])
+
+    def _is_true(self, func: OpOverload, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+        if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._opname:
+            return False
+        is_small = all(isinstance(one, FakeTensor) and one.numel() <= _MOST_ELEMENTS for one in made)
+        return is_small and self._are_known(given) and all(one.fake_device.type == "cpu" for one in made)
+
+    def _follows(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], made: Tensor
+    ) -> Tensor:
+        """Return what an element of a tensor is at each of the guesses."""
+        with _disable_current_modes():
+            if torch.Tag.pointwise in func.tags:
+                args, kwargs = tree_map_only(Tensor, self._element, (args, dict(kwargs)))
+                return func(*args, **kwargs).to(made.dtype)
+            of = next((one for one in given if one in self._likely or one.dtype == torch.bool), made)
+            times = of.numel() // max(1, made.numel()) if func._opname == "sum" else 1
+            return (self._element(of) * times).to(made.dtype)
+
+    def _element(self, tensor: Tensor) -> Tensor:
+        if (likely := self._likely.get(tensor)) is not None:
+            return likely.clone()
+        known = self._known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if known is not None and known.numel():
+            return known.flatten()[:1].repeat(len(_FLOATS))
+        guesses = _BOOLS if tensor.dtype == torch.bool else _INTEGERS
+        inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        return torch.tensor(_FLOATS if inexact else guesses).to(tensor.dtype)
+
+    def _real(self, tensor: Tensor, is_other: bool) -> Tensor:
+        if (known := self._known.get(tensor)) is not None:
+            return known
+        value = self._element(tensor)[0]
+        if is_other:
+            value = ~value if tensor.dtype == torch.bool else value.new_zeros(())
+        return value.expand(tensor.shape)
+
+    def _sized(self, distinct: bool, tensor: Tensor) -> Tensor:
+        """Return values of which an operator makes the most that it can."""
+        if tensor in self._known or not (distinct or tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
+            return self._real(tensor, is_other=False)
+        if tensor.dtype == torch.bool and not distinct:
+            return self._element(tensor).any().expand(tensor.shape)
+        return torch.arange(1, 1 + tensor.numel()).to(tensor.dtype).view(tensor.shape)
+
+    def _places(self, index: Tensor | None, is_other: bool) -> list[Tensor | None]:
+        """Return what a mask stands for in an index: a tensor of places for each of its dimensions."""
+        if index is None or index.dtype != torch.bool:
+            return [index]
+        count = self._count(index, is_other)
+        return [torch.empty(count, dtype=torch.long) for _ in index.shape]
+
+    def _count(self, mask: Tensor, is_other: bool) -> int:
+        with _disable_current_modes():
+            values = self._real(mask, is_other=True) if is_other else self._sized(False, mask)
+            return int(values.count_nonzero())
+
+    def _are_known(self, given: Sequence[Tensor]) -> bool:
+        return all(one in self._known or not isinstance(one, FakeTensor) for one in given)
+
+    def _ask(self, given: Sequence[Tensor]) -> bool:
+        """Count a question, unless its answer is known; return whether it has been asked too often."""
+        if self._are_known(given):
+            return False
+        place = _place()
+        self._asked[place, self._where()] += 1
+        times = self._asked[place, self._where()]
+        if times > _MOST_ASKED:
+            raise NeedsValues(f"asks for values at {place} more than {_MOST_ASKED} times, as a loop that ends by one")
+        self.guessed[place] = max(self.guessed[place], sum(n for (at, _), n in self._asked.items() if at == place))
+        return times > _PATIENCE and times % 2 == 0
+
+
+def let_be_asked(values: Values | None) -> None:
+    """Have fake tensors answer those of their methods that read values in C++; with None, as before."""
+    if values is None:
+        methods = {"numpy": Tensor.numpy, "tolist": _TOLIST, "__format__": Tensor.__format__}
+    else:
+        methods = {
+            "numpy": lambda self, **options: values.read(self, lambda real: real.numpy(**options)),
+            "tolist": lambda self: values.read(self, Tensor.tolist),
+            "__format__": lambda self, text: values.read(self, lambda real: format(real, text)),
+        }
+    for name, method in methods.items():
+        patches.replace(FakeTensor, name, method)
+
+
+_TOLIST = FakeTensor.tolist
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _place() -> str:
+    """Return the file and line of the user's code that asks, or else of the library's outside of torch."""
+    frame: FrameType | None = sys._getframe(2)
+    found = None
+    while frame is not None and frame.f_globals["__name__"] != _SIMULATION:
+        if not _is_installed(frame.f_code.co_filename):
+            found = frame
+            break
+        if found is None and not frame.f_globals["__name__"].startswith(_PASSED):
+            found = frame
+        frame = frame.f_back
+    return "" if found is None else f"{shown(Path(found.f_code.co_filename))}:{found.f_lineno}"
+
+
+@lru_cache
+def _is_installed(file: str) -> bool:
+    return file.startswith(("<", _ENGINE)) or str(Path(file).resolve()).startswith(_INSTALLED)
