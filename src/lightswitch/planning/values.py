@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -17,7 +18,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightswitch import patches
 from lightswitch.errors import NeedsValues, shown
@@ -52,8 +52,8 @@ class Values:
         self.guessed: Counter[str] = Counter()
         self._where = where
         self._asked: Counter[tuple[str, str]] = Counter()
-        self._known: Any = WeakIdKeyDictionary()  # a real tensor, by the fake one that stands for it
-        self._likely: Any = WeakIdKeyDictionary()  # what an element is at each of the guesses, by the fake tensor
+        self._known = _Notes()  # a real tensor, by the fake one that stands for it
+        self._likely = _Notes()  # what an element is at each of the guesses, by the fake tensor
 
     def restart(self) -> None:
         """Begin a micro batch."""
@@ -63,7 +63,7 @@ class Values:
         """Note the values of a tensor of the batch."""
         if real.numel() <= _MOST_ELEMENTS and real.layout == torch.strided:
             with _disable_current_modes():
-                self._known[tensor] = real.detach().clone()
+                self._known.put(tensor, real.detach().clone())
 
     def read(self, tensor: Tensor, method: Callable[[Tensor], Any]) -> Any:
         """Return what a method that reads values returns of a fake tensor."""
@@ -78,12 +78,13 @@ class Values:
         if func is _INDEX:
             return func(args[0], [one for index in args[1] for one in self._places(index, is_other)])
         if func is _SELECT:
-            return args[0].new_empty(self._count(torch.broadcast_tensors(*args)[1], is_other))
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch's
+            times = shape.numel() // max(1, args[1].numel())
+            return args[0].new_empty(times * self._count(args[1], is_other))
         distinct = "unique" in func._opname
         with _disable_current_modes():
-            real = (
-                partial(self._sized, distinct) if is_size and not is_other else partial(self._real, is_other=is_other)
-            )
+            is_largest = is_size and not is_other
+            real = partial(self._sized, distinct) if is_largest else partial(self._real, is_other=is_other)
             out = func(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, dict(kwargs)))
         fake = tree_map_only(Tensor, lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), out)
         return (fake[0], out[1]) if func is _PACK else fake  # as torch reads the sizes in C++
@@ -91,6 +92,8 @@ class Values:
     def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> None:
         """Work out what is known of the tensors that an operator has made."""
         first = args[0] if args else None
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
         is_followed = not isinstance(first, FakeTensor) or first in self._known or first in self._likely
         if not is_followed and (not made or made[0].dtype != torch.bool):
             return
@@ -100,19 +103,19 @@ class Values:
                 real = partial(self._real, is_other=False)
                 out = func(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, dict(kwargs)))
             for tensor, values in zip(made, _tensors(out), strict=True):
-                self._known[tensor] = values
+                self._known.put(tensor, values)
             return
         for tensor in (*made, *(given if func._schema.is_mutable else ())):
-            self._known.pop(tensor, None)
+            self._known.remove(tensor)
         is_inexact = len(made) != 1 or made[0].dtype.is_floating_point
         if not is_inexact and (made[0].dtype == torch.bool or any(one in self._likely for one in given)):
-            self._likely[made[0]] = self._follows(func, args, kwargs, given, made[0])
+            self._likely.put(made[0], self._follows(func, args, kwargs, given, made[0]))
 
     def _is_true(self, func: OpOverload, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._opname:
             return False
         is_small = all(isinstance(one, FakeTensor) and one.numel() <= _MOST_ELEMENTS for one in made)
-        return is_small and self._are_known(given) and all(one.fake_device.type == "cpu" for one in made)
+        return is_small and self._are_known(given) and all(one.device.type == "cpu" for one in made)
 
     def _follows(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], made: Tensor
@@ -121,7 +124,8 @@ class Values:
         with _disable_current_modes():
             if torch.Tag.pointwise in func.tags:
                 args, kwargs = tree_map_only(Tensor, self._element, (args, dict(kwargs)))
-                return func(*args, **kwargs).to(made.dtype)
+                out: Tensor = func(*args, **kwargs)
+                return out.to(made.dtype)
             of = next((one for one in given if one in self._likely or one.dtype == torch.bool), made)
             times = of.numel() // max(1, made.numel()) if func._opname == "sum" else 1
             return (self._element(of) * times).to(made.dtype)
@@ -178,6 +182,26 @@ class Values:
             raise NeedsValues(f"asks for values at {place} more than {_MOST_ASKED} times, as a loop that ends by one")
         self.guessed[place] = max(self.guessed[place], sum(n for (at, _), n in self._asked.items() if at == place))
         return times > _PATIENCE and times % 2 == 0
+
+
+class _Notes:
+    """Tensors that are noted of others, as long as these are there."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._noted
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        return self._noted.get(id(tensor), (None, None))[1]
+
+    def put(self, tensor: Tensor, noted: Tensor) -> None:
+        key = id(tensor)
+        self._noted[key] = weakref.ref(tensor, lambda _: self._noted.pop(key, None)), noted
+
+    def remove(self, tensor: Tensor) -> None:
+        self._noted.pop(id(tensor), None)
 
 
 def let_be_asked(values: Values | None) -> None:
