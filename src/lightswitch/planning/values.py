@@ -214,8 +214,9 @@ def let_be_asked(values: Values | None) -> None:
             "tolist": lambda self: values.read(self, Tensor.tolist),
             "__format__": lambda self, text: values.read(self, lambda real: format(real, text)),
         }
-    for name, method in methods.items():
-        patches.replace(FakeTensor, name, method)
+    patches.replace(FakeTensor, "numpy", methods["numpy"])
+    patches.replace(FakeTensor, "tolist", methods["tolist"])
+    patches.replace(FakeTensor, "__format__", methods["__format__"])
 
 
 _TOLIST = FakeTensor.tolist
