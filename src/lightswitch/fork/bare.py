@@ -2,8 +2,8 @@
 
 python -m lightswitch.fork.bare
 
-What was changed here stays, and so does what files of the fork's own need. The defaults of conf/config.yaml have to be
-its own before.
+What was changed here stays, and so does what files of the fork's own need. The defaults of config.yaml have to be its
+own before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def remove(fork: Path) -> list[str]:
     """Remove the examples below a folder, and return what to print.
 
     Raises:
-        Refused: there are none, or a default of conf/config.yaml is one of them.
+        Refused: there are none, or a default of config.yaml is one of them.
     """
     listing = fork / MANIFEST
     if not listing.is_file():
@@ -93,11 +93,13 @@ def _digest(content: bytes) -> str:
 def _check_defaults(fork: Path, going: Iterable[str]) -> None:
     config = (fork / "conf" / "config.yaml").read_text()
     defaults = re.findall(r"^  - (\w+): (\w+)$", config, re.MULTILINE)
-    examples = [f"{group}: {choice}" for group, choice in defaults if f"conf/{group}/{choice}.yaml" in going]
+    examples = [
+        f"{group}: {choice}"
+        for group, choice in defaults
+        if PurePosixPath("conf", group, f"{choice}.yaml").as_posix() in going
+    ]
     if examples:
-        raise Refused(
-            f"conf/config.yaml has the defaults {listed(examples)}, which are examples; put yours there first"
-        )
+        raise Refused(f"config.yaml has the defaults {listed(examples)}, which are examples; put yours there first")
 
 
 def _needed(fork: Path, going: Iterable[str], without: Mapping[str, str]) -> dict[str, str]:
