@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import Train
-from tests.engine.tiny import LANGUAGE_MODEL, PICTURES, TEXT
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 from tests.night import at_night
 
 MODEL = (*LANGUAGE_MODEL, TEXT, "global_batch_size=16")
