@@ -138,7 +138,7 @@ class IrregularFile(Refused, OSError):
 
 
 class NoExperiment(Refused, AttributeError):
-    """Error of `self.logger.experiment` of a logger that has none; to `hasattr`, as any attribute that is not there."""
+    """Error of `self.logger.experiment.add_image` of a logger that takes none; `hasattr` takes it for its answer."""
 
 
 class BatchError(ValueError):

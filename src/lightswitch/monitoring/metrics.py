@@ -68,12 +68,9 @@ class MetricsFile(Logger):
         return ""
 
     @property
-    def experiment(self) -> NoReturn:
-        """Raise NoExperiment: a table of metrics takes no pictures."""
-        raise NoExperiment(
-            "self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; "
-            "type logger=default, whose first is TensorBoard"
-        )
+    def experiment(self) -> Any:
+        """An object of no attributes: a loop over loggers that asks `hasattr(logger.experiment, …)` passes it over."""
+        return _Nothing()
 
     @property
     def save_dir(self) -> str:
@@ -82,6 +79,17 @@ class MetricsFile(Logger):
     @property
     def log_dir(self) -> str:
         return str(self._directory)
+
+
+class _Nothing:
+    """What a table of metrics has in place of an experiment."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise NoExperiment: a table of metrics takes no pictures."""
+        raise NoExperiment(
+            "self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; "
+            "type logger=default, whose first is TensorBoard"
+        )
 
 
 class Table:

@@ -84,6 +84,12 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     assert told["sizes"]["parameters"] == told["sizes"]["trained_parameters"] > 0
 
 
+@pytest.mark.usefixtures("hydra_home")
+def test_a_loop_over_all_loggers_that_asks_what_they_take_passes_metrics_over() -> None:
+    loggers = [logger("tensorboard"), logger("csv")]
+    assert [hasattr(one.experiment, "add_histogram") for one in loggers] == [True, False]
+
+
 def test_a_module_that_draws_is_refused_in_a_line_where_no_logger_takes_pictures(train: Train) -> None:
     refused = train(*DRAWS, "logger=csv", check=False)
     assert refused.err.splitlines()[-1] == (
