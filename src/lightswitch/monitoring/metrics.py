@@ -82,7 +82,7 @@ class MetricsFile(Logger):
 
 
 class _Nothing:
-    """What a table of metrics has in place of an experiment."""
+    """Stand-in for the experiment of a table of metrics."""
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise NoExperiment: a table of metrics takes no pictures."""

@@ -224,8 +224,12 @@ def test_commits_that_no_branch_has_are_not_left_behind(own_clone: Path) -> None
     assert git(own_clone, "log", "-1", "--format=%s") == "Mine\n"
 
 
-def test_a_fork_trains(clone: Path, tmp_path: Path) -> None:
+def test_a_fork_trains_and_outside_of_its_environment_says_what_to_type(clone: Path, tmp_path: Path) -> None:
     folder = made(clone, tmp_path / "birdsong", "--bare")
+    told = run([sys.executable, "-S", "train.py"], folder, code=1)
+    activate = "type source .venv/bin/activate, or make train, which sets it up"
+    assert told == f"error: No module named 'lightswitch'; {activate}\n"
+    assert run(["git", "check-ignore", "exports/a.pt", "data/a", "runs/a"], folder).count("\n") == 3
     assert "test/accuracy" in run(["env", f"PYTHONPATH={folder}/src", "python", "train.py", "debug=limit"], folder)
 
 

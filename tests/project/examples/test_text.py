@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from project.data.text import HELD_OUT_BYTES, PythonSource, TextFiles
 from project.data.tokens import TokenFiles
 from project.data.windows import Windows
+from project.models.language_model import printable
 
 
 @given(length=st.integers(3, 300), context=st.integers(1, 40))
@@ -137,3 +138,7 @@ def test_files_that_are_cut_or_too_short_are_refused(tmp_path):
     (tmp_path / "val.bin").write_bytes(b"123456789" * 3)
     with pytest.raises(ValueError, match=r"val.bin has 27 bytes; expected 2 for each token"):
         TokenFiles(str(tmp_path), context=8, vocab_size=256)
+
+
+def test_what_an_untrained_model_draws_commands_no_terminal() -> None:
+    assert printable("\x1b[2J owls\x07\n\tfly\x9b") == "�[2J owls�\n\tfly�"
