@@ -22,9 +22,9 @@ class SecretModel(FailingModel):
         self.token, self.pem = token, pem
         self.save_hyperparameters()
 
-    def _perhaps_fail(self, stage: str, batch_idx: int) -> None:
+    def _perhaps_fail(self, *place: str | int) -> None:
         try:
-            super()._perhaps_fail(stage, batch_idx)
+            super()._perhaps_fail(*place)
         except RuntimeError:
             raise RuntimeError(f"401 for https://example.org/?token={self.token}") from KeyError(self.pem)
 
