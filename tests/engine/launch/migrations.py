@@ -103,7 +103,7 @@ _MODULE = {
     "takes its batch size as `batch_size`": [
         Inside("epochs", samples, [16, 128]),
         Inside("steps", samples, [64, 64], ""),
-        Elsewhere("engine/launch/test_habits.py", "test_a_batch_size_that_data_bring_along_is_named"),
+        Elsewhere("engine/launch/test_habits.py", "test_a_batch_size_that_data_bring_along_is_that_of_a_step"),
     ],
     "keeps a copy or an average of its weights by hand, clips them, sets them from the first batch": [
         Elsewhere("engine/strategies/test_writes.py", "test_what_is_written_is_as_in_one_process"),
