@@ -94,11 +94,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), *at_night(("deepspeed_stage_2", 2), ("ddp", 2))])
 def test_what_is_logged_is_the_same_at_any_world_size(strategy: str, ranks: int, alone: Finished, train: Train) -> None:
-    run = train(*RUN, f"strategy={strategy}", "micro_batch_size=2", ranks=ranks)
+    run = train(*RUN, f"strategy={strategy}", ranks=ranks)
     for name in (*OF_STEPS, *TRAINING, *EVALUATION):
         assert largest_difference(run, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
     assert set(run.column("val/of_rank_0").values()) == {1.0}
     assert "val/both_step" not in run.metrics()[0], "a batch of an evaluation is no step of training"
+
+
+def test_what_is_logged_by_step_is_of_all_its_micro_batches(alone: Finished, train: Train) -> None:
+    run = train(*RUN, "strategy=ddp", "micro_batch_size=2", ranks=2)
+    for name in OF_STEPS:
+        assert largest_difference(run, alone, name) <= 2e-6, name
 
 
 @pytest.mark.parametrize("step", [8, *at_night(4)])
