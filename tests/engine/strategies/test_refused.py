@@ -55,11 +55,7 @@ def test_of_options(tmp_path: Path) -> None:
     assert found == {typed: {line} for typed, line in OPTIONS.items()}
 
 
-<<<<<<< HEAD
-=======
-BY_HAND = "uses manual optimization, where a sharded strategy has the parameters gathered; "
 OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
->>>>>>> 36a710b (Refuse modules in runs as before, and keep what is logged by step apart)
 MODULES = {
     "Manual fsdp1": "Manual uses manual optimization, and fsdp1 has its parameters gathered where it steps; use "
     "strategy=fsdp or ddp",
