@@ -35,7 +35,7 @@ def test_what_is_typed_of_optimizer_and_scheduler_is_read_or_refused(model: str)
     given = OmegaConf.to_container(cfg.model, resolve=False).values()
     for group in ("optimizer", "scheduler"):
         keys = [f"{group}.{key}" for key in cfg[group] if not key.startswith("_")]
-        assert {*unread.of(cfg, keys)} == ({*()} if f"${{{group}}}" in given else {*keys})
+        assert {*unread.of(cfg, keys)} == ({*()} if "${" + group + "}" in given else {*keys})
 
 
 def _with_data(model: str) -> DictConfig:

@@ -65,7 +65,7 @@ _MODULE = {
     "optimizes by hand, with several optimizers": [
         Habit("two optimizers by hand"),
         Habit("no clipping by hand"),
-        Habit("a GAN under ddp, as told"),
+        Habit("a GAN under ddp"),
         Elsewhere("engine/strategies/test_refused.py", "test_of_modules"),
     ],
     "clips in `configure_gradient_clipping`": [
@@ -79,7 +79,6 @@ _MODULE = {
     ],
     "is a GAN, whose losses reach a part of the parameters each": [
         Habit("a GAN under ddp"),
-        Habit("a GAN under ddp, as told"),
     ],
     "has parameters that take no part in some step": [
         Elsewhere(

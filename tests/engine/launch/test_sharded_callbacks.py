@@ -22,7 +22,15 @@ from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainData, PlainModel
 
 NAMED = "lightning.pytorch.callbacks"
-RUN = (*PLAIN, "model.lr=1", "global_batch_size=40", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
+RUN = (
+    *PLAIN,
+    "model.lr=1",
+    "trainer.gradient_clip_val=1",
+    "data.batch_size=8",
+    "global_batch_size=40",
+    "trainer.val_check_interval=2",
+    "trainer.log_every_n_steps=1",
+)
 RUN += (f"callbacks.stop._target_={NAMED}.EarlyStopping", "callbacks.stop.monitor=val/loss")
 RUN += ("callbacks.stop.min_delta=10", "callbacks.stop.patience=4")  # the first is the best, and none better by ten
 RUN += (f"callbacks.top._target_={NAMED}.ModelCheckpoint", "callbacks.top.monitor=val/loss")
