@@ -142,7 +142,8 @@ class Table:
         rows = self._rows()
         for row in rows:
             if row["step"] == str(step):
-                row.update(values)
+                # such a row has its place in training already: the epoch of an evaluation is that in which it is run
+                row.update({name: text for name, text in values.items() if name not in FIRST_COLUMNS})
                 self._add_columns(row)
                 self._replace(rows)
                 return True

@@ -114,7 +114,14 @@ def test_a_stream_is_predicted_once_over_all_ranks(train: Train) -> None:
 
 
 def test_a_stream_that_splits_itself_by_ranks_is_refused_until_that_is_declared(train: Train) -> None:
-    run = (*STREAM, *SHORT, "data.kind=ranks", "trainer.max_steps=2", "trainer.val_check_interval=2")
+    run = (
+        *STREAM,
+        *SHORT,
+        "data.kind=ranks",
+        "data.batch_size=8",
+        "trainer.max_steps=2",
+        "trainer.val_check_interval=2",
+    )
     refused = train(*run, ranks=2, check=False)
     assert refused.returncode == 2
     assert "the ranks read different samples of a stream" in refused.err

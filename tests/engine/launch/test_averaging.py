@@ -119,7 +119,7 @@ def _fitted(strategy: Strategy, callbacks: list[Callback], precision: str) -> Tr
         accelerator="cpu", strategy=strategy, precision=precision, callbacks=callbacks, max_steps=6,
         val_check_interval=3, num_sanity_val_steps=0, enable_model_summary=False, **quiet,
     )  # fmt: skip
-    trainer.fit(PlainModel(), PlainData())
+    trainer.fit(PlainModel(), PlainData(batch_size=8))
     return trainer
 
 

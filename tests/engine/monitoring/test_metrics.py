@@ -66,11 +66,12 @@ def test_a_row_without_samples_takes_the_previous_ones(tmp_path: Path) -> None:
 def test_an_older_checkpoints_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
     logger = MetricsFile(tmp_path)
     for step in (4, 9):
-        logger.log_metrics({"samples": 8 * step, "train/loss": 1.0}, step=step)
-    logger.log_metrics({"test/loss": 3.0}, step=4)
-    logger.log_metrics({"test/loss": 2.0}, step=10)
+        logger.log_metrics({"samples": 8 * step, "epoch": step // 4, "train/loss": 1.0}, step=step)
+    logger.log_metrics({"test/loss": 3.0, "epoch": 3}, step=4)  # the epoch that Lightning counts when it tests
+    logger.log_metrics({"test/loss": 2.0, "epoch": 3}, step=10)
     assert column(tmp_path, "step") == ["4", "9", "10"]
     assert column(tmp_path, "test/loss") == ["3.0", "", "2.0"]
+    assert column(tmp_path, "epoch") == ["1", "2", "3"]
 
 
 def test_a_resumed_run_leaves_the_file_of_one_uninterrupted_run(tmp_path: Path) -> None:

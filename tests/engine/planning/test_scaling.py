@@ -14,6 +14,7 @@ from lightswitch.planning import scaling
 def _estimate(nodes: int, accumulation: int, seconds: float) -> dict[str, Any]:
     return {
         **{"nodes": nodes, "devices_per_node": 8, "replicas": 8 * nodes, "micro_batch": 2},
+        "global_batch": 8 * nodes * 2 * accumulation,
         **{"accumulation": accumulation, "bytes": 2**30, "usable_bytes": 2**31, "bound_by": "network"},
         **{"least_seconds": {"network": seconds, "arithmetic": seconds / 2}},
         **{"bytes_within_node": 1e9, "bytes_between_nodes": 8e9},
