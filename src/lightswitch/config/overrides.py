@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -47,6 +48,14 @@ def key_and_value(override: str) -> tuple[str, str]:
 def asks_for_a_sweep(arguments: list[str]) -> bool:
     """Return whether a command line has the flag for many runs, `-m`."""
     return not _SWEEPS.isdisjoint(arguments)
+
+
+def asks_for_help(arguments: Sequence[str]) -> str | None:
+    """Return what help is asked for: nothing for all of it, a group or a choice; None where no help is."""
+    flags = [number for number, word in enumerate(arguments) if word in ("--help", "-h")]
+    if not flags:
+        return None
+    return " ".join(arguments[flags[0] + 1 : flags[0] + 2])
 
 
 def flags_of_a_job(arguments: list[str]) -> list[str]:

@@ -9,19 +9,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.config import composition
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
-from lightswitch.config.overrides import normalised
+from lightswitch.config.overrides import asks_for_help, normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
 from lightswitch.fault_tolerance import classify, requeue
@@ -30,9 +32,7 @@ from lightswitch.preflight import environment, targets
 from lightswitch.process import signals
 from lightswitch.process.signals import Signals, stopped_with
 from lightswitch.process.state import Process
-from lightswitch.reference import help
 from lightswitch.runs import claim
-from lightswitch.sweeps import job, multirun
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +79,16 @@ class Entry:
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
         composition.patch_composition()
-        multirun.patch_multirun(self.process, _of_jobs)
+        _patch_multirun(self.process)
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
         resolvers.register(found)
         if found.launcher == "local" and "LOCAL_RANK" in os.environ:
             self.process.follow_parent()
-        if (about := help.asked(sys.argv[1:])) is not None:
+        if (about := asks_for_help(sys.argv[1:])) is not None:
+            from lightswitch.reference import help
+
             print(help.text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
             return
         sys.argv[1:] = normalised(sys.argv[1:], found.rank)
@@ -102,12 +104,16 @@ class Entry:
     def _run_composed(self, cfg: DictConfig) -> float | None:
         found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
         if HydraConfig.get().mode == RunMode.MULTIRUN:
+            from lightswitch.sweeps import job
+
             gc.enable()
             return job.run(self.typed, cfg, found)
         self.is_composed = True
         classify.keep_disk_errors_of_threads(self.process)
         run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
         if not OmegaConf.is_missing(run.hydra.job, "num"):
+            from lightswitch.sweeps import job
+
             self.process.failure_file = job.failure_file(run.run_dir, found)
         try:
             self.main(cfg, run)
@@ -125,6 +131,39 @@ class Entry:
         return None
 
 
+def _patch_multirun(process: Process) -> None:
+    """Have lightswitch.sweeps run Hydra's sweeps: Hydra's own hook for their end misses one that ends early."""
+    walk = Hydra.multirun
+
+    def multirun(
+        self: Hydra,
+        config_name: str | None,
+        task_function: Any,
+        overrides: list[str],
+        with_log_configuration: bool = True,
+    ) -> None:
+        from lightswitch.sweeps import multirun
+
+        def walk_jobs(pinned: list[str]) -> None:
+            walk(self, config_name, task_function, pinned, with_log_configuration)
+
+        multirun.run(walk_jobs, self, config_name, overrides, process, _beside_one_another)
+
+    patches.replace(Hydra, "multirun", multirun)
+
+
+def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
+    """Yield what a plan or a comparison says of a sweep's jobs."""
+    if cfg.get("mode") == "dry_run":
+        from lightswitch.planning import scaling
+
+        yield from scaling.of_sweep(folder)
+    elif cfg.get("compare"):
+        from lightswitch.compare import files
+
+        yield from files.of_sweep(folder)
+
+
 def _flush_stdout() -> None:
     """Print what is left of a run that is done, if anyone still reads it."""
     try:
@@ -136,18 +175,6 @@ def _flush_stdout() -> None:
 def _leave_stdout() -> None:
     """Lead stdout nowhere: Python still flushes it as it exits, and its reader is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _of_jobs(cfg: DictConfig, sweep: Path) -> Iterator[str]:
-    """Yield what is told of a sweep's jobs beside one another; a single run need not import what tells it."""
-    if cfg.get("mode") == "dry_run":
-        from lightswitch.planning import scaling
-
-        yield from scaling.of_sweep(sweep)
-    elif cfg.get("compare"):
-        from lightswitch.compare import files
-
-        yield from files.of_sweep(sweep)
 
 
 def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:

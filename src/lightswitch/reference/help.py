@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightswitch.errors import RefusedRequest, nearest
@@ -31,19 +31,11 @@ GROUP=CHOICE, KEY=VALUE. Any argument of the model, the data, the Trainer or a c
   python train.py --hydra-help           Hydra's own options"""
 
 
-def asked(arguments: Sequence[str]) -> str | None:
-    """Return what help is asked for: nothing for all of it, a group or a choice; None where no help is."""
-    flags = [number for number, word in enumerate(arguments) if word in ("--help", "-h")]
-    if not flags:
-        return None
-    return " ".join(arguments[flags[0] + 1 : flags[0] + 2])
-
-
 def text(about: str, script: Path, folder: Path) -> str:
     """Return the help on a group, a choice, or all of them.
 
     Args:
-        about: a group, a choice, a node or a key, as `asked` returns it.
+        about: a group, a choice, a node or a key, as `asks_for_help` returns it.
         script: whose docstring says what it does, and how it is called.
         folder: of the configs.
 

@@ -10,63 +10,71 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch import patches
 from lightswitch.cluster import placement
+from lightswitch.config import moved
 from lightswitch.config.composition import check_names
 from lightswitch.config.confidential import Cleaner
-from lightswitch.config.overrides import quoted
+from lightswitch.config.overrides import quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
-from lightswitch.preflight import root_keys
+from lightswitch.preflight import check, root_keys, unread
 from lightswitch.process.state import Process
 from lightswitch.runs import claim, results
-from lightswitch.sweeps import mistakes, record, table
+from lightswitch.sweeps import record
+
+_SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # whose jobs are what was typed and hydra.sweeper.params
+_SAMPLES = ("search_space", "custom_search_space")  # of OptunaSweeper, beside those
+
+Compose = Callable[[list[str]], DictConfig]
 
 
-def patch_multirun(process: Process, of_jobs: Callable[[DictConfig, Path], Iterable[str]]) -> None:
-    """Have Hydra's sweeps end with a table of their jobs, and with exit code 1 if a job failed.
+def run(
+    walk: Callable[[list[str]], None],
+    hydra: Hydra,
+    config_name: str | None,
+    overrides: list[str],
+    process: Process,
+    of_jobs: Callable[[DictConfig, Path], Iterable[str]],
+) -> None:
+    """Run the jobs of a sweep, then print their table.
 
-    After the table they print what `of_jobs` yields of the sweep's config and directory.
+    Args:
+        walk: Hydra's own `multirun`, of overrides.
+        of_jobs: yields what is printed below the table, from the sweep's config and folder.
 
-    Hydra has a hook for the end of a sweep, but not for one that ends early.
+    Raises:
+        RefusedRequest: the sweep, or each of its jobs, has problems.
+        SystemExit: with code 1 if a job failed.
     """
-    walk = Hydra.multirun
-
-    def multirun(
-        self: Hydra,
-        config_name: str | None,
-        task_function: Any,
-        overrides: list[str],
-        with_log_configuration: bool = True,
-    ) -> None:
-        cfg = self.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
-        try:
-            _check(cfg, partial(self.config_loader.load_sweep_config, cfg))
-            folder = _claimed(cfg, process)
-        except RefusedRequest as refused:
-            raise RefusedRequest(Cleaner.of(cfg).cleaned(refused.problems)) from refused
-        pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
-        arguments = (config_name, task_function, [*overrides, pinned], with_log_configuration)
-        try:
-            _run_jobs(partial(walk, self, *arguments), folder)
-        finally:
-            process.release_locks()
-            claim.remove_if_empty(folder)
-            jobs = record.read_all(folder)
-            logged = {name for file in folder.glob(f"*/{results.FILE}") for name in results.read(file.parent)}
-            print(table.of(jobs, str(cfg.objective), logged), end="", flush=True)
-        for told in of_jobs(cfg, folder) if jobs else ():
-            print(f"\n{told}" if told.endswith("\n") else told, flush=True)
-        if any(job.has_failed for job in jobs):
-            raise SystemExit(ExitCode.FAILED)
-
-    patches.replace(Hydra, "multirun", multirun)
+    cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
+    try:
+        _check(cfg, partial(hydra.config_loader.load_sweep_config, cfg))
+        folder = _claimed(cfg, process)
+    except RefusedRequest as refused:
+        raise RefusedRequest(Cleaner.of(cfg).cleaned(refused.problems)) from refused
+    pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
+    try:
+        _run_jobs(partial(walk, [*overrides, pinned]), folder)
+    finally:
+        process.release_locks()
+        claim.remove_if_empty(folder)
+        jobs = record.read_all(folder)
+        logged = {name for file in folder.glob(f"*/{results.FILE}") for name in results.read(file.parent)}
+        print(record.table(jobs, str(cfg.objective), logged), end="", flush=True)
+    for text in of_jobs(cfg, folder) if jobs else ():
+        print(f"\n{text}" if text.endswith("\n") else text, flush=True)
+    if any(job.has_failed for job in jobs):
+        raise SystemExit(ExitCode.FAILED)
 
 
-def _check(cfg: DictConfig, compose: mistakes.Compose) -> None:
+def _check(cfg: DictConfig, compose: Compose) -> None:
     """Check what is wrong with a sweep as such, then with all its jobs.
 
     Raises:
@@ -75,7 +83,7 @@ def _check(cfg: DictConfig, compose: mistakes.Compose) -> None:
     if problems := list(_problems(cfg)):
         raise RefusedRequest(problems)
     check_names(cfg)
-    if problems := mistakes.of_all_jobs(cfg, compose):
+    if problems := shared_problems(cfg, compose):
         raise RefusedRequest(problems)
 
 
@@ -145,3 +153,69 @@ def _submitted(folder: Path) -> set[str]:
 def _cancel(job_ids: set[str]) -> None:
     if job_ids:
         subprocess.run(["scancel", *sorted(job_ids)], check=False)
+
+
+def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
+    """Return the problems that all jobs of a sweep have.
+
+    They are looked for in as few jobs as that takes: the first of all values, and, while it has problems that the
+    others had too, one with each other value. Where a job can't be composed the sweep itself tells so.
+
+    Args:
+        cfg: of the sweep.
+        compose: returns the config of a job from its overrides.
+    """
+    sweeper = cfg.hydra.sweeper
+    if not str(sweeper._target_).endswith(_SWEEPERS) or any(sweeper.get(key) for key in _SAMPLES):
+        return []
+    shared: list[str] | None = None
+    try:
+        for overrides in _jobs(cfg):
+            found = _problems_of_job(compose(overrides))
+            shared = found if shared is None else [problem for problem in shared if problem in found]
+            if not shared:
+                break
+    except (HydraException, OmegaConfBaseException):
+        return []
+    return shared or []
+
+
+def _jobs(cfg: DictConfig) -> Iterator[list[str]]:
+    """Yield overrides of jobs that have all values between them: the first of each, then another of one."""
+    params = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()]
+    parsed = OverridesParser.create().parse_overrides([*params, *typed_overrides(cfg.hydra)])
+    values = {override.get_key_element(): _values(override) for override in parsed}  # what was typed replaces params
+    first = {key: among[0] for key, among in values.items()}
+    yield [*first.values()]
+    for key, among in values.items():
+        for other in among[1:]:
+            yield [*{**first, key: other}.values()]
+
+
+def _values(override: Override) -> list[str]:
+    """Return an override with each of its values; of numbers with two, as others are as good or as bad."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    swept, values = override.value(), list[Any]()
+    if isinstance(swept, IntervalSweep | RangeSweep):
+        values = [swept.start, swept.end if isinstance(swept, IntervalSweep) else swept.stop]
+    else:
+        values = [*override.sweep_string_iterator()]
+        if all(type(value) in (int, float) for value in override.sweep_iterator()):
+            values = [values[0], values[-1]]
+    return [f"{override.get_key_element()}={value}" for value in dict.fromkeys(values)]
+
+
+def _problems_of_job(job: DictConfig) -> list[str]:
+    place = {"job.num": 0, "job.id": "0", "runtime.output_dir": str(job.hydra.sweep.dir)}  # as a launcher gives it
+    for key, value in place.items():
+        OmegaConf.update(job, f"hydra.{key}", value, force_add=True)
+    HydraConfig.instance().set_config(job)
+    hydra, cleaner = job.hydra, Cleaner.of(job)
+    with open_dict(job):
+        del job["hydra"]
+    moved.replace(job)
+    plain: Any = OmegaConf.to_container(job, resolve=True)
+    told = check.typed_problems(plain, hydra) or list(unread.problems(job, hydra))
+    problems: list[str] = cleaner.cleaned(told)
+    return problems

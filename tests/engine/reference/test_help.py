@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from lightswitch.config.overrides import asks_for_help
 from lightswitch.errors import RefusedRequest
 from lightswitch.reference import help
 from lightswitch.reference.choices import config, groups, sentences
@@ -30,7 +31,7 @@ def _text(about: str) -> str:
     ],
 )
 def test_help_is_asked_for_by_a_flag(arguments: list[str], about: str | None) -> None:
-    assert help.asked(arguments) == about
+    assert asks_for_help(arguments) == about
 
 
 def test_all_of_it_fits_on_a_screen_and_leaves_out_no_group_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

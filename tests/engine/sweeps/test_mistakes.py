@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch import resolvers
-from lightswitch.sweeps import mistakes
+from lightswitch.sweeps.multirun import shared_problems
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
@@ -31,7 +31,7 @@ def told() -> Iterator[Told]:
         loader = GlobalHydra.instance().config_loader()
         words = normalised([*model, TEXT, *typed, "hydra.mode=MULTIRUN"])
         cfg = loader.load_configuration("config", words, RunMode.MULTIRUN)
-        return mistakes.of_all_jobs(cfg, partial(loader.load_sweep_config, cfg))
+        return shared_problems(cfg, partial(loader.load_sweep_config, cfg))
 
     resolvers.register(placement.detect())
     with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
