@@ -1,27 +1,37 @@
-"""The examination of a machine, or of all nodes of a job, each process of which takes part in it."""
+"""The examination of a machine, or of all nodes of a job, and the report that rank 0 prints."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
 import threading
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightswitch.cluster import consistency, environments, handshake, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
-from lightswitch.doctor import accelerators, machine, network
-from lightswitch.doctor.report import Report
+from lightswitch.doctor import machine
+from lightswitch.errors import ExitCode
 
 RUNS = Path("runs")
 CODE = ("train.py", "conf", "src")
+_REACH_SECONDS = 5.0
+_TIMES = {8: 50, 2**20: 10, 2**24: 3}  # bytes: how often they are reduced
+_TIMES_ON_GPU = {**_TIMES, 2**28: 10}
 
 
 def examine(report: Report, timeout_seconds: float) -> None:
@@ -64,7 +74,7 @@ def examine(report: Report, timeout_seconds: float) -> None:
 
 def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
     """Return the back-ends that all processes can use, the same in each of them."""
-    if without := accelerators.without_nccl(everyone):
+    if without := machine.without_nccl(everyone):
         if len(without) < len(everyone) and report.is_first:
             fix = "start as many processes on a node as it has GPUs, each of which sees all of them"
             report.problems.append(f"NCCL was not tried, as {without[0]}; {fix}")
@@ -74,7 +84,7 @@ def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
 
 def _gathered(store: Store, point: MeetingPoint, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
     """Return what each process that came in time has found on its machine, with the address it listens at."""
-    listener = network.Listener(point.address)
+    listener = Listener(point.address)
     store.set(str(point.rank), json.dumps({**own, "address": listener.address}))
     if point.rank == 0:
         missing = rendezvous.missing(store, point)
@@ -90,7 +100,7 @@ def _unreached(
     firsts = {one["node"]: one for one in reversed(everyone)}
     is_first = firsts[node]["rank"] == point.rank
     ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}
-    faults = [f"{node} → {name}: {fault}" for name, fault in network.reach(ways).items() if fault]
+    faults = [f"{node} → {name}: {fault}" for name, fault in reach(ways).items() if fault]
     store.set(f"faults/{point.rank}", json.dumps(faults))
     told = store.multi_get([f"faults/{one['rank']}" for one in everyone])
     pairs = [pair for one in told for pair in json.loads(one)]
@@ -106,7 +116,7 @@ def _measure(backends: list[str], store: Store, point: MeetingPoint, local_rank:
         limit.daemon = True
         limit.start()
         try:
-            for measured in network.measure(backend, PrefixStore(backend, store), point, local_rank):
+            for measured in measure(backend, PrefixStore(backend, store), point, local_rank):
                 report.bandwidth(backend, measured)
         except RuntimeError as error:
             report.problems.append(f"an all-reduce over {backend} failed: {str(error).splitlines()[0]}")
@@ -124,3 +134,145 @@ def _give_up(report: Report, backend: str, timeout_seconds: float) -> NoReturn:
     code = report.end()
     sys.stdout.flush()
     os._exit(code)  # the main thread may be stuck
+
+
+class Listener:
+    """Socket that answers a byte with the same byte, as long as the process lives.
+
+    Args:
+        main_address: of rank 0; the socket listens on the interface that leads there.
+    """
+
+    def __init__(self, main_address: str) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+            there.connect((main_address, 1))  # sends nothing
+            self._socket = socket.create_server((there.getsockname()[0], 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            peer, _ = self._socket.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.settimeout(_REACH_SECONDS)
+                peer.sendall(peer.recv(1))
+
+
+def reach(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Return for each node what went wrong on the way to it; empty where nothing did."""
+    with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
+        return dict(zip(others, pool.map(_fault, others.values()), strict=True))
+
+
+def _fault(address: tuple[str, int]) -> str:
+    try:
+        with socket.create_connection(address, _REACH_SECONDS) as peer:
+            peer.sendall(b"?")
+            return "" if peer.recv(1) == b"?" else "it closed the connection"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurement of an all-reduce; its bus bandwidth compares between world sizes (NVIDIA's nccl-tests,
+    PERFORMANCE.md)."""
+
+    size_bytes: int
+    seconds: float
+    world_size: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:  # bytes/s
+        return self.size_bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:  # bytes/s
+        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
+
+
+def measure(backend: str, store: Store, point: MeetingPoint, local_rank: int) -> Iterator[Measured]:
+    """Yield the speed of all-reduces of growing sizes over a group of its own. Collective.
+
+    Args:
+        backend: gloo or nccl.
+        store: where the processes of the group meet.
+
+    Raises:
+        RuntimeError: a process failed, or did not come in time.
+    """
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    timeout = timedelta(seconds=point.timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=point.rank, world_size=point.world_size, timeout=timeout)
+    try:
+        for size_bytes, times in (_TIMES_ON_GPU if on_gpu else _TIMES).items():
+            tensor = torch.zeros(size_bytes // 4, device=device)
+            yield Measured(size_bytes, _seconds(tensor, times), point.world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _seconds(tensor: torch.Tensor, times: int) -> float:
+    dist.all_reduce(tensor)
+    _finish(tensor)
+    start = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    _finish(tensor)
+    return (time.perf_counter() - start) / times
+
+
+def _finish(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+@dataclass
+class Report:
+    """Report that one process prints and the others keep to themselves.
+
+    Attributes:
+        is_first: whether this process is rank 0, which prints.
+        problems: a line each, printed at the end.
+    """
+
+    is_first: bool = True
+    problems: list[str] = field(default_factory=list)
+
+    def line(self, label: str, text: str) -> None:
+        """Print a label and a text in columns."""
+        if self.is_first:
+            print(f"{label:<11} {text}", flush=True)
+
+    def machines(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        """Print what each node has, and take over its problems."""
+        for one in everyone:
+            for number, holding in enumerate(one["holdings"]):
+                self.line(one["node"] if number == 0 else "", holding)
+            if self.is_first:
+                self.problems += one["problems"]
+
+    def software(self, versions: Mapping[str, str], machine: Mapping[str, Any]) -> None:
+        """Print versions, backends, operators and variables."""
+        self.line("versions", ", ".join(f"{name} {value}" for name, value in versions.items()))
+        self.line("backends", ", ".join(machine["backends"]))
+        self.line("operators", ", ".join(machine["ops"]))
+        for number, (name, value) in enumerate(machine["environment"].items()):
+            self.line("" if number else "environment", f"{name}={value}")
+
+    def bandwidth(self, backend: str, measured: Measured) -> None:
+        """Print the speed of an all-reduce: µs for the smallest, GB/s for others."""
+        if measured.size_bytes == 8:
+            self.line("all-reduce", f"{backend}, 8 bytes: {measured.seconds * 1e6:.0f} µs")
+            return
+        speeds = (measured.algorithm_bandwidth / 1e9, measured.bus_bandwidth / 1e9)
+        self.line("", f"{backend}, {measured.size_bytes >> 20} MiB: {speeds[0]:.2f} GB/s, bus {speeds[1]:.2f} GB/s")
+
+    def end(self) -> int:
+        """Print the problems, and return the exit code."""
+        for problem in self.problems:
+            print(f"problem     {problem}", flush=True)
+        if not self.problems:
+            self.line("", "no problem was found")
+        return ExitCode.FAILED if self.problems else 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightswitch.doctor.accelerators import GPU, Accelerators, described, look, problems, without_nccl
+from lightswitch.doctor.machine import GPU, Accelerators, gpu_lines, gpu_problems, look_for_gpus, without_nccl
 
 GIB = 2**30
 FREE = GPU("NVIDIA H100", 70 * GIB, 80 * GIB)
@@ -45,7 +45,7 @@ FOUND = {
 @pytest.mark.parametrize("machine", FOUND)
 def test_accelerators_are_named_with_what_is_wrong(machine: str) -> None:
     found, holdings, wrong = FOUND[machine]
-    assert (list(described(found)), list(problems(found))) == (holdings, wrong)
+    assert (list(gpu_lines(found)), list(gpu_problems(found))) == (holdings, wrong)
 
 
 def _process(rank: int, local_rank: int, gpus: int, backends: tuple[str, ...] = ("gloo", "nccl")) -> dict[str, Any]:
@@ -74,6 +74,6 @@ def test_nccl_is_tried_by_all_processes_or_none(everyone: list[dict[str, Any]], 
 
 @pytest.mark.gpu
 def test_a_gpu_is_found_with_its_memory() -> None:
-    found = look()
+    found = look_for_gpus()
     assert len(found.gpus) == torch.cuda.device_count()
     assert all(gpu.fault or 0 < gpu.free_bytes <= gpu.total_bytes for gpu in found.gpus)
