@@ -89,8 +89,8 @@ def exports(run_dir: Path) -> str:
     """Export a run's last checkpoint, load it, and return what is wrong with it in a line, or EQUAL."""
     from lightswitch.checkpoints import names
     from lightswitch.export import files, source
+    from lightswitch.export.files import Weights
     from lightswitch.export.model import load
-    from lightswitch.export.weights import Weights
 
     checkpoint = run_dir / "checkpoints" / "last.ckpt"
     if not checkpoint.exists():

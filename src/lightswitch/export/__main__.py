@@ -29,7 +29,7 @@ from lightswitch.errors import Refused
 from lightswitch.monitoring.terminal import Line
 
 if TYPE_CHECKING:
-    from lightswitch.export.weights import Weights
+    from lightswitch.export.files import Weights
 
 FOLDER_FILE = "model.safetensors"  # of a folder that is named without any file
 DTYPES = ("bfloat16", "float16", "float32")
@@ -93,7 +93,7 @@ def _export(arguments: argparse.Namespace) -> None:
     import torch
 
     from lightswitch.export import files, source
-    from lightswitch.export.weights import Weights
+    from lightswitch.export.files import Weights
 
     checkpoint = source.checkpoint_at(arguments.source)
     config = source.model_config(checkpoint)
@@ -135,11 +135,11 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
 def _call(file: Path) -> str:
     """Return the call that gives the model back, with the argument that it needs where it would be refused without."""
-    from lightswitch.export import files, source, trust
+    from lightswitch.export import files, source
 
     config = source.read_config(files.config_of(file))
     try:
-        called = trust.untrusted(config.node, config.file.resolve().parent)
+        called = source.untrusted(config.node, config.file.resolve().parent)
     except ImportError:  # the code may be elsewhere
         called = None
     if called is None:

@@ -19,8 +19,8 @@ from lightswitch.checkpoints import names, trainable
 from lightswitch.checkpoints.names import own_name
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
 from lightswitch.export import files, source
-from lightswitch.export.trust import untrusted
-from lightswitch.export.weights import Weights
+from lightswitch.export.files import Weights
+from lightswitch.export.source import untrusted
 
 
 def load(path: str | Path, model: LightningModule | None = None, trust: bool = False) -> LightningModule:

@@ -1,15 +1,35 @@
-"""Checkpoints and model configs that a path given by the user stands for."""
+"""The checkpoint and the model config that a path stands for, and the code that such a config may name.
+
+Weights may come from anywhere, and Hydra's `instantiate` calls whatever the config beside them names, at any depth.
+What passes is what models are made of: a LightningModule of the user's own, and in it classes of the user's own, and
+optimizers, schedules and layers of torch.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import re
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from hydra.utils import get_object
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightswitch import regular_files
 from lightswitch.errors import UnfitCheckpoint
 
 CONFIG = "config.yaml"
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # as a run writes what it has taken from there
+_ENGINE = __name__.partition(".")[0]
+_PARTS = (Optimizer, LRScheduler, nn.Module)
+_OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -77,3 +97,102 @@ def read_config(path: Path, key: str | None = None, trust: bool = False) -> Mode
     if not isinstance(node, dict) or "_target_" not in node:
         raise UnfitCheckpoint(f"{path} names no model: it has no {f'{key}.' if key else ''}_target_")
     return ModelConfig(path, node)
+
+
+def untrusted(node: Any, folder: Path) -> str | None:
+    """Return the first thing a config names that must not be called without the user's consent; None if there is none.
+
+    Args:
+        node: of plain types, with interpolations as they are written: one may call a resolver, or hide a target.
+        folder: where the config lies.
+
+    Raises:
+        ImportError: it names code of the user's own that is not there.
+    """
+    outermost = str(node.get("_target_"))
+    if not _is_trusted(outermost, folder.resolve(), (LightningModule,)):
+        return outermost
+    return next((called for called in _called(node) if not _is_trusted(called, folder.resolve(), _PARTS)), None)
+
+
+def _called(node: Any) -> Iterator[str]:
+    if isinstance(node, str) and "${" in _FROM_ENVIRONMENT.sub("", node):
+        yield node
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield str(node["_target_"])
+        for item in node.items():
+            yield from _called(item)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _called(value)
+
+
+def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
+    """Return whether a dotted path leads to a class or function that may be called.
+
+    It is judged by where the object is defined, not by the path: modules import others.
+
+    Args:
+        kinds: base classes, one of which it must be a subclass of, or make an object of.
+    """
+    first = target.partition(".")[0]
+    if first != "torch" and not _is_own(first, folder):
+        return False
+    if first == "torch" and not target.startswith(tuple(f"{module}." for module in _OF_TORCH)):
+        return False
+    try:
+        found = get_object(target)
+    except Exception as error:  # what a module raises when it is imported
+        raise ImportError(str(error).partition("\n")[0]) from error
+    made = found if inspect.isclass(found) else _made_by(found)
+    if made is None or not (issubclass(made, kinds) or (kinds == _PARTS and made is found)):
+        return False
+    home = str(found.__module__)
+    return _is_own(home.partition(".")[0], folder) or _is_of_torch(found, home)
+
+
+def _made_by(function: Any) -> type | None:
+    """Return the class that a function is annotated to return; None where anything may happen to its arguments."""
+    if not inspect.isfunction(function):
+        return None
+    try:
+        made = get_type_hints(function).get("return")
+    except Exception:  # a name that is not there, of which Python has not asked so far
+        return None
+    return made if inspect.isclass(made) else None
+
+
+def _is_of_torch(found: Any, home: str) -> bool:
+    """Return whether it is one of torch's optimizers, schedules or layers; torch's functions may read files."""
+    return inspect.isclass(found) and any(
+        (home == module or home.startswith(f"{module}.")) and issubclass(found, kinds)
+        for module, kinds in _OF_TORCH.items()
+    )
+
+
+def _is_own(package: str, folder: Path) -> bool:
+    """Return whether a package lies on Python's path, not installed, and neither around the config nor beside it."""
+    locations = list(_locations(package)) if package != _ENGINE else []
+    return bool(locations) and not any(
+        place in (folder, *folder.parents) or place.parent == folder or _is_installed(place) for place in locations
+    )
+
+
+def _locations(package: str) -> Iterator[Path]:
+    """Yield the folders of a package, or a module's file, as the import system finds them without running it."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # of `__main__`, or no name at all
+        return
+    if spec is None:
+        return
+    for place in spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else []):
+        yield Path(place).resolve()
+
+
+def _is_installed(place: Path) -> bool:
+    if {"site-packages", "dist-packages"} & set(place.parts):
+        return True
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(place.is_relative_to(Path(folder).resolve()) for folder in folders)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its type
 from lightswitch.config.values import KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.preflight.signatures import Parameter, Signature, signature
 from lightswitch.preflight.targets import names
-from lightswitch.reference import docstrings
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # fifteen times as fast, where PyYAML was built with it
 _OF_HYDRA = ("defaults", "hydra")
+_SECTION = re.compile(r"^( *)(?:Args|Arguments|Parameters):[ \t]*\n(.*?)(?=^\1\S|\Z)", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(r"^\*{0,2}(\w+(?:, \w+)*)(?: *\([^\n]*?\))? ?: *(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_LONGEST = 400  # characters of a sentence
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Choice:
     def _below(self, node: yaml.MappingNode, path: str) -> Iterator[Key]:
         given = {key.value: (key, value) for key, value in node.value if key.value not in _OF_HYDRA}
         code = signature_of(given["_target_"][1].value if "_target_" in given else None)
-        takes, told = (code.parameters, docstrings.arguments(code.docstrings)) if code else ({}, {})
+        takes, told = (code.parameters, sentences_of_arguments(code.docstrings)) if code else ({}, {})
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
             is_node = isinstance(value, yaml.MappingNode)
@@ -156,3 +159,29 @@ def sentences(folder: Path) -> dict[str, str]:
     """Return what each key of a config folder is, by its path, where some file or the code says it."""
     choices = (config(folder), *(choice for group in groups(folder).values() for choice in group))
     return {key.path: key.sentence for choice in reversed(choices) for key in choice.keys if key.sentence}
+
+
+def sentences_of_arguments(docstrings: Iterable[str]) -> dict[str, str]:
+    """Return the first sentence on each argument, by its name; of several docstrings, the first that has it."""
+    found: dict[str, str] = {}
+    for docstring in docstrings:
+        for name, told in _entries(docstring):
+            found.setdefault(name, told)
+    return found
+
+
+def _entries(docstring: str) -> Iterator[tuple[str, str]]:
+    for _, section in _SECTION.findall(textwrap.dedent(docstring)):
+        for listed, told in _ENTRY.findall(textwrap.dedent(section)):
+            if sentence := _sentence(told):
+                yield from ((name, sentence) for name in listed.split(", "))
+
+
+def _sentence(told: str) -> str:
+    """Return the first sentence of a paragraph without its markup, nor the default, which the signature has."""
+    text = " ".join(told.split("\n\n")[0].split())
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]+)`", r"\1", text)
+    text = re.sub(r"`([^`<]+?) *(?:<[^>]*>)?`_*", r"\1", text.replace("``", "`"))
+    text = re.sub(r" *\((?:[Dd]efault|optional)[^)]*\)+| *[Dd]efaults?(?: to|:|=) .*$", "", text)
+    first = re.split(r"(?<=[^.][a-z)\]'\"0-9])\.(?: |$)", text, maxsplit=1)[0].strip(" .,")
+    return first if len(first) <= _LONGEST else ""

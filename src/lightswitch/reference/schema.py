@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its type
 from lightswitch.command import Command
 from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.preflight.signatures import Parameter, Signature
-from lightswitch.reference import docstrings
+from lightswitch.reference import choices
 from lightswitch.reference.choices import Choice, Key, config, groups, signature_of
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server knows whole
@@ -128,7 +128,7 @@ def _case(target: str, keys: list[Key]) -> Iterator[dict[str, Any]]:
 def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the schema of the arguments that one of the signatures takes."""
     known = list(signatures)
-    told = {name: text for one in known for name, text in docstrings.arguments(one.docstrings).items()}
+    told = {name: text for one in known for name, text in choices.sentences_of_arguments(one.docstrings).items()}
     told |= sentences or {}
     properties = {name: _value(one, told.get(name, "")) for s in known for name, one in s.parameters.items()}
     return {

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightswitch.checkpoints.find import first_whole, newest, up_to
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import UnfitCheckpoint
-from lightswitch.export.weights import Weights
+from lightswitch.export.files import Weights
 from tests.engine.checkpoints import hostile
 from tests.engine.checkpoints.damages import OF_A_FILE, damage
 from tests.engine.conftest import PLAIN, Train, runs_in

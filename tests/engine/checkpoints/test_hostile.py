@@ -16,7 +16,7 @@ import lightswitch
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
-from lightswitch.export.weights import Weights
+from lightswitch.export.files import Weights
 from tests.engine.checkpoints import hostile
 from tests.engine.conftest import PLAIN, Train
 from tests.night import at_night

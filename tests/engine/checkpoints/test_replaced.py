@@ -9,7 +9,7 @@ import torch
 
 from lightswitch.checkpoints import directory, find
 from lightswitch.errors import UnfitCheckpoint
-from lightswitch.export.weights import Weights
+from lightswitch.export.files import Weights
 
 
 def _write(path: Path, value: float) -> None:
