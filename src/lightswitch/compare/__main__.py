@@ -24,10 +24,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(words)
 
-    from lightswitch.compare import files  # it takes its time to import, in which Ctrl+C may come
+    from lightswitch.compare import page  # it takes its time to import, in which Ctrl+C may come
 
     try:
-        for told in files.write(arguments.runs, arguments.output, arguments.tag):
+        for told in page.write(arguments.runs, arguments.output, arguments.tag):
             print(told, flush=True)
     except (OSError, Refused) as error:
         parser.error(str(error))

@@ -1,4 +1,4 @@
-"""A run as its directory shows it, whoever launched it, and whether it ended or not."""
+"""A run as its directory shows it, whoever launched it, and whether it ended or not; with what a plan said of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lightswitch import regular_files
-from lightswitch.compare import planned
 from lightswitch.errors import Refused, shown
 from lightswitch.monitoring import objective, step_times
 from lightswitch.monitoring.step_times import StepTimes
@@ -27,6 +26,8 @@ Curve = dict[int, float]  # by step, counted from 0
 _MOST_BYTES = 1 << 30  # of a table of metrics
 _LARGEST = 1e100
 _CALL = re.compile(r"\$\{\w+:")  # of a resolver, whose value may differ from run to run
+_PLAN = "plan.json"
+_MOST_PLANNED_BYTES = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         config=_chosen(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
         times=step_times.read(run_dir),
-        planned_bytes=planned.peak_bytes(run_dir),
+        planned_bytes=planned_peak_bytes(run_dir),
         tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
     )
 
@@ -243,3 +244,23 @@ def _shortest_ends(paths: Sequence[tuple[str, ...]]) -> list[str]:
         if len(set(ends)) == len(ends):
             break
     return ends
+
+
+def planned_peak_bytes(run_dir: Path) -> int | None:
+    """Return the bytes on a device that the plan in a run's directory gives for the strategy that it was run under.
+
+    Where the plan compares precisions, in that of the run. None if there is no plan, or none of that strategy.
+    """
+    try:
+        planned = regular_files.read_json(run_dir / _PLAN)["strategies"]
+        choices = _planned_choices(run_dir)
+        strategy, precision = (f"{group}={choices.get(group)}" for group in ("strategy", "precision"))
+        found = [one["bytes"] for one in planned if list(one["words"]) in ([strategy], [strategy, precision])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found[0] if found and type(found[0]) is int and 0 <= found[0] < _MOST_PLANNED_BYTES else None
+
+
+def _planned_choices(run_dir: Path) -> Any:
+    """Return the names of choices by their groups, as Hydra has written them down."""
+    return saved.read_yaml(run_dir / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]

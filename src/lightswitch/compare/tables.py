@@ -1,4 +1,4 @@
-"""A comparison in tables of text, which a terminal, Markdown and a page show alike."""
+"""A comparison in tables, which a terminal, Markdown and a page show alike."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from lightswitch.compare.comparison import Comparison, Difference, Speed, choices, differences, speeds
 from lightswitch.compare.run import Run
+from lightswitch.errors import printable
 from lightswitch.monitoring.quantities import compact
 from lightswitch.monitoring.step_times import PHASES, StepTimes
+from lightswitch.monitoring.summary import aligned, escaped
 from lightswitch.sweeps.record import FAILED
 
 NOTHING = "–"
@@ -233,3 +235,28 @@ def milliseconds(seconds: float | None) -> str:
 def size(count: float) -> str:
     """Return bytes as people read them: 612 MiB, 12.3 GiB."""
     return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.3g} GiB"
+
+
+def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
+    """Return tables in aligned columns, and the summary below them."""
+    return printable("\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n")
+
+
+def _aligned(table: Table) -> str:
+    texts = [index for index, side in enumerate(table.alignment) if side == "l"]
+    lines = aligned([table.columns, *table.rows], texts) if table.rows else []
+    return "\n".join([table.title, *lines, *table.notes])
+
+
+def markdown(title: str, tables: Sequence[Table], summary: Sequence[str]) -> str:
+    """Return the same as a Markdown document."""
+    parts = [f"# {escaped(title)}", *map(escaped, summary)]
+    for table in tables:
+        parts += [f"## {table.title}", *(["\n".join(_rows(table))] if table.rows else []), *map(escaped, table.notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(table: Table) -> list[str]:
+    rules = ("---:" if side == "r" else "---" for side in table.alignment)
+    cells = [table.columns, tuple(rules), *table.rows]
+    return [f"| {' | '.join(map(escaped, row))} |" for row in cells]

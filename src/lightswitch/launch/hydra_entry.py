@@ -159,9 +159,9 @@ def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
 
         yield from scaling.of_sweep(folder)
     elif cfg.get("compare"):
-        from lightswitch.compare import files
+        from lightswitch.compare import page
 
-        yield from files.of_sweep(folder)
+        yield from page.of_sweep(folder)
 
 
 def _flush_stdout() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightswitch
-from lightswitch.compare import files
+from lightswitch.compare import page
 from lightswitch.errors import Refused
 from tests.runs import Finished, Train
 
@@ -63,7 +63,7 @@ def test_what_is_read_of_a_run_that_goes_on_is_whole(train: Train, tmp_path: Pat
         for name in ("best", "last"):
             path = live / "checkpoints" / f"{name}.ckpt"
             steps.extend((evaluated(path, train), begun(path, train), loaded(path)))
-            list(files.write([live, other], tmp_path / "compare.html"))
+            list(page.write([live, other], tmp_path / "compare.html"))
         assert processes[0].is_alive(), "it went on meanwhile"
         processes[0].kill()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.compare import files
+from lightswitch.compare import page
 from lightswitch.errors import Refused
 from tests.engine.test_regular_files import BOMB
 
@@ -67,7 +67,7 @@ HARMLESS: dict[str, Callable[[Path], object]] = {
 def test_what_is_odd_in_a_run_is_left_out(odd: str, tmp_path: Path) -> None:
     runs = _runs(tmp_path)
     HARMLESS[odd](runs[0])
-    assert list(files.write(runs, tmp_path / "page.html"))
+    assert list(page.write(runs, tmp_path / "page.html"))
     assert (tmp_path / "page.html").read_text().endswith("</html>\n")
 
 
@@ -80,7 +80,7 @@ def test_metrics_that_are_no_table_are_refused(content: str | None, tmp_path: Pa
     else:
         (runs[0] / "metrics.csv").write_text(content)
     with pytest.raises(Refused, match=r"^\S*odd/metrics\.csv can't be read as the metrics of a run: [^\n]*$"):
-        list(files.write(runs, tmp_path / "page.html"))
+        list(page.write(runs, tmp_path / "page.html"))
 
 
 def test_no_text_of_a_run_acts_on_a_terminal_or_a_browser(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_no_text_of_a_run_acts_on_a_terminal_or_a_browser(tmp_path: Path) -> Non
     (runs[0] / "job.json").write_text(json.dumps({**JOB, "overrides": [hostile], "error": hostile}))
     for run in runs:
         (run / "metrics.csv").write_text(f"step,{ESCAPE}{SCRIPT}\n0,1\n")
-    told = "\n".join(files.write(runs, tmp_path / "page.html"))
+    told = "\n".join(page.write(runs, tmp_path / "page.html"))
     assert "alert(1)" in told
     assert "\x1b" not in told
     for name in ("page.html", "page.md"):
@@ -115,5 +115,5 @@ def test_a_link_in_the_place_of_the_page_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "others").write_text("of somebody else")
     for name in ("page.html", "page.md"):
         (tmp_path / name).symlink_to("others")
-    list(files.write(runs, tmp_path / "page.html"))
+    list(page.write(runs, tmp_path / "page.html"))
     assert (tmp_path / "others").read_text() == "of somebody else"

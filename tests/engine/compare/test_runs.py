@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.compare import files
+from lightswitch.compare import page
 from lightswitch.compare.__main__ import main
 from lightswitch.compare.run import find, read
 from tests.engine.conftest import CHECKOUT, PLAIN, runs_in
@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _compared(*paths: Path, output: Path) -> tuple[str, str]:
     """The tables on the terminal, and the page."""
-    told = "\n".join(files.write(list(paths), output))
+    told = "\n".join(page.write(list(paths), output))
     return told, output.read_text()
 
 
