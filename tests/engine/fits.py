@@ -23,8 +23,8 @@ from torch import Tensor
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.epoch_metrics import EpochMetrics
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.freezing import Freezing
-from lightswitch.checkpoints.transient import TransientBuffers
+from lightswitch.checkpoints.finetuning import Freezing
+from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import replace_loops

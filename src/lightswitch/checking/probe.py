@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.checking import digests
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.strategies.replicas import EqualReplicas
 

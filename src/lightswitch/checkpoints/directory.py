@@ -26,11 +26,19 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightswitch.checkpoints import disk, index, manifest, safe
+from lightswitch.checkpoints import index, manifest, safe
+from lightswitch.checkpoints.flat_shard import Piece
 from lightswitch.checkpoints.index import Index
-from lightswitch.checkpoints.piece import Piece
-from lightswitch.checkpoints.pool import with_own_storage
-from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective
+from lightswitch.checkpoints.ranks import (
+    CollectiveError,
+    Ranks,
+    UnansweredCollective,
+    Writer,
+    describe,
+    first_line,
+    true_cause,
+)
+from lightswitch.checkpoints.saver import with_own_storage
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
 from lightswitch.trees import is_own_tree, make_tree, remove_tree
 
@@ -182,10 +190,10 @@ def _write_tensors(
     """Write this rank's tensors and return the checksums of its files, by name."""
     group = ranks.group if ranks else None
     try:
-        writer, planner = disk.Writer(folder), _Planner()
+        writer, planner = Writer(folder), _Planner()
         save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CollectiveError(disk.describe(error, rank)) from error
+        raise CollectiveError(describe(error, rank)) from error
     except RuntimeError as error:
         if group is None:
             raise
@@ -204,7 +212,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:
-    with disk.true_cause(), (partial / STATE).open("wb") as file:
+    with true_cause(), (partial / STATE).open("wb") as file:
         torch.save(state, file)
     whole = {name: digest for written in sums for name, digest in written.items()}
     whole |= {name: manifest.of_file(partial / name) for name in (index.INDEX, STATE)}
@@ -236,9 +244,7 @@ def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: 
         ranks.writing.take(what, action)
     except OSError as error:
         told = (
-            f"rank 0: {disk.first_line(error)}"
-            if ranks is None and not isinstance(error, CollectiveError)
-            else str(error)
+            f"rank 0: {first_line(error)}" if ranks is None and not isinstance(error, CollectiveError) else str(error)
         )
         raise UnwrittenCheckpoint(f"the checkpoint could not be written: {told}") from error
     except LostRank as error:

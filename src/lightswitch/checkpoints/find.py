@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.batches.position import Position, saved_position
-from lightswitch.checkpoints import directory, foreign, hub_files
+from lightswitch.checkpoints import directory, foreign
 from lightswitch.checkpoints.reader import Reader, unreadable, why
 from lightswitch.errors import UnfitCheckpoint, shown
 
@@ -74,7 +74,7 @@ def position_of(path: Path) -> Position | None:
     before = directory.identity(path)
     try:
         if foreign.is_foreign(path):
-            if path.is_file() and not hub_files.is_hub(path):
+            if path.is_file() and not foreign.is_hub(path):
                 foreign.read(path)
             return None
         directory.read_index(path, _NO_TENSORS)

@@ -14,7 +14,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightswitch import patches
-from lightswitch.checkpoints import directory, disk
+from lightswitch.checkpoints import directory, ranks
 from lightswitch.errors import UnwrittenCheckpoint
 
 _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # the names that `save` gives
@@ -118,7 +118,7 @@ class LastCheckpoints(Checkpoint):
             except OSError:  # as a checkpoint's own files, it is written once more where a disk had a moment's trouble
                 self._link_to(path)
         except OSError as error:
-            told = disk.describe(error, rank=0)
+            told = ranks.describe(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):
             self._removed.add(old)  # or one that can't be removed would be reported at each save

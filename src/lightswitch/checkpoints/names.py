@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from lightswitch.checkpoints.piece import Piece
+from lightswitch.checkpoints.flat_shard import Piece
 
 Kept = TypeVar("Kept")
 

@@ -1,24 +1,31 @@
-"""Checkpoints of one form under every Lightning strategy."""
+"""Checkpoints of one form under every Lightning strategy, and the weights that a new run starts from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.batches.position import saved_position
-from lightswitch.checkpoints import best, find, hub_files, names, optimizers, trainable
+from lightswitch.checkpoints import find, foreign, names, optimizers, trainable, writing
 from lightswitch.checkpoints.finetuning import Finetuned, unfreeze_again
-from lightswitch.checkpoints.fitting import fitted
-from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.flat_shard import Piece, Stored
 from lightswitch.checkpoints.reader import Reader
-from lightswitch.checkpoints.writing import WrittenTogether
+from lightswitch.checkpoints.writing import TRANSIENT, WrittenTogether
+from lightswitch.errors import Refused, listed
+
+log = logging.getLogger(__name__)
 
 
 class PortableCheckpoints(WrittenTogether, Finetuned):
@@ -87,7 +94,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
         if "callbacks" in state:
-            state["callbacks"] = best.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+            state["callbacks"] = writing.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
         return state
 
     def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:
@@ -99,7 +106,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         module = self.lightning_module
         assert module is not None
         self._reader = Reader(path, self.checkpoint_group)
-        if of_hub := hub_files.is_hub(path):
+        if of_hub := foreign.is_hub(path):
             state = self.lightning_module_state_dict()
             live = [name for name, value in state.items() if names.is_stored(value)]
             self._reader.take(lambda found: fitted(path, found, module, live, renamed))
@@ -195,3 +202,122 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             (optimizers.described(optimizer), optimizers.groups_of(optimizer, self.lightning_module))
             for optimizer in self.optimizers
         ]
+
+
+def fitted(
+    path: Path, found: Mapping[str, Tensor], model: nn.Module, live: Iterable[str], renamed: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return those of the weights that the model has a name for, by that name, and log what fits and what does not.
+
+    Names are brought to the model's by its own method ``from_hf(weights)``, if it has one and none is its own already.
+
+    Args:
+        path: of the weights, for messages.
+        live: names of the model's parameters and buffers.
+        renamed: how names in the file begin, and how the model's do instead.
+
+    Raises:
+        Refused: none of them fits.
+    """
+    wanted = set(live)
+    weights = {_renamed(name, renamed): value for name, value in found.items()}
+    translate = getattr(model, "from_hf", None)
+    if translate is not None and not wanted & weights.keys():
+        weights = dict(translate(weights))
+    fits = {name: value for name, value in weights.items() if name in wanted}
+    if not fits:
+        raise Refused(
+            f"init_from={path}: none of its {len(found)} tensors has a name of the model's; it has "
+            f"{listed(sorted(found))}, the model {listed(sorted(wanted))}; "
+            "say how names begin there and here: 'init_names={old.: new.}'"
+        )
+    _tell(path, wanted, weights.keys(), fits.keys())
+    return fits
+
+
+@rank_zero_only
+def _tell(path: Path, wanted: Set[str], found: Set[str], fits: Set[str]) -> None:
+    log.info("init_from  %d of the model's %d tensors are in %s", len(fits), len(wanted), path)
+    if kept := sorted(wanted - fits):
+        log.warning("init_from  %s keep the values they were built with", listed(kept))
+    if unused := sorted(found - fits):
+        log.warning("init_from  %s of %s are not the model's", listed(unused), path)
+
+
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    for old, new in renamed.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+class InitialWeights(Callback):
+    """Callback that gives a new run the weights of a checkpoint, and nothing else of it.
+
+    Args:
+        path: a checkpoint of any strategy, the engine's or Lightning's, or weights as the hub has them (safetensors). A
+            run that goes on from its own ignores it.
+        renamed: how names of the hub's weights begin, and how the model's do instead.
+    """
+
+    def __init__(self, path: str, renamed: Mapping[str, str] | None = None) -> None:
+        self.path = Path(path)
+        self.renamed = renamed or {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path is not None:
+            return
+        if not isinstance(trainer.strategy, PortableCheckpoints):
+            raise Refused(f"init_from: {type(trainer.strategy).__name__} can't read checkpoints of other strategies")
+        trainer.strategy.start_from(self.path, self.renamed)
+
+
+class TransientBuffers(Callback):
+    """Callback that saves the buffers that training changes and that the module's state leaves out.
+
+    Queues of keys, running means and counters of steps are often registered so (`persistent=False`); a table that is
+    computed when the module is made needs no place in a checkpoint, and gets none.
+    """
+
+    _at_start: Mapping[str, int] = MappingProxyType({})  # checksums
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
+        self._at_start = {name: _checksum(buffer) for name, buffer in _transient(pl_module).items()}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        buffers = _transient(pl_module)
+        changed = {name: one for name, one in buffers.items() if self._at_start.get(name) != _checksum(one)}
+        if changed:
+            checkpoint[TRANSIENT] = changed
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, PortableCheckpoints):
+            return
+        saved = strategy.saved(TRANSIENT)
+        for name, part, own in _places(pl_module):
+            if name not in saved:
+                continue
+            buffer, value = part.get_buffer(own), saved[name]()
+            if buffer.shape == value.shape:
+                buffer.copy_(value)  # in its place: ddp and DeepSpeed know the tensor
+            else:
+                part.register_buffer(own, value.to(buffer.device), persistent=False)
+
+
+def _transient(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are not persistent, by name."""
+    return {name: part.get_buffer(own) for name, part, own in _places(module)}
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name of each, the part of the module that has it, and its name there."""
+    for prefix, part in module.named_modules():
+        for own in sorted(part._non_persistent_buffers_set):
+            if part._buffers.get(own) is not None:
+                yield names.own_name(f"{prefix}.{own}" if prefix else own), part, own
+
+
+def _checksum(buffer: Tensor) -> int:
+    shape = repr((tuple(buffer.shape), buffer.dtype)).encode()
+    return zlib.crc32(buffer.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), zlib.crc32(shape))

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightswitch.checkpoints import directory, disk, foreign
+from lightswitch.checkpoints import directory, foreign, ranks
+from lightswitch.checkpoints.flat_shard import Piece
 from lightswitch.checkpoints.index import Index
-from lightswitch.checkpoints.piece import Piece
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
@@ -182,7 +182,7 @@ def unreadable(path: Path, why: str) -> UnfitCheckpoint:
 def why(error: Exception | CheckpointException) -> str:
     """Return an error as one line."""
     if isinstance(error, CheckpointException):
-        return disk.describe(error, rank=0)
+        return ranks.describe(error, rank=0)
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return str(error).partition("\n")[0] or type(error).__name__

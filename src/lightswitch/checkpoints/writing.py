@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch.distributed.constants import default_pg_timeout
 
 from lightswitch.batches.epoch_metrics import OF_RANKS
-from lightswitch.checkpoints import best, directory, names
-from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints import directory, names
+from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.safe import safe
-from lightswitch.checkpoints.saver import Saver
-from lightswitch.checkpoints.shares import fingerprint, share
+from lightswitch.checkpoints.saver import Saver, fingerprint, share
 from lightswitch.errors import LostRank, UnwrittenCheckpoint
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class WrittenTogether(Strategy):
         if not self.is_global_zero:
             return
         path = Path(filepath)
-        if any(best.is_within(path.parent / "_", folder) for folder in self._folders()):
+        if any(is_within(path.parent / "_", folder) for folder in self._folders()):
             self.once_saved(lambda: directory.remove(path))
         else:
             log.warning("%s is not removed: it is not a checkpoint of this run", path)
@@ -256,3 +256,44 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]
     if states:
         checkpoint["optimizer_states"] = states
     return tensors, checkpoint
+
+
+def trusted_states(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the states of callbacks, without paths that lead out of the folder a callback writes checkpoints to.
+
+    Lightning removes and reads what they name. A state that names something else, as that of another run does, is
+    replaced by one that knows no checkpoint.
+
+    Args:
+        states: by the callbacks' state keys, as a checkpoint holds them.
+        callbacks: of this run.
+    """
+    own = {callback.state_key: callback for callback in callbacks if isinstance(callback, ModelCheckpoint)}
+    return {
+        key: _empty_state(own[key]) if key in own and not _is_of(own[key], state) else state
+        for key, state in states.items()
+    }
+
+
+def is_within(path: Any, folder: Path) -> bool:
+    """Return whether a path lies below a folder once links and `..` are followed."""
+    try:
+        return isinstance(path, str | Path) and folder.resolve() in Path(path).resolve().parents
+    except (OSError, ValueError, RuntimeError):  # a loop of links, or no path at all
+        return False
+
+
+def _is_of(callback: ModelCheckpoint, state: Any) -> bool:
+    if not isinstance(state, dict) or callback.dirpath is None:
+        return False
+    best = state.get("best_k_models", {})
+    kth = state.get("kth_best_model_path", "")
+    if not isinstance(best, dict) or (kth not in best and (kth or 0 < callback.save_top_k <= len(best))):
+        return False
+    named = [state.get("best_model_path", ""), state.get("last_model_path", ""), kth, *best]
+    return all(path == "" or is_within(path, Path(callback.dirpath)) for path in named)
+
+
+def _empty_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return the state that Lightning has before the first checkpoint."""
+    return {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}

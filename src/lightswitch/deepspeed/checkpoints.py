@@ -15,7 +15,7 @@ from lightswitch import patches
 from lightswitch.batches.position import saved_position
 from lightswitch.checkpoints import names, optimizers, trainable
 from lightswitch.checkpoints.finetuning import unfreeze_again
-from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.deepspeed import loss_scale
 from lightswitch.deepspeed.quiet_import import deepspeed

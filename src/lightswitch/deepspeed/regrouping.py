@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.local import local, with_local
-from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.flat_shard import Piece, Stored, local, with_local
 from lightswitch.deepspeed.checkpoints import PortableDeepSpeed, States
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights

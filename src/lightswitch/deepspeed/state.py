@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.flat_shard import Piece, Stored
 from lightswitch.errors import Refused
 
 

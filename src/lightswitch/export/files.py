@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightswitch.checkpoints import directory, foreign, hub_files, safe
+from lightswitch.checkpoints import directory, foreign, safe
 from lightswitch.checkpoints.reader import OnRead, Reader, unreadable, why
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.trees import MARK, make_tree, remove_tree
@@ -111,7 +111,7 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
             return file, foreign.read(file)["state_dict"]
         if file.suffix == ".pt":
             return file, _checked(safe.load(file))
-        return file, hub_files.weights(file if file.is_file() else index_of(file))
+        return file, foreign.hub_weights(file if file.is_file() else index_of(file))
     except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
 

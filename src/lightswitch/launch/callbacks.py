@@ -12,10 +12,9 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.ending import Ending
 from lightswitch.batches.epoch_metrics import EpochMetrics
 from lightswitch.batches.plateau import PlateauState
-from lightswitch.checkpoints.freezing import Freezing
-from lightswitch.checkpoints.initial import InitialWeights
+from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.checkpoints.transient import TransientBuffers
+from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.fault_tolerance.not_finite import FiniteLoss

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.serialization import skip_data
 
-from lightswitch.checkpoints.piece import Piece, Stored
-from lightswitch.checkpoints.shares import Copies, owners
+from lightswitch.checkpoints.flat_shard import Piece, Stored
+from lightswitch.checkpoints.saver import Copies, owners
 from lightswitch.planning import index_file
 from lightswitch.planning.index_file import Entry, Shape
 

@@ -21,8 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.local import local, with_local
-from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.flat_shard import Piece, Stored, local, with_local
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.mixins import Mixin, mixed_class, with_mixin
 

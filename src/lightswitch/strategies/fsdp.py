@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin

@@ -28,7 +28,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.clipping import clip_shards_by_norm

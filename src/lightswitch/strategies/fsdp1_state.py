@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.piece import Piece, Stored
+from lightswitch.checkpoints.flat_shard import Piece, Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 
 

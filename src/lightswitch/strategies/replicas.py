@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.local import local
+from lightswitch.checkpoints.flat_shard import local
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import UnequalReplicas, listed
 

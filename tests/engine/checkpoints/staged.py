@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightswitch.checkpoints.local import local
-from lightswitch.checkpoints.piece import Stored
+from lightswitch.checkpoints.flat_shard import Stored, local
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.fsdp import FSDP

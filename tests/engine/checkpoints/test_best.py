@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightswitch.checkpoints.best import trusted_states
+from lightswitch.checkpoints.writing import trusted_states
 from tests.engine.checkpoints import hostile
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.night import at_night

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.pool import CHUNK_BYTES, Pool, with_own_storage
-from lightswitch.checkpoints.saver import Saver
-from lightswitch.checkpoints.shares import share
+from lightswitch.checkpoints.saver import CHUNK_BYTES, Pool, Saver, share, with_own_storage
 from tests.engine.conftest import PLAIN, Train, context
 from tests.engine.tiny import LANGUAGE
 from tests.night import at_night

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightswitch.checkpoints import directory, zero
+from lightswitch.checkpoints import directory, foreign
 from tests.engine.checkpoints import hostile
 from tests.engine.checkpoints.test_foreign import AS_LIGHTNING
 from tests.engine.conftest import Train
@@ -28,7 +28,7 @@ def test_weights_are_those_of_deepspeeds_own_converter(stage: int, train: Train)
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     expected = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="checkpoint")
-    found = zero.weights(path)
+    found = foreign.zero_weights(path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert found["tied_again.weight"] is found["tied.weight"]
@@ -38,10 +38,10 @@ def test_weights_are_those_of_deepspeeds_own_converter(stage: int, train: Train)
 
 def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
     path = hostile.good_zero(tmp_path / "x.ckpt")
-    assert torch.equal(zero.weights(path)["w"], torch.arange(15.0).view(3, 5))
+    assert torch.equal(foreign.zero_weights(path)["w"], torch.arange(15.0).view(3, 5))
     (path / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(ValueError, match="has the states of 1 ranks, expected 2"):
-        zero.weights(path)
+        foreign.zero_weights(path)
 
 
 @pytest.mark.parametrize("shape", [(1 << 22, 1 << 22), (3, 7)])
@@ -50,4 +50,4 @@ def test_shapes_that_the_numbers_do_not_fill_are_told(shape: tuple[int, int], tm
     file = path / "checkpoint" / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(file), "param_shapes": [{"w": torch.Size(shape)}]}, file)
     with pytest.raises(ValueError, match="has too few numbers for its parameters"):
-        zero.weights(path)
+        foreign.zero_weights(path)

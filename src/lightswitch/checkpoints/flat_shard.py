@@ -1,4 +1,4 @@
-"""A run of a tensor's elements: what a rank keeps of a parameter where the strategy cuts flat buffers."""
+"""A run of a tensor's elements: a rank's local shard of a parameter where the strategy cuts flat buffers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from typing import Any
 
+import torch
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import transform_subclass
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,25 @@ def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple
             stop = first + whole_rows * row
             yield (at, *(0 for _ in shape[1:])), (whole_rows, *shape[1:])
         first = stop
+
+
+@torch.no_grad()
+def local(stored: Stored) -> Tensor:
+    """Return this rank's part, in whose memory the tensor lies."""
+    if isinstance(stored, Piece):
+        return stored.values
+    return stored.to_local() if isinstance(stored, DTensor) else stored.detach()
+
+
+def with_local(stored: Stored, part: Tensor) -> Stored:
+    """Return a tensor that is spread in the same way, and of which this rank keeps another part, on any device."""
+    if isinstance(stored, Piece):
+        return stored.with_values(part)
+    if not isinstance(stored, DTensor):
+        return part
+
+    def replaced(_: str, inner: Any) -> Any:
+        return part if isinstance(inner, Tensor) else inner  # a mesh, for one
+
+    whole: Tensor = transform_subclass(stored.detach(), replaced)  # type: ignore[no-untyped-call]  # torch's
+    return whole
