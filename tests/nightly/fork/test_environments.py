@@ -12,7 +12,6 @@ from tests.engine.fork.forks import environment, git, made, run
 from tests.engine.fork.test_update import birdsong, unchanged, update
 
 __all__ = ["birdsong", "unchanged"]  # fixtures
-ORDINARY = Path(__file__).with_name("ordinary")  # models and data as a student brings them
 
 
 def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_path: Path) -> None:
@@ -70,29 +69,6 @@ def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Pa
     for command in re.findall(r"^    python (train\.py .*?) *#.*$", readme, re.MULTILINE)[:2]:
         short = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
         run([str(python), *command.split(), *short], folder)
-
-
-@pytest.mark.timeout(900)
-def test_ordinary_models_pass_with_what_they_can_not_promise_told_once(clone: Path, tmp_path: Path) -> None:
-    folder = made(clone, tmp_path / "birdsong", "--bare")
-    for name, class_ in (("resnet", "ResNet"), ("bert", "Bert"), ("gan", "GAN")):
-        code = (ORDINARY / f"{name}.py").read_text()
-        (folder / f"src/birdsong/models/{name}.py").write_text(f"{code}\nimport os\nx = [ 1,2 ]\n")
-        (folder / f"conf/model/{name}.yaml").write_text(f"# Hers.\n_target_: birdsong.models.{name}.{class_}\n")
-    (folder / "src/birdsong/data/hers.py").write_text((ORDINARY / "data.py").read_text())
-    for class_ in ("Pictures", "Sentences"):
-        text = f"# Hers.\n_target_: birdsong.data.hers.{class_}\n"
-        (folder / f"conf/data/{class_.lower()}.yaml").write_text(text)
-    environment(folder, "--editable", ".")
-    told = run(["make", "test", "WORKERS=1"], folder, timeout_seconds=850)
-    assert re.search(r"\d+ passed, 1 skipped, 1 xfailed", told)
-    assert "bert: the same run under single, ddp, fsdp, deepspeed_stage_3\n" in told
-    assert "resnet: the same run under single; another by batch norm\n" in told
-    assert "gan: the same run under single; refused by ddp: GAN optimizes by hand" in told
-    assert told.count("BatchNorm2d") == 1
-    assert sum(map(float, re.findall(r" in ([\d.]+)s ", told))) < 180
-    run(["make", "lint"], folder)
-    run(["make", "lint", "STRICT=1"], folder, code=2)
 
 
 def test_a_wheel_tells_what_it_needs(birdsong: Path, newer: Path, tmp_path: Path) -> None:

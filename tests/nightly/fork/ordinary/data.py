@@ -1,3 +1,5 @@
+import random
+
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,10 +31,23 @@ class Pictures(LightningDataModule):
         return self.loader(1)
 
 
+def collate(batch):
+    longest = max(len(item["input_ids"]) for item in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    for row, item in enumerate(batch):
+        ids[row, : len(item["input_ids"])] = torch.tensor(item["input_ids"])
+    labels = torch.tensor([item["label"] for item in batch])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
 class Sentences(Pictures):
     def setup(self, stage=None):
-        g = torch.Generator().manual_seed(0)
+        rng = random.Random(0)
         self.sets = []
         for n in (256, 64):
-            ids = torch.randint(100, (n, 32), generator=g)
-            self.sets.append(TensorDataset(ids, ids.roll(1, 1)))
+            lengths = [rng.randint(4, 32) for _ in range(n)]
+            texts = [[rng.randint(1, 99) for _ in range(length)] for length in lengths]
+            self.sets.append([{"input_ids": ids, "label": ids[0] % 4} for ids in texts])
+
+    def loader(self, i, shuffle=False):
+        return DataLoader(self.sets[i], self.hparams.batch_size, shuffle=shuffle, collate_fn=collate)

@@ -37,6 +37,11 @@ class GAN(LightningModule):
         opt_d.step()
         self.log_dict({"g_loss": g_loss, "d_loss": d_loss}, prog_bar=True)
 
+    def on_train_epoch_end(self):
+        z = torch.randn(8, self.hparams.latent, device=self.device)
+        sample = (self(z).detach() + 1) / 2
+        self.logger.experiment.add_images("generated", sample, self.current_epoch)
+
     def configure_optimizers(self):
         g = torch.optim.Adam(self.generator.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999))
         d = torch.optim.Adam(self.discriminator.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999))
