@@ -370,6 +370,7 @@ OVERRIDES = (
     "lightning.pytorch.callbacks.SpikeDetection._update_stats",
     "lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current",
     "lightning.pytorch.callbacks.WeightAveraging._swap_models",
+    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._training_step",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies.DDPStrategy._setup_model",
     "lightning.pytorch.strategies.DeepSpeedStrategy._format_config",

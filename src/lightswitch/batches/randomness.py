@@ -40,6 +40,22 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the generators of Python, NumPy, torch's CPU and a device."""
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), of_device
+
+
+def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Put back what `generator_states` has returned."""
+    of_python, of_numpy, of_torch, of_device = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.random.set_rng_state(of_torch)
+    if of_device is not None:
+        torch.get_device_module(device).set_rng_state(of_device, device)
+
+
 class SeededSamples(Dataset[Any]):
     """Map-style dataset whose samples are read under a seed of their own: (seed, epoch, index).
 

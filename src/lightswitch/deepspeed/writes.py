@@ -58,6 +58,8 @@ class EngineWrites:
         self._parameters = {name: parameter for name, parameter, _ in found}
         self._parts = {name: part for name, _, part in found if part is not None}
         self._is_in_parts = engine.zero_optimization_stage() == 3
+        of_root = {id(parameter) for parameter in module.parameters(recurse=False)}
+        self._of_root = {name for name, parameter, part in found if part is not None and id(parameter) in of_root}
         # at stages 1 and 2, where DeepSpeed puts the weights that it has stepped
         self._views = {} if self._is_in_parts else {name: self._parameters[name].data for name in self._parts}
         self._touched_before: dict[str, set[str]] = defaultdict(set)  # at stage 3, by hook
@@ -160,16 +162,21 @@ class EngineWrites:
             self._depth -= 1
         names = (self._names.get(id(parameter)) for parameter in module.parameters(recurse=False))
         own = [name for name in names if name is not None and _is_there(self._parameters[name])]
-        written, shared = self._looks.written, self._looks.shared
-        if self._looks.is_due and own:
-            differ = torch.stack([self._differs(name) for name in own]).int()
-            dist.all_reduce(differ, dist.ReduceOp.MAX)
-            written = {name for name, differs in zip(own, differ.tolist(), strict=True) if differs}
-            shared = share({name: self._parameters[name] for name in own if name in written})
-            self._looks.found(written, shared)
-        elif again := [self._parameters[name] for name in own if name in shared]:
-            take_rank_0s(again)
+        written = self._share(own)
         self._carry([name for name in own if name in written])
+
+    def _share(self, whole: Sequence[str]) -> set[str]:
+        """Give all ranks rank 0's values of parameters that are whole, if they are written from shares of the batch,
+        and return the names of what a training step writes. Collective."""
+        written, shared = self._looks.written, self._looks.shared
+        if self._looks.is_due and whole:
+            differ = torch.stack([self._differs(name) for name in whole]).int()
+            dist.all_reduce(differ, dist.ReduceOp.MAX)
+            written = {name for name, differs in zip(whole, differ.tolist(), strict=True) if differs}
+            self._looks.found(written, share({name: self._parameters[name] for name in whole if name in written}))
+        elif again := [self._parameters[name] for name in whole if name in shared]:
+            take_rank_0s(again)
+        return written
 
     def _differs(self, name: str) -> Tensor:
         parameter, part = self._parameters[name], self._parts[name]
@@ -208,6 +215,8 @@ class EngineWrites:
 
     def _let_go(self) -> None:
         """Carry what was touched, and free what was gathered."""
+        if self._looks.is_at_work:  # these are whole on every rank, whichever has touched them
+            self._share([name for name in sorted(self._gathered | self._of_root) if _is_there(self._parameters[name])])
         self._carry(sorted(self._touched))
         for name in sorted(self._gathered):
             parameter: Any = self._parameters[name]

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightswitch import patches
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.launch import first_steps
+from lightswitch.launch import first_steps, step_again
 from lightswitch.launch.hooks import is_observed
 from lightswitch.monitoring.batch_count import is_logged
 from lightswitch.monitoring.results import Results
@@ -260,9 +260,12 @@ class StepOutput(ClosureResult):
 
 
 class Optimization(_AutomaticOptimization):
-    """Automatic optimization that makes a `StepOutput` of each batch."""
+    """Automatic optimization that makes a `StepOutput` of each batch, and the first one again where it has to."""
 
     output_result_cls = StepOutput
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        return step_again.output_of(super()._training_step, kwargs, self.trainer)
 
 
 class OptimizationByHand(_ManualOptimization):

@@ -101,6 +101,10 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         self.model = self.lightning_module
         super().configure_ddp()
 
+    def forget_forward(self) -> None:
+        if self._ddp_kwargs["static_graph"]:  # whose first forward pass is to be the one before the first backward pass
+            self._wrap_anew()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None

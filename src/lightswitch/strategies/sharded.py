@@ -35,6 +35,9 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
         Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit; loading makes them stale.
         """
 
+    def forget_forward(self) -> None:
+        self.free_gathered()
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         try:

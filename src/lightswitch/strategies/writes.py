@@ -36,6 +36,9 @@ class CarriesWrites(Strategy):
         """Looks at training steps."""
         return Looks()
 
+    def forget_forward(self) -> None:
+        """Make ready for another forward pass in place of the last one, whose backward pass does not come."""
+
     def at_hand(self, hook: str) -> AbstractContextManager[None]:
         """Return a context in which a hook finds whole weights, and after which what it wrote is carried.
 
@@ -87,19 +90,31 @@ class Looks:
         written: names of parameters that the last look found to be written within a training step.
         shared: those of them that ranks have written otherwise, each from its share of a batch.
         known: names that any look has found.
+        are_set_from_shares: the first steps have found `shared` in the last one, and not before.
     """
 
     def __init__(self) -> None:
         self._steps = 0
+        self.are_set_from_shares = False
         self.is_at_work, self.is_due, self.is_first = False, False, False
         self.written: set[str] = set()
         self.shared: set[str] = set()
         self.known: set[str] = set()
 
+    @property
+    def is_before_first(self) -> bool:
+        """Whether one of the first steps comes next, and has values, as one that is planned has not."""
+        return self._steps < _FIRST and detect_fake_mode() is None
+
+    def forget_step(self) -> None:
+        """Count the last step out: it is made again."""
+        self._steps -= 1
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a training step."""
         self._steps += 1
+        self.are_set_from_shares = False
         self.is_due = self._steps <= _FIRST or self._steps % _EVERY == 0
         if self.is_due and detect_fake_mode() is not None:  # a step that is planned has no values
             self.is_due = False
@@ -120,6 +135,7 @@ class Looks:
         """
         self.refuse_late(written)
         new = sorted(shared - self.known)
+        self.are_set_from_shares |= self.is_first and bool(new)
         if new and dist.get_rank() == 0:
             log.info(
                 "weights    %s set within training_step, by each rank from its share of the batch: all take rank 0's",

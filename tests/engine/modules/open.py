@@ -9,9 +9,6 @@ OPEN: dict[str, tuple[str, ...]] = {  # ways, by module
     # averages in buffers that a step reads within the forward pass of a module without DeepSpeed's hooks: a traceback
     "LatentDiffusion": ("ZeRO 3",),
     "DDPM": ("ZeRO 3",),
-    # weights that are set from the first batch: all devices take rank 0's, and the first step is each one's own
-    "VQDataInit": ("ddp", "fsdp", "fsdp1", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
-    "Glow": ("ddp", "fsdp", "fsdp1", "ZeRO 1", "ZeRO 2", "ZeRO 3"),
     # goes by its loss, whose mean over ranks is not weighted by their samples
     "LBFGS": ("ddp",),
     # refused by train.py, which this runner passes by: clipping of the module's own

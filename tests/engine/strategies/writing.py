@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.engine.plain import PlainModel
 
@@ -136,6 +137,17 @@ class Normalized(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(1, ActNorm(16))
+        self.right = MulticlassAccuracy(4, average="micro")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.right(logits, batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        if self.trainer.is_global_zero and batch_idx == 0:
+            self.log("noise", torch.rand(()), rank_zero_only=True)
+        return loss
 
 
 class ActNorm(nn.Module):
@@ -150,6 +162,22 @@ class ActNorm(nn.Module):
             self.scale.data = 1 / (x.detach().std(0) + 1e-3)
             self.is_set.fill_(1)
         return (x + self.shift) * self.scale
+
+
+class Centered(PlainModel):
+    """Sets a weight of its own, not of a part, from what the first batch gives (codebooks)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(4))
+        self.register_buffer("is_set", torch.tensor(0))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        if not self.is_set:
+            self.center.data.copy_(10 * logits.detach().mean(0))
+            self.is_set.fill_(1)
+        return nn.functional.cross_entropy(self.net(batch[0] + self.center[:2]) - self.center, batch[1])
 
 
 class OnTop(Distilled):
