@@ -30,6 +30,9 @@ _MISSING = object()
 _NONE = inspect.Parameter.empty
 
 
+# The table below is whole, and the file long for it: who raises a version reads all of it.
+
+
 @dataclass(frozen=True)
 class Patch:
     """An attribute of someone else's.

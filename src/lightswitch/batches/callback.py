@@ -37,6 +37,7 @@ from lightswitch.batches.step_logs import StepLogs
 from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.batch_count import is_counted
 
@@ -83,7 +84,7 @@ class GlobalBatch(Callback):
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fractions.note(trainer)
-            self._accumulation.follow(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
+            self._accumulation.follow(callbacks_of(trainer))
         strategy.share = partial(self._share, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)

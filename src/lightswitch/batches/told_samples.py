@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.throughput import Throughput
 
@@ -34,7 +35,7 @@ class ToldSamples:
         if samples == self._samples:
             return False
         self._samples = samples
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        for callback in callbacks_of(trainer):
             if isinstance(callback, Throughput | Progress):
                 callback.count(samples)
         return True

@@ -23,6 +23,7 @@ from lightswitch.checking import digests
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.replicas import EqualReplicas
 
 FILE = "moments.jsonl"
@@ -63,7 +64,7 @@ class Probe(Callback):
         self._generators: tuple[Any, ...] = ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set past Lightning's declaration
+        for callback in callbacks_of(trainer):
             if isinstance(callback, EqualReplicas):
                 callback.only_tell()  # what differs is to be measured
 

@@ -15,7 +15,8 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from lightswitch.checkpoints import index, manifest, safe
 from lightswitch.checkpoints.flat_shard import Piece
@@ -33,10 +38,8 @@ from lightswitch.checkpoints.ranks import (
     CollectiveError,
     Ranks,
     UnansweredCollective,
-    Writer,
     describe,
     first_line,
-    true_cause,
 )
 from lightswitch.checkpoints.saver import with_own_storage
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
@@ -46,6 +49,9 @@ log = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
 _LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)(_\d+)?", re.DOTALL)
+
+# torch 2.8 writes checkpoints by way of what it deprecates
+warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
@@ -190,7 +196,7 @@ def _write_tensors(
     """Write this rank's tensors and return the checksums of its files, by name."""
     group = ranks.group if ranks else None
     try:
-        writer, planner = Writer(folder), _Planner()
+        writer, planner = _Writer(folder), _Planner()
         save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CollectiveError(describe(error, rank)) from error
@@ -199,6 +205,43 @@ def _write_tensors(
             raise
         raise UnansweredCollective from error  # raised by gloo where a rank does not answer
     return {path.name: manifest.of_file(path) for path in folder.glob(f"__{rank}_*")}
+
+
+class _Writer(FileSystemWriter):
+    """Writer of torch's checkpoint files, whose errors keep their cause on the way to the other ranks.
+
+    It copies nothing ahead: what it is given is on the CPU, and torch would open a stream on the first GPU, also for a
+    run on CPUs, and wait for it every 10 MB.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with _true_cause():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with _true_cause():
+            super().finish(metadata, results)
+
+
+@contextlib.contextmanager
+def _true_cause() -> Iterator[None]:
+    """Raise the disk's error in place of torch's, which tells that the file is shorter than it should be."""
+    try:
+        yield
+    except Exception as error:
+        if (cause := _disk_error(error)) is not None:
+            raise cause from None
+        raise
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    seen: Any = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 class _Planner(DefaultSavePlanner):
@@ -212,7 +255,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:
-    with true_cause(), (partial / STATE).open("wb") as file:
+    with _true_cause(), (partial / STATE).open("wb") as file:
         torch.save(state, file)
     whole = {name: digest for written in sums for name, digest in written.items()}
     whole |= {name: manifest.of_file(partial / name) for name in (index.INDEX, STATE)}

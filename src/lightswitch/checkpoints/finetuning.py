@@ -19,6 +19,7 @@ from lightswitch import patches
 from lightswitch.batches.position import Position
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused
+from lightswitch.lightning_types import callbacks_of
 
 # torch's that fail in their next step
 _BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
@@ -93,7 +94,7 @@ def unfreeze_again(trainer: Trainer, position: Position) -> None:
     where a strategy is set up first, before it has read the callback's state.
     """
     begun, strategy = position.epoch + (position.step > 0), trainer.strategy
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+    callbacks = callbacks_of(trainer)
     for callback in callbacks:
         if not isinstance(callback, BaseFinetuning):
             continue

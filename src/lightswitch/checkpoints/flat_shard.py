@@ -1,4 +1,4 @@
-"""A run of a tensor's elements: a rank's local shard of a parameter where the strategy cuts flat buffers."""
+"""Local shards of tensors: also contiguous elements, where a strategy cuts flat buffers of many parameters."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple
 
 @torch.no_grad()
 def local(stored: Stored) -> Tensor:
-    """Return this rank's part, in whose memory the tensor lies."""
+    """Return this rank's local shard of a distributed tensor, or the whole of another, in the same memory."""
     if isinstance(stored, Piece):
         return stored.values
     return stored.to_local() if isinstance(stored, DTensor) else stored.detach()
 
 
 def with_local(stored: Stored, part: Tensor) -> Stored:
-    """Return a tensor that is spread in the same way, and of which this rank keeps another part, on any device."""
+    """Return a tensor sharded in the same way whose local shard on this rank is ``part``, on any device."""
     if isinstance(stored, Piece):
         return stored.with_values(part)
     if not isinstance(stored, DTensor):

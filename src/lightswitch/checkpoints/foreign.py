@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates o
 _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
 _FOLDER = "checkpoint"  # Lightning's tag
 _OF_STAGE_1_2, _OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 Shapes = Mapping[str, Sequence[int]]
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def is_foreign(path: Path) -> bool:
@@ -102,25 +103,24 @@ def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
     return names
 
 
-# DeepSpeed's own converter unpickles its directories with all that they name. Each rank's `*_optim_states.pt` holds its
-# partition of the flat groups of parameters in 32 bits; `*_model_states.pt` has the names and shapes, the buffers and
-# what is frozen.
 def is_zero(path: Path) -> bool:
     """Return whether a directory is a checkpoint of DeepSpeed's."""
     return any(path.glob(f"{_FOLDER}/*_model_states.pt"))
 
 
 def zero_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights by name, whole, in 32 bits; a tensor that has several names is the same one under each.
+    """Return the weights of a checkpoint of DeepSpeed's by name, whole, in 32 bits; tied names share one tensor.
+
+    DeepSpeed's own converter unpickles the files with all that they name. Each rank's `*_optim_states.pt` holds its
+    partition of the flat groups of parameters in 32 bits; `*_model_states.pt` has the names and shapes, the buffers and
+    what is frozen.
 
     Raises:
         ValueError: a file is missing, would run code, or does not fit the others.
     """
-    models = [safe.load(file, mapped=True, inert="deepspeed") for file in _zero_files(path, "model_states")]
-    ranks = [
-        safe.load(file, mapped=True, inert="deepspeed")["optimizer_state_dict"]
-        for file in _zero_files(path, "optim_states")
-    ]
+    load_data = partial(safe.load, mapped=True, inert="deepspeed")
+    models = [load_data(file) for file in _zero_files(path, "model_states")]
+    ranks = [load_data(file)["optimizer_state_dict"] for file in _zero_files(path, "optim_states")]
     model = models[0]
     expected = ranks[0]["partition_count"]
     expected = max(expected) if isinstance(expected, list) else expected
@@ -158,9 +158,8 @@ def _of_stage_1_2(model: Mapping[str, Any], ranks: list[Mapping[str, Any]]) -> I
         for (name, shape), gap in zip(group.items(), padding, strict=True):
             yield name, _slice(partitions, start, math.prod(shape)).view(tuple(shape))
             start += math.prod(shape) + gap
-        if sum(partition.numel() for partition in partitions) - start >= 2 * len(
-            ranks
-        ):  # a group is padded to a multiple of 2 × ranks
+        unused = sum(partition.numel() for partition in partitions) - start
+        if unused >= 2 * len(ranks):  # a group is padded to a multiple of 2 × ranks
             raise ValueError(f"{_FOLDER} has more numbers than parameters")
 
 

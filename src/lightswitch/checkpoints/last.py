@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightswitch import patches
 from lightswitch.checkpoints import directory, ranks
 from lightswitch.errors import UnwrittenCheckpoint
+from lightswitch.lightning_types import callbacks_of
 
 _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # the names that `save` gives
 _KNOWN = ("lightning", "lightswitch")  # packages whose hooks at an epoch's end leave what is saved as it is
@@ -153,7 +154,7 @@ def _step(path: Path) -> int | None:
 def _act_at_epoch_end(trainer: Trainer) -> bool:
     """Return whether the module, or a callback of the user's, has an `on_train_epoch_end`, which may change what is
     saved."""
-    owners = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+    owners: tuple[LightningModule | Callback, ...] = (trainer.lightning_module, *callbacks_of(trainer))
     return any(owner.on_train_epoch_end.__module__.partition(".")[0] not in _KNOWN for owner in owners)
 
 

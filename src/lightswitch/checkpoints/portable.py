@@ -24,6 +24,7 @@ from lightswitch.checkpoints.flat_shard import Piece, Stored
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.writing import TRANSIENT, WrittenTogether
 from lightswitch.errors import Refused, listed
+from lightswitch.lightning_types import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
         if "callbacks" in state:
-            state["callbacks"] = writing.trusted_states(state["callbacks"], trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+            state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer))
         return state
 
     def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Agreement of the ranks that write a checkpoint together, and a disk's errors in words."""
+"""Agreement of the ranks that write a checkpoint together: none waits for ever for another, all learn of a failure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import contextlib
 import errno
 import json
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.futures import Future
 
 from lightswitch.checkpoints import safe
 from lightswitch.errors import LostRank
@@ -28,9 +21,6 @@ from lightswitch.errors import LostRank
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
 _SETTLE_SECONDS = 2.0  # between the first rank that a collective has failed on and the last
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-
-# torch 2.8 writes checkpoints by way of what it deprecates
-warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 class CollectiveError(OSError):
@@ -164,36 +154,6 @@ class Steps:
         return f"{self._done if step is None else step}/{name}"
 
 
-class Writer(FileSystemWriter):
-    """Writer of torch's checkpoint files, whose errors keep their cause on the way to the other ranks.
-
-    It copies nothing ahead: what it is given is on the CPU, and torch would open a stream on the first GPU, also for a
-    run on CPUs, and wait for it every 10 MB.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with true_cause():
-            return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with true_cause():
-            super().finish(metadata, results)
-
-
-@contextlib.contextmanager
-def true_cause() -> Iterator[None]:
-    """Raise the disk's error in place of torch's, which tells that the file is shorter than it should be."""
-    try:
-        yield
-    except Exception as error:
-        if (cause := _disk_error(error)) is not None:
-            raise cause from None
-        raise
-
-
 def describe(error: BaseException, rank: int) -> str:
     """Return in a few words which rank's error it is and what it is."""
     if isinstance(error, CheckpointException):  # raised on every rank; it names the one it comes from
@@ -208,10 +168,3 @@ def first_line(error: BaseException) -> str:
     first = str(error).partition("\n")[0] or type(error).__name__
     full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{full}: {first}" if full else first
-
-
-def _disk_error(error: BaseException | None) -> OSError | None:
-    seen: Any = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__ or seen.__context__
-    return seen

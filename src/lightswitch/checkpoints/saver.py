@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint's tensors, and how: copied to host memory, and written beside training."""
+"""The way of tensors into a checkpoint: which rank writes which, in what host memory, by a thread beside training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Saver:
     def __init__(self) -> None:
         self._last: Thread | None = None  # the last queued; each waits for the one before
         self.is_good = True
-        self.has_lost_a_rank = False  # in the last write: the process group can't be used any more
+        self.has_lost_a_rank = False
         self._failure: Exception | None = None
         self._pools = {is_pinned: Pool(is_pinned) for is_pinned in (False, True)}
 
@@ -170,7 +170,10 @@ def owners(held: Mapping[str, tuple[int, int]]) -> dict[str, int]:
 
 
 def fingerprint(tensors: Tensors, rank: int, world_size: int) -> str:
-    """Return what two ranks have in common if and only if they hold copies of the same tensors."""
+    """Return a hash of names, shapes, dtypes and replica counts.
+
+    It is equal on two ranks if and only if both replicate the same tensors.
+    """
     copies = _copies(tensors, rank, world_size)
     held = [(name, tuple(tensors[name].shape), str(_dtype(tensors[name])), copies[name].count) for name in copies]
     return hashlib.sha256(repr(sorted(held)).encode()).hexdigest()

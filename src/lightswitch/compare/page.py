@@ -1,4 +1,4 @@
-"""The files of a comparison, of which the page is one of HTML: pictures inside, no script, nothing from a network."""
+"""The files of a comparison: Markdown, and one HTML page that holds its pictures, without scripts or network."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from omegaconf.errors import (
     InterpolationToMissingValueError,
 )
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]  # PyYAML has no types of its own
-from yaml.reader import ReaderError  # type: ignore[import-untyped]
+from yaml.reader import ReaderError  # type: ignore[import-untyped]  # nor has this part of it
 
 from lightswitch.config import aliases
 from lightswitch.config.overrides import CONSTRUCTED, GROUPS, key_and_value

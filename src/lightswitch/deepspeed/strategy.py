@@ -29,6 +29,7 @@ from lightswitch.deepspeed.precision import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.regrouping import Regrouping
 from lightswitch.errors import Refused, listed
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.fused import fuse
 from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
@@ -67,7 +68,7 @@ class DeepSpeed(Regrouping, Reversible):
         assert self.config is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+        callbacks = callbacks_of(trainer)
         plan = next((callback.plan for callback in callbacks if isinstance(callback, GlobalBatch)), None)
         run = zero_config.Run(
             precision=str(trainer.precision),

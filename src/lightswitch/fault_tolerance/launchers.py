@@ -32,6 +32,7 @@ from lightswitch.fault_tolerance.failure import node_name
 from lightswitch.fault_tolerance.unpicklable import first_unpicklable
 from lightswitch.fault_tolerance.watchdog.callback import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.process.signals import stopped_with
 from lightswitch.process.state import Process
 from lightswitch.runs import log as run_log
@@ -169,7 +170,7 @@ class Workers(_MultiProcessingLauncher):
             raise
         except BaseException as error:
             assert trainer is not None
-            watchdog = next(callback for callback in trainer.callbacks if isinstance(callback, Watchdog))  # type: ignore[attr-defined]  # set past Lightning's declaration
+            watchdog = next(callback for callback in callbacks_of(trainer) if isinstance(callback, Watchdog))
             first = watchdog.failure(error, trainer)
             self._leave_record(process_idx, first)
             self._process.leave_now(first.exit_code)  # torch would report the error to the other process once more

@@ -17,6 +17,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.launch import callbacks, rate_finder
 from lightswitch.launch.instantiation import instantiated
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies import callbacks as known_callbacks
 
 _CLIPPING = "trainer.gradient_clip_val"
@@ -35,7 +36,7 @@ def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) 
     if cfg.mode == "fit":
         yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
     yield from known_callbacks.refused(trainer)
-    yield from rate_finder.refused(trainer.callbacks, model)  # type: ignore[attr-defined]  # set by a connector
+    yield from rate_finder.refused(callbacks_of(trainer), model)
 
 
 def problems_elsewhere(

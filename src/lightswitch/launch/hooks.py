@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 
 from lightswitch import patches
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.writes import CarriesWrites
 
 _call_callbacks, _call_module, _call_strategy = (
@@ -62,7 +63,7 @@ class _CallbackHooks:
         if module is None or monitoring_callbacks is not None:
             _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks = callbacks_of(trainer)
         having = self._having.get(hook_name)
         if having is None or not having.fits(callbacks):
             having = self._having[hook_name] = _Having(hook_name, callbacks)

@@ -26,6 +26,7 @@ from lightswitch import patches
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch import first_steps, step_again
 from lightswitch.launch.hooks import is_observed
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.batch_count import is_logged
 from lightswitch.monitoring.results import Results
 
@@ -81,7 +82,7 @@ class RunLoop(_FitLoop):
 
 
 def _limits(trainer: Trainer) -> list[float | None]:
-    timers = (callback for callback in trainer.callbacks if isinstance(callback, Timer))  # type: ignore[attr-defined]  # set past Lightning's declaration
+    timers = (callback for callback in callbacks_of(trainer) if isinstance(callback, Timer))
     return [trainer.max_steps, trainer.max_epochs, *(timer._duration for timer in timers)]
 
 

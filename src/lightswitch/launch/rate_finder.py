@@ -18,6 +18,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.errors import Refused, shown
 from lightswitch.launch.learning_rate import LearningRate, learning_rate_of
 from lightswitch.launch.range_test import RangeTest, initial_rates
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.fused import fuse
 
@@ -49,7 +50,7 @@ class RateFinder(Callback):
         self._found: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks = callbacks_of(trainer)
         for index, finder in enumerate(callbacks):
             if isinstance(finder, LearningRateFinder):
                 callbacks[index] = shared = with_mixin(_SharedFinder, finder)

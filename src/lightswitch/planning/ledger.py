@@ -204,7 +204,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for block, bytes in self._changes[start:end]:
             if bytes > 0:
                 phase, where = block.phase, block.where
-            yield block, bytes, phase, where  # type: ignore[misc]
+            yield block, bytes, phase, where  # type: ignore[misc]  # `phase` is one of Phase, which mypy widens to str
 
     def _note_tensor(self, tensor: Tensor) -> Block | None:
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided:

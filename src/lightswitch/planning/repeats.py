@@ -137,7 +137,7 @@ class Repeats:
         if len(set(fresh)) < len(fresh):
             return None
         made = [self._made(tensor, given, storages) for tensor in outs]
-        return None if None in made else _Recipe(tuple(made), as_returned)  # type: ignore[arg-type]
+        return None if None in made else _Recipe(tuple(made), as_returned)  # type: ignore[arg-type]  # none of them is None here
 
     def _made(self, tensor: FakeTensor, given: list[FakeTensor], storages: list[int]) -> _Made | None:
         for number, one in enumerate(given):

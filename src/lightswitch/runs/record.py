@@ -24,6 +24,7 @@ from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.model_size import ModelSize
 from lightswitch.runs import claim, finished, results
 from lightswitch.runs import log as run_log
@@ -152,7 +153,7 @@ class RunRecord(Callback):
 
 def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:
     """Return the sizes of model, world and batch, which a config leaves to strategy=auto, to the machine or to null."""
-    (size,) = (callback for callback in trainer.callbacks if isinstance(callback, ModelSize))  # type: ignore[attr-defined]  # set by a connector
+    (size,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSize))
     return {
         **size.counts,
         "nodes": trainer.num_nodes,

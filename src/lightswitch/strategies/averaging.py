@@ -23,6 +23,7 @@ from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.flat_shard import Piece, Stored, local, with_local
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, mixed_class, with_mixin
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def drop_averages(trainer: Trainer, pl_module: LightningModule, checkpoint: dict
 
     The averages, which are the checkpoint's model, are no weights of the optimizer's state.
     """
-    has_callback = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]  # set past Lightning's declaration
+    has_callback = any(isinstance(callback, WeightAveraging) for callback in callbacks_of(trainer))
     if trainer.state.fn != TrainerFn.FITTING or has_callback or _MARK not in checkpoint:
         return
     strategy = _strategy(pl_module)
@@ -63,7 +64,7 @@ def laid_out_anew(module: LightningModule, whole: Callable[[Stored], Tensor]) ->
     Args:
         whole: returns a tensor of which each rank keeps a part. Collective.
     """
-    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+    callbacks = callbacks_of(module.trainer)
     averaging = [callback for callback in callbacks if isinstance(callback, _KeptAverages)]
     before = [callback.averages(module) for callback in averaging]
     yield

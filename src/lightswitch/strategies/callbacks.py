@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightswitch.checkpoints.finetuning import follow_strategy, refuse_rates_by_group
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import RefusedRequest
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.averaging import average_what_is_kept, drop_averages
 from lightswitch.strategies.spikes import resume_spikes
 
@@ -49,18 +50,18 @@ class KnownCallbacks(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if problems := list(refused(trainer)):
             raise RefusedRequest(problems)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+        callbacks = callbacks_of(trainer)
         average_what_is_kept(callbacks)
         follow_strategy(callbacks)
         resume_spikes(callbacks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # likewise
+        for callback in callbacks_of(trainer):
             if isinstance(callback, BackboneFinetuning):  # others may add no groups
                 refuse_rates_by_group(trainer, callback)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # likewise
+        for callback in callbacks_of(trainer):
             if isinstance(callback, Timer):
                 callback.on_fit_start(trainer)  # where Lightning called it, the checkpoint was not yet read
 
@@ -70,7 +71,7 @@ class KnownCallbacks(Callback):
 
 def refused(trainer: Trainer) -> Iterator[str]:
     """Yield what is wrong with the callbacks of a Trainer under its strategy, and what to use instead."""
-    callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set past Lightning's declaration
+    callbacks = callbacks_of(trainer)
     module: LightningModule | None = trainer.lightning_module  # None before it is attached
     return problems(callbacks, module, trainer.strategy, trainer.num_nodes * trainer.num_devices)
 
