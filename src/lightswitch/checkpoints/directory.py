@@ -48,6 +48,7 @@ from lightswitch.trees import is_own_tree, make_tree, remove_tree
 log = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
+REPLACED = "it was replaced or removed while it was read, by a run that goes on; try again"
 _LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)(_\d+)?", re.DOTALL)
 
 # torch 2.8 writes checkpoints by way of what it deprecates
@@ -124,9 +125,11 @@ def identity(path: Path) -> bytes | None:
 
 def replaced(path: Path, before: bytes | None) -> str | None:
     """Return in words that a run has replaced or removed a checkpoint, which had an identity before; None if not."""
-    if identity(path) == before:
+    now = identity(path)
+    is_being_exchanged = now is None and os.path.lexists(previous(path))
+    if now == before and not is_being_exchanged:
         return None
-    return "it was replaced or removed while it was read, by a run that goes on; try again"
+    return REPLACED
 
 
 def finish_changes(folder: Path) -> None:
@@ -176,14 +179,26 @@ def put(new: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a link to one. What the engine has not made stays, and the log says so."""
+    """Remove a checkpoint or a link to one. What the engine has not made stays, and the log says so.
+
+    A checkpoint loses its name first: whoever reads it finds it whole or gone, and so does a start after a kill.
+    """
     try:
         if path.is_symlink():
             path.unlink()
         elif os.path.lexists(path):
-            remove_tree(path)
+            remove_tree(_set_aside(path))
     except (OSError, Refused) as error:
         log.warning("%s", error)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint of the engine's to what `finish_changes` removes; return where it lies."""
+    if _LEFT.fullmatch(path.name) or not is_own_tree(path):
+        return path
+    aside = vacant(_beside(path, "partial"))
+    path.rename(aside)
+    return aside
 
 
 def _beside(path: Path, what: str) -> Path:

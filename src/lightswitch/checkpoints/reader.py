@@ -68,7 +68,8 @@ class Reader:
 
     def _replaced(self) -> str | None:
         """Return in words that a run which goes on has replaced the checkpoint since; None if not."""
-        return directory.replaced(self._files, self._identity)
+        was_removed_at_once = self._identity is None and self.path.resolve() != self._files  # the link leads elsewhere
+        return directory.REPLACED if was_removed_at_once else directory.replaced(self._files, self._identity)
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Replace the weights of a foreign file by what a function makes of them, by name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import time
 from multiprocessing.process import BaseProcess
@@ -9,11 +11,13 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lightswitch
 from lightswitch.compare import page
 from lightswitch.errors import Refused
+from lightswitch.export.__main__ import main as export
 from tests.runs import Finished, Train
 
 CLOCK = (
@@ -63,6 +67,7 @@ def test_what_is_read_of_a_run_that_goes_on_is_whole(train: Train, tmp_path: Pat
         for name in ("best", "last"):
             path = live / "checkpoints" / f"{name}.ckpt"
             steps.extend((evaluated(path, train), begun(path, train), loaded(path)))
+            steps.append(exported(path, tmp_path / f"{name}.safetensors"))
             list(page.write([live, other], tmp_path / "compare.html"))
         assert processes[0].is_alive(), "it went on meanwhile"
         processes[0].kill()
@@ -94,6 +99,22 @@ def loaded(path: Path) -> float | None:
         if not str(refused).endswith("try again"):
             raise
         return None
+    assert hands.min() == hands.max()
+    return float(hands.min())
+
+
+def exported(path: Path, file: Path) -> float | None:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            export([str(path), "-o", str(file)])
+    except SystemExit:
+        line = said.getvalue().rstrip()
+        assert line.startswith("error: "), line
+        assert line.endswith("try again"), line
+        assert not file.exists()
+        return None
+    hands = torch.cat(list(load_file(file).values()))
     assert hands.min() == hands.max()
     return float(hands.min())
 

@@ -57,3 +57,51 @@ def test_what_a_killed_process_was_writing_is_finished_or_removed(tmp_path: Path
     directory.finish_changes(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "step_1.ckpt", "own.ckpt.bak"}
     assert find.position_of(tmp_path / "best.ckpt") is None
+
+
+def test_a_checkpoint_is_whole_or_gone_however_far_its_removal_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step_1.ckpt"
+    _write(path, 1.0)
+    files, seen = {file.name for file in path.iterdir()}, list[bool]()
+    unlink = Path.unlink
+
+    def looks(file: Path, missing_ok: bool = False) -> None:
+        seen.append(not path.exists() or {other.name for other in path.iterdir()} == files)
+        unlink(file, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", looks)
+    directory.remove(path)
+    assert len(seen) >= len(files) - 1
+    assert all(seen)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_gone_before_it_is_opened_is_to_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path / "step_1.ckpt", 1.0)
+    _write(tmp_path / "step_2.ckpt", 2.0)
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("step_1.ckpt")
+    identity = directory.identity
+
+    def moves(path: Path) -> bytes | None:  # once the link is followed
+        if path.name == "step_1.ckpt" and path.exists():
+            link.unlink()
+            link.symlink_to("step_2.ckpt")
+            directory.remove(path)
+        return identity(path)
+
+    monkeypatch.setattr(directory, "identity", moves)
+    with pytest.raises(UnfitCheckpoint, match="try again"):
+        Weights(link)
+
+
+def test_a_checkpoint_that_is_being_exchanged_is_to_be_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "best.ckpt"
+    _write(path, 1.0)
+    path.rename(directory.previous(path))
+    with pytest.raises(UnfitCheckpoint, match="try again"):
+        Weights(path)
