@@ -85,9 +85,10 @@ class Pool:
         """
         call = pickle.dumps(partial(function, *args, **named))
         ranks = [self._rank(index) for index in range(world)]
-        for rank, own in zip(ranks, as_torchrun(world, f"call_{next(self._numbers)}"), strict=True):
-            rank.connection.send((call, {**os.environ, **own}, warnings.filters, timeout_seconds))
-        answers, failed = self._answers(ranks, timeout_seconds)
+        with as_torchrun(world, f"call_{next(self._numbers)}") as environments:
+            for rank, own in zip(ranks, environments, strict=True):
+                rank.connection.send((call, {**os.environ, **own}, warnings.filters, timeout_seconds))
+            answers, failed = self._answers(ranks, timeout_seconds)
         if failed is not None:
             raise failed
         return [pickle.loads(answers[index]) for index in range(world)]

@@ -9,10 +9,8 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
-import random
 import runpy
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +20,8 @@ from types import MappingProxyType
 
 import pytest
 import torch
+
+from lightswitch.cluster.environments import reserve_port
 
 CHECKOUT = Path(__file__).parents[1]
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background, whose jobs hand that on
@@ -111,12 +111,13 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
         for path, stream in itertools.product(written, ("out", "err")):
             Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
         visible = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
-        environments: list[dict[str, str]] = as_torchrun(ranks, tmp_path.name + str(count)) if ranks else [{}]
-        processes = [
-            context.Process(target=_train, args=(arguments, folder, path, {**visible, **environment, **own}, python))
-            for path, own in zip(written, environments, strict=True)
-        ]
-        codes = _run(processes, timeout_seconds, meanwhile)
+        with as_torchrun(ranks, tmp_path.name + str(count)) as environments:
+            every = [{**visible, **environment, **own} for own in environments or [{}]]
+            processes = [
+                context.Process(target=_train, args=(arguments, folder, path, own, python))
+                for path, own in zip(written, every, strict=True)
+            ]
+            codes = _run(processes, timeout_seconds, meanwhile)
         out, err = ("".join(Path(f"{path}.{stream}").read_text() for path in written) for stream in ("out", "err"))
         finished = Finished(next((code for code in codes if code), 0), out, err, folder)
         if check:
@@ -126,20 +127,12 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
     return run
 
 
-def as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
-    port = free_port()
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": run_id}
-    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-def free_port() -> int:
-    """Return a port below those that the kernel hands out, of which another process may take one before it is used."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)  # a test may have seeded the other
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("localhost", port))
-            return port
+@contextlib.contextmanager
+def as_torchrun(ranks: int, run_id: str) -> Iterator[list[dict[str, str]]]:
+    with reserve_port() as held:
+        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1]), "TORCHELASTIC_RUN_ID": run_id}
+        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _run(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightswitch.cluster.environments import reserve_port
 from tests.runs import CHECKOUT
 
 TRAIN_PY = str(CHECKOUT / "train.py")
@@ -74,7 +74,6 @@ def shown_by(controller: int, is_enough: Callable[[str], bool], timeout_seconds:
 
 
 @pytest.fixture
-def port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
+def port() -> Iterator[str]:
+    with reserve_port() as held:
+        yield str(held.getsockname()[1])

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightswitch.checking import probe
+from lightswitch.cluster.environments import reserve_port
 from lightswitch.errors import ExitCode
 
 T = TypeVar("T")
@@ -93,12 +93,14 @@ class Starter:
         run_dir = folder / "run"
         words = (*arguments, f"hydra.run.dir='{run_dir}'")
         outputs = [folder / f"rank_{rank}.txt" for rank in range(ranks)]
-        environments = _as_torchrun(ranks, f"{os.getpid()}_{self.count}") if ranks > 1 else [{}]
-        processes = [
-            self._context.Process(target=_train, args=(self._script, words, path, {**self._environment, **own}, ranks))
-            for path, own in zip(outputs, environments, strict=True)
-        ]
-        code = _ended(processes)
+        with reserve_port() as held:
+            environments = _as_torchrun(ranks, self.count, held.getsockname()[1]) if ranks > 1 else [{}]
+            every = [{**self._environment, **own} for own in environments]
+            processes = [
+                self._context.Process(target=_train, args=(self._script, words, path, environment, ranks))
+                for path, environment in zip(outputs, every, strict=True)
+            ]
+            code = _ended(processes)
         output = "".join(path.read_text(errors="replace") for path in outputs if path.exists())
         return Ended(code, probe.read(folder), output, run_dir)
 
@@ -138,11 +140,9 @@ def _ended(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
     return first or next((one.exitcode for one in processes if one.exitcode), 0) or 0
 
 
-def _as_torchrun(ranks: int, run_id: str) -> list[dict[str, str]]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": f"check_{run_id}"}
+def _as_torchrun(ranks: int, count: int, port: int) -> list[dict[str, str]]:
+    run_id = f"check_{os.getpid()}_{count}"
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": run_id}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 

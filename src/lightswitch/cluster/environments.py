@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import weakref
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -28,7 +30,31 @@ def detect() -> ClusterEnvironment:
         return TorchElasticEnvironment()
     if found.launcher == "env":
         return by_environment()
-    return LightningEnvironment()
+    return LocalEnvironment()
+
+
+class LocalEnvironment(LightningEnvironment):
+    """The environment of a process that starts the others itself, at a port that no other run is given meanwhile."""
+
+    @property
+    def main_port(self) -> int:
+        if self._main_port == -1 and not os.environ.keys() & {"MASTER_PORT", "STANDALONE_PORT"}:
+            held = reserve_port()
+            weakref.finalize(self, held.close)  # no attribute: a launcher pickles this object
+            self._main_port = held.getsockname()[1]
+        return super().main_port
+
+
+def reserve_port() -> socket.socket:
+    """Return a socket that holds a free port for rank 0 until it is closed.
+
+    Rank 0 listens seconds later, and the kernel hands out any port that nobody holds. It doesn't hand out one that is
+    bound, and lets a process that asks for it listen there, as this socket doesn't listen and allows reuse.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 def by_environment() -> ClusterEnvironment:

@@ -89,12 +89,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     def ran(strategy: str, mode: str = "fit") -> Path:
         path = None if mode == "fit" else _saved(ran(strategy))
         folder = tmp_path_factory.mktemp("plain")
-        environments = as_torchrun(2, folder.name) if strategy == "ZeRO" else [{}]
-        ranks = [context.Process(target=_run, args=(folder, own, strategy, mode, path)) for own in environments]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
+        with as_torchrun(2 if strategy == "ZeRO" else 0, folder.name) as started:
+            environments = started or [{}]
+            ranks = [context.Process(target=_run, args=(folder, own, strategy, mode, path)) for own in environments]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
         told = "\n".join(path.read_text() for path in folder.glob("told_*"))
         assert [rank.exitcode for rank in ranks] == [0] * len(ranks), told
         return folder

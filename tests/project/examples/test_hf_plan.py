@@ -72,18 +72,18 @@ def other_process(environment: dict[str, str]) -> None:
 
 
 def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(tmp_path: Path) -> None:
-    own, others = as_torchrun(2, tmp_path.name)
-    process = context.Process(target=other_process, args=(others,))
-    process.start()
-    os.environ |= own
-    dist.init_process_group("gloo")
-    for kind in CUT:
-        expected, found = gradients(built(*CUT[kind])), cut_gradients(kind)
-        assert found.keys() == expected.keys(), kind
-        for name, gradient in expected.items():
-            assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-5), (kind, name)
-    dist.destroy_process_group()
-    process.join(60)
+    with as_torchrun(2, tmp_path.name) as (own, others):
+        process = context.Process(target=other_process, args=(others,))
+        process.start()
+        os.environ |= own
+        dist.init_process_group("gloo")
+        for kind in CUT:
+            expected, found = gradients(built(*CUT[kind])), cut_gradients(kind)
+            assert found.keys() == expected.keys(), kind
+            for name, gradient in expected.items():
+                assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-5), (kind, name)
+        dist.destroy_process_group()
+        process.join(60)
     assert process.exitcode == 0
 
 
