@@ -219,6 +219,10 @@ class GlobalBatch(Callback):
         for logger in trainer.loggers:  # not through `log`, whose 32-bit floats lose count at 16 million
             logger.log_metrics({"samples": position.samples}, step=max(0, _logged_steps(trainer, position) - 1))
 
+    def first_logged_step(self, trainer: Trainer) -> int:
+        """Return the step, as loggers count them, at which this start's training begins."""
+        return _logged_steps(trainer, self._resumed)
+
     # Evaluation
 
     def on_validation_batch_start(

@@ -87,6 +87,8 @@ def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, oth
     """
     curve = run.curves[metric]
     ordered = sorted(curve)
+    for step in run.changes:  # as where it lost a machine
+        axes.axvline(step, color=_color(theme, index), linewidth=0.9, linestyle=":", zorder=1)
     slots = min(others, _MOST_SLOTS)  # along the line, each for the dashes of one run
     dashes = (_DASH * (index - 1), (_DASH, _DASH * (slots - 1))) if index and slots > 1 else "solid"
     axes.plot(

@@ -17,7 +17,7 @@ from lightswitch import regular_files
 from lightswitch.errors import Refused, shown
 from lightswitch.monitoring import objective, step_times
 from lightswitch.monitoring.step_times import StepTimes
-from lightswitch.runs import finished, saved
+from lightswitch.runs import finished, saved, starts
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, RUNNING, Record
 
@@ -41,6 +41,7 @@ class Run:
         curves: metrics by name.
         state: finished, not finished, stopped, or failed.
         failure: the first line of what ended it.
+        changes: steps from which it went on with other machines, or another number of devices.
         times: None if its steps were not measured.
         tags: words that mark it.
         planned_bytes: the peak that a plan foretold; None without one.
@@ -54,6 +55,7 @@ class Run:
     objective: str | None = None
     config: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
+    changes: tuple[int, ...] = ()
     times: StepTimes | None = None
     planned_bytes: int | None = None
     tags: frozenset[str] = frozenset()
@@ -122,6 +124,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         objective=_objective(resolved, curves),
         config=_chosen(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
+        changes=tuple(starts.changes(starts.read(run_dir)).steps),
         times=step_times.read(run_dir),
         planned_bytes=planned_peak_bytes(run_dir),
         tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
@@ -204,7 +207,7 @@ def _curves(path: Path) -> dict[str, Curve]:
         for name, value in row.items():
             if name and value and (number := _number(value)) is not None:
                 found[name][int(row["step"])] = number
-    return {name: curve for name, curve in found.items() if name not in ("step", "samples", "epoch")}
+    return {name: curve for name, curve in found.items() if name not in ("step", "samples", "epoch", "world")}
 
 
 def _number(text: Any) -> float | None:

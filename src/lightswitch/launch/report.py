@@ -27,7 +27,7 @@ from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.summary import table
 from lightswitch.preflight import own_batch
-from lightswitch.runs import changes, finished, results
+from lightswitch.runs import changes, finished, results, starts
 from lightswitch.runs.resume import Start
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,9 @@ def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
     """Write results.json and ended.json, and log the metrics and the commands to type next."""
+    changed = starts.changes(starts.read(run.run_dir)) if cfg.mode == "fit" else starts.Changes([], 0)
+    if changed.steps:
+        metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}
     results.write(run.run_dir, metrics)
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())

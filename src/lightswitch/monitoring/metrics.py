@@ -22,6 +22,7 @@ from lightswitch.errors import NoExperiment
 
 log = logging.getLogger(__name__)
 
+WORLD = "world"  # devices, at the step from which there are others than before
 FIRST_COLUMNS = ("step", "samples", "epoch")
 
 
@@ -235,7 +236,7 @@ def _is_row(fields: list[str], columns: list[str]) -> bool:
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:
-    return any(name == "samples" or name.startswith("train/") for name in metrics)
+    return any(name in ("samples", WORLD) or name.startswith("train/") for name in metrics)
 
 
 def _text(value: Any) -> str:

@@ -49,6 +49,7 @@ class Process:
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
         refusal: why this start may not write its run directory; the other ranks learn it when they connect.
         locks: on run directories, released when this process ends.
+        hosts: the machine of each rank, once they have connected.
         crash_folder: of this start's crash report, the same in all ranks once they have connected.
         disk_error: what a library's thread could not write; the run has failed by it.
         decided: overrides that follow from this machine, and that the ranks which this process starts are given.
@@ -63,6 +64,7 @@ class Process:
         self.steps_have_begun = threading.Event()
         self.refusal = ""
         self.locks: list[Lock] = []
+        self.hosts: list[str] = []
         self.crash_folder: Path | None = None
         self.failure_file: Path | None = None
         self.disk_error: BaseException | None = None

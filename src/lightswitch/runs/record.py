@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import platform
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files, versions
+from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
 from lightswitch.config import confidential
@@ -25,11 +27,14 @@ from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.lightning_types import callbacks_of
+from lightswitch.monitoring.metrics import WORLD
 from lightswitch.monitoring.model_size import ModelSize
-from lightswitch.runs import claim, finished, results
+from lightswitch.runs import claim, finished, results, starts
 from lightswitch.runs import log as run_log
 from lightswitch.runs.hyperparameters import log_hyperparameters
 from lightswitch.runs.saved import set_aside
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 _IN_PLACE = (results.FILE, "metrics.csv", "hparams.yaml")  # files that are written later
@@ -63,6 +68,8 @@ class Origin:
 
 class RunRecord(Callback):
     """Write ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+
+    run.json also lists the starts of the run, and a change of its machines is logged (see `runs.starts`).
 
     Values that the config takes from the environment stay interpolations in all of them.
 
@@ -127,18 +134,32 @@ class RunRecord(Callback):
             return
         self._goes_on = True
         _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
+        earlier = starts.read(self.run_dir) if trainer.is_global_zero and self.resume != "never" else []
+        own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if trainer.is_global_zero:
-            self._write()
+            self._write([*earlier, *([own] if own else [])])
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
         self._begin_log(trainer)
+        if own and earlier and (change := own.change_from(earlier[-1])):
+            log.info("world      %s", change)
+            (batch,) = (callback for callback in trainer.callbacks if isinstance(callback, GlobalBatch))  # type: ignore[attr-defined]  # set by a connector
+            for logger in trainer.loggers:
+                logger.log_metrics({WORLD: trainer.world_size}, step=batch.first_logged_step(trainer))
 
-    def _write(self) -> None:
+    def _start(self, trainer: Trainer) -> starts.Start:
+        hosts = self.run.process.hosts or [platform.node()]
+        return starts.of_next(self.run_dir, trainer.global_step, hosts[:: trainer.num_devices], trainer.num_devices)
+
+    def _write(self, of_run: list[starts.Start]) -> None:
         files = {self.run_dir / name: text for name, text in self.files.items()}
+        record = self.run_dir / "run.json"
+        files[record] = json.dumps({**json.loads(files[record]), "starts": starts.as_json(of_run)}, indent=2) + "\n"
         for path in (*files, *(self.run_dir / name for name in _IN_PLACE), *run_log.files()):
             regular_files.check_own(path)
         _write_all(files)
         if self.mode == "fit":
             finished.forget(self.run_dir)
+            starts.forget_reached(self.run_dir)
         if self.resume == "never":
             _set_checkpoints_aside(self.run_dir)
         if self.mode == "fit":

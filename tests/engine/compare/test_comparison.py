@@ -172,6 +172,15 @@ def test_letters_of_pictures_are_readable_on_a_phone() -> None:
         assert min(sizes) * 366 / width >= 9.0
 
 
+def test_a_change_of_machines_is_a_mark_in_the_curves() -> None:
+    curve, other = {0: 1.0, 1: 2.0, 2: 1.5}, run("other", curves={"train/loss": {0: 1.0, 1: 1.0, 2: 1.0}})
+    marks = []
+    for changes in ((), (1,), (1, 2)):
+        (picture,) = pictures.curves(Comparison((run("changed", curves={"train/loss": curve}, changes=changes), other)))
+        marks.append(picture.light.count("stroke-dasharray"))
+    assert marks == [marks[0], marks[0] + 1, marks[0] + 2]
+
+
 def test_there_is_no_picture_of_nothing() -> None:
     comparison = Comparison((run("a"), run("b")))
     assert (pictures.curves(comparison), pictures.steps(comparison)) == ([], [])

@@ -27,6 +27,7 @@ from lightswitch.fault_tolerance.watchdog.member import Member
 from lightswitch.fault_tolerance.watchdog.sockets import Route
 from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
 from lightswitch.process.signals import stopped_with
+from lightswitch.runs import starts
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Watchdog(Callback):
         member = Member(rank, self.timeouts, self.run.process, self._answer)
         strategy: Any = trainer.strategy
         environment = strategy.cluster_environment
-        routes = _routes(trainer, environment.main_address, environment.main_port)
+        self.run.process.hosts[:], routes = _hosts_and_routes(trainer, environment.main_address, environment.main_port)
         at = (rank, *member.open_hub(routes), self.report.folder) if trainer.is_global_zero else None
         first, address, port, token, self.run.process.crash_folder = strategy.broadcast(at)
         try:
@@ -114,8 +115,13 @@ class Watchdog(Callback):
         if own.lacks_memory:
             own = replace(own, line=f"{own.line}\n{self.advise(trainer)}")
         if own.exit_code == ExitCode.FAILED:
+            self._note_reached(trainer)
             classify.add_report(error, own, rank, self.batch.describe_position(trainer), self.report)
         return own
+
+    def _note_reached(self, trainer: Trainer) -> None:
+        if trainer.training:
+            starts.note_reached(self.run.run_dir, trainer.global_step)
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
         own = classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
@@ -159,6 +165,7 @@ class Watchdog(Callback):
         assert member is not None
         crash_report.write_for_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
+            self._note_reached(self._trainer)
             advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
             self.report.print_failure(replace(failure, details=advice + failure.details))
             self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
@@ -168,9 +175,9 @@ class Watchdog(Callback):
             self.report.log_details(failure.details)
 
 
-def _routes(trainer: Trainer, address: str, port: int) -> list[Route | None]:
-    """Return the route from every other rank to rank 0. Collective."""
-    routes: list[Route | None] = [None] * trainer.world_size
+def _hosts_and_routes(trainer: Trainer, address: str, port: int) -> tuple[list[str], list[Route | None]]:
+    """Return the machine of every rank, and the route from every rank but the first to that one. Collective."""
+    of_ranks: list[Any] = [None] * trainer.world_size
     own = None if trainer.is_global_zero else sockets.route_to(address, port, _REACH_SECONDS)
-    torch.distributed.all_gather_object(routes, own)
-    return routes[1:]
+    torch.distributed.all_gather_object(of_ranks, (node_name(), own))
+    return [host for host, _ in of_ranks], [route for _, route in of_ranks[1:]]

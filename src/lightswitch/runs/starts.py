@@ -1,0 +1,126 @@
+"""The starts of a run: with which machines each went on, from which step, and how many steps it trained again.
+
+A run may lose machines and gain others; its directory keeps a list of its starts in run.json. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightswitch import regular_files
+from lightswitch.errors import listed
+
+_RECORD = "run.json"
+_REACHED = ".reached"  # the optimizer step at which the last start failed
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Args:
+        step: optimizer steps that were trained before it, of those that it goes on from.
+        hosts: the machine of each node, in the order of ranks.
+        devices: of each node.
+        trained_twice: steps that the start before had trained since its last checkpoint.
+    """
+
+    step: int
+    hosts: list[str]
+    devices: int
+    trained_twice: int = 0
+
+    @property
+    def world(self) -> str:
+        """Nodes × devices, as in `4 nodes × 2`."""
+        nodes = len(self.hosts)
+        return f"{nodes} node{'' if nodes == 1 else 's'} × {self.devices}"
+
+    def change_from(self, before: Start) -> str:
+        """Return the change of the world since another start in a line; empty if there is none."""
+        lost = [host for host in before.hosts if host not in self.hosts]
+        joined = [host for host in self.hosts if host not in before.hosts]
+        if self.world == before.world and not (len(self.hosts) > 1 and (lost or joined)):  # alone, it may have moved
+            return ""
+        named = [f"{verb} {listed(hosts, 'nodes')}" for verb, hosts in (("lost", lost), ("joined by", joined)) if hosts]
+        return f"{before.world} → {self.world} at step {self.step}{': ' if named else ''}{', '.join(named)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes of a run's world over all of its starts.
+
+    Args:
+        steps: those at which it changed.
+        trained_twice: steps in all.
+    """
+
+    steps: list[int]
+    trained_twice: int
+
+
+def changes(starts: Sequence[Start]) -> Changes:
+    """Return the changes of the world over the starts of a run."""
+    pairs = itertools.pairwise(starts)
+    return Changes(
+        [start.step for before, start in pairs if start.change_from(before)], sum(one.trained_twice for one in starts)
+    )
+
+
+def read(run_dir: Path) -> list[Start]:
+    """Return the starts of a run, the first one first; none if its record has none, or is damaged."""
+    try:
+        found: Any = regular_files.read_json(run_dir / _RECORD)
+        return [regular_files.as_record(one, Start) for one in found["starts"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def of_next(run_dir: Path, step: int, hosts: list[str], devices: int) -> Start:
+    """Return the start that goes on in a directory from a step, which may be before the last one trained there."""
+    reached = _reached(run_dir)
+    return Start(step, hosts, devices, max(0, reached - step))
+
+
+def as_json(starts: Sequence[Start]) -> list[dict[str, Any]]:
+    """Return starts as they are written to run.json."""
+    return [asdict(start) for start in starts]
+
+
+def note_reached(run_dir: Path, step: int) -> None:
+    """Note in a failed run's directory how far it had trained; each of its ranks may do so."""
+    with contextlib.suppress(OSError):  # it is a count for people, of a run that has failed
+        if step > _noted(run_dir):
+            regular_files.write_text(run_dir / _REACHED, f"{step}\n")
+
+
+def forget_reached(run_dir: Path) -> None:
+    """Remove the note: the next start has taken it over."""
+    (run_dir / _REACHED).unlink(missing_ok=True)
+
+
+def _reached(run_dir: Path) -> int:
+    """Return the last step that was trained, as a rank of a failed run has noted it, or as far as metrics.csv goes."""
+    return max(_noted(run_dir), _logged(run_dir))
+
+
+def _noted(run_dir: Path) -> int:
+    try:
+        return int(regular_files.read_text(run_dir / _REACHED))
+    except (OSError, ValueError):
+        return 0
+
+
+def _logged(run_dir: Path) -> int:
+    try:
+        text = regular_files.read_text(run_dir / "metrics.csv", "replace")
+        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+        return max((int(row["step"]) + 1 for row in rows if row.get("train/loss")), default=0)
+    except (OSError, ValueError, KeyError, csv.Error):
+        return 0
