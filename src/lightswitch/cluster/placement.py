@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
     if found != "local":
         return _from_counts(found, environ)
     return Placement("local", rank=int(environ.get("LOCAL_RANK", 0)) + int(environ.get("NODE_RANK", 0)))
+
+
+def elastic_nodes(environ: Mapping[str, str] = os.environ) -> range | None:
+    """Return the numbers of nodes with which torchrun may go on, of ``--nnodes=MIN:MAX``; None where it is one.
+
+    torchrun exports neither: they are in its command, or in PET_NNODES.
+    """
+    if launcher(environ) != "torchrun":
+        return None
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except (OSError, UnicodeDecodeError):  # a system without /proc
+        words = []
+    options = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
+    typed = re.findall(r"--nnodes[= ](\S+)", " ".join(options))
+    found = re.fullmatch(r"(\d+):(\d+)", typed[-1] if typed else environ.get("PET_NNODES", ""))
+    return range(int(found[1]), int(found[2]) + 1) if found and int(found[1]) < int(found[2]) else None
 
 
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.cluster import placement
 from lightswitch.config import groups, moved, names
 from lightswitch.config.overrides import key_and_value, typed_overrides
 from lightswitch.config.values import AUTO
@@ -73,6 +74,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     )
     if not (is_planned or is_checked):
         _raise(launchers.unstarted(plain, run.placement))
+        _raise(launchers.unfit_for_changes(), _worlds_to_come(plain))
     return _plan(plain)
 
 
@@ -176,25 +178,41 @@ def _micro_batch(cfg: dict[str, Any]) -> int | None:
 
 
 def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
+    trainer, request = cfg["trainer"], _request(cfg, cfg["trainer"]["num_nodes"])
+    target = str(request.strategy.get("_target_"))
+    if cfg["on_nan"] == "skip" and target.endswith(".DeepSpeed"):
+        yield "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"
+    if trainer.get("sync_batchnorm"):
+        has_group = request.world_size > 1 or not target.endswith(("Single", "auto"))
+        if target.endswith(".DeepSpeed"):
+            yield "trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp"
+        elif request.accelerator == "cpu" and has_group:
+            yield "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
+    yield from strategies.problems(request)
+
+
+def _request(cfg: dict[str, Any], nodes: int) -> strategies.Request:
     trainer = cfg["trainer"]
     strategy = trainer.get("strategy")
     if not isinstance(strategy, dict):
         strategy = {"_target_": str(strategy)}
-    per_node = devices.count(trainer)
     batch = (cfg["global_batch_size"], _micro_batch(cfg))
     kind = devices.accelerator(trainer)
-    target = str(strategy.get("_target_"))
-    if cfg["on_nan"] == "skip" and target.endswith(".DeepSpeed"):
-        yield "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"
-    if trainer.get("sync_batchnorm"):
-        has_group = trainer["num_nodes"] * per_node > 1 or not target.endswith(("Single", "auto"))
-        if target.endswith(".DeepSpeed"):
-            yield "trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp"
-        elif kind == "cpu" and has_group:
-            yield "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
-    yield from strategies.problems(
-        strategies.Request(strategy, cfg["model"], trainer, trainer["num_nodes"], per_node, kind, batch)
-    )
+    return strategies.Request(strategy, cfg["model"], trainer, nodes, devices.count(trainer), kind, batch)
+
+
+def _worlds_to_come(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield why the strategy could not go on with some number of nodes that torchrun may come to, and what to type."""
+    worlds = placement.elastic_nodes() or range(0)
+    refusing = {nodes: list(strategies.problems(_request(cfg, nodes))) for nodes in worlds}
+    unfit = [nodes for nodes, problems in refusing.items() if problems]
+    if unfit:
+        fewest = unfit[-1] + 1
+        instead = f"; or type --nnodes={fewest}:{worlds[-1]}" if fewest < worlds[-1] else ""
+        yield (
+            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may go on with {unfit[0]} node{'s' if unfit[0] > 1 else ''}: "
+            f"{refusing[unfit[0]][0]}{instead}"
+        )
 
 
 def _checkpoints(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lightswitch.cluster.placement import Placement
+from lightswitch.cluster.placement import Placement, elastic_nodes
 from lightswitch.preflight import devices
 
 _EVENED = {
@@ -14,6 +14,7 @@ _EVENED = {
     "torchrun": "give every torchrun the same --nproc-per-node",
     "env": "export the same LOCAL_WORLD_SIZE on every node",
 }
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _DETECT = "lightswitch.cluster.environments.detect"
 
 
@@ -73,4 +74,18 @@ def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
             f"trainer.num_nodes={nodes}: no launcher has started the processes of {_counted(nodes, 'node')}; start it "
             "by srun or torchrun, and leave trainer.num_nodes out, or on each node by the same command with "
             "run_id=NAME cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
+        )
+
+
+def unfit_for_changes() -> Iterator[str]:
+    """Yield that torchrun would not survive a change of its nodes.
+
+    Unless told otherwise, agents of torch 2.4 to 2.13 keep the address that the first group of nodes met at: one that
+    joins waits for it, and all wait for a node that was lost with rank 0, until they time out.
+    """
+    nodes = elastic_nodes()
+    if nodes is not None and os.environ.get(_NO_SHARED_STORE) != "1":
+        yield (
+            f"torchrun --nnodes={nodes[0]}:{nodes[-1]}: a node that joins, and the loss of rank 0's, would end the run "
+            f"after a minute's wait; type export {_NO_SHARED_STORE}=1 on every node before torchrun"
         )

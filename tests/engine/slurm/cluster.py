@@ -69,7 +69,8 @@ hostname head
 mount --bind hosts /etc/hosts
 mount --bind nsswitch.conf /etc/nsswitch.conf
 ip link set lo up
-ip link add bridge type bridge
+# an address of its own: else it takes the lowest of its ports', and hosts lose the head when a card is plugged in
+ip link add bridge address 02:00:00:00:00:fe type bridge
 ip addr add {subnet}.254/24 dev bridge
 ip link set bridge up
 munged --force --key-file=munge.key --socket=munge.socket --pid-file=munge.pid --log-file=munge.log \\
@@ -101,6 +102,8 @@ def why_not() -> str | None:
 class Cluster:
     """A running cluster: node1, node2, … Its GPUs are fake, but CUDA_VISIBLE_DEVICES is set for them."""
 
+    head_script, node_script = HEAD, NODE  # what each host runs
+
     def __init__(self, nodes: int = 4, cpus_per_node: int = 8, gpus_per_node: int = 2) -> None:
         self.nodes = range(1, nodes + 1)
         self.cpus_per_node = cpus_per_node
@@ -117,7 +120,7 @@ class Cluster:
             self._start_head()
             for node in self.nodes:
                 self.boot(node)
-            self._until(lambda: self.idle_nodes() == len(self.nodes), "the nodes did not become idle")
+            self._until(self._is_up, "the nodes did not become idle")
         except BaseException:
             self.stop()
             raise
@@ -139,7 +142,7 @@ class Cluster:
     def boot(self, node: int) -> None:
         name = f"node{node}"
         inside_head = ["nsenter", f"--target={self.first_pids['head']}", "--all", f"--wdns={self.root}"]
-        process = self._start(name, [*inside_head, *NEW_NAMESPACES], NODE.format(node=node, subnet=SUBNET))
+        process = self._start(name, [*inside_head, *NEW_NAMESPACES], self.node_script.format(node=node, subnet=SUBNET))
         self.first_pids[name] = _descendant(process.pid, generations=2)
         self._plug_card(name)
         assert process.stdin is not None
@@ -174,6 +177,12 @@ class Cluster:
         of_each_partition = self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split()
         return len(set(of_each_partition))
 
+    def _is_up(self) -> bool:
+        return self.idle_nodes() == len(self.nodes)
+
+    def _head_answers(self) -> bool:
+        return self.run("scontrol", "ping").returncode == 0
+
     def _write_files(self) -> None:
         conf = SLURM_CONF.format(
             subnet=SUBNET, root=self.root, nodes=len(self.nodes), cpus=self.cpus_per_node, gpus=self.gpus_per_node
@@ -194,9 +203,9 @@ class Cluster:
     def _start_head(self) -> None:
         # the head dies with this process, however that ends
         die_with_me = ["setpriv", "--pdeathsig", "KILL"]
-        process = self._start("head", [*die_with_me, *NEW_NAMESPACES], HEAD.format(subnet=SUBNET))
+        process = self._start("head", [*die_with_me, *NEW_NAMESPACES], self.head_script.format(subnet=SUBNET))
         self.first_pids["head"] = _descendant(process.pid, generations=1)
-        self._until(lambda: self.run("scontrol", "ping").returncode == 0, "slurmctld does not answer")
+        self._until(self._head_answers, "slurmctld does not answer")
 
     def _start(self, name: str, enter: list[str], script: str) -> subprocess.Popen[str]:
         with (self.root / f"{name}.out").open("a") as output:

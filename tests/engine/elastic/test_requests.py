@@ -1,0 +1,86 @@
+"""What torchrun --nnodes=MIN:MAX may come to is looked at before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightswitch.cluster.placement import Placement, elastic_nodes
+from tests.engine.requests import composed, composing, problems
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
+from tests.engine.ways import PLAN
+
+NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+STARTED = {"TORCHELASTIC_RUN_ID": "mine", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {**STARTED, NO_SHARED_STORE: "1"}.items():
+        monkeypatch.setenv(name, value)
+    with composing():
+        yield
+
+
+def refused(*words: str, into: Path) -> set[str]:
+    request = composed(*LANGUAGE_MODEL, TEXT, "trainer.accelerator=cpu", *words, into=into / "runs/tiny/mine")
+    return problems(request, Placement("torchrun", nodes=4, devices_per_node=2))
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "words", "line"),
+    [
+        pytest.param(
+            "1:4",
+            ("strategy=fsdp_tp", PLAN, "trainer.strategy.tensor_parallel_size=4"),
+            "torchrun --nnodes=1:4 may go on with 1 node: trainer.strategy.tensor_parallel_size=4 does not divide 1 × "
+            "2 devices; use trainer.devices=4 or a multiple of it",
+            id="tensor parallel",
+        ),
+        pytest.param(
+            "1:4",
+            ("strategy=fsdp_hybrid", "trainer.strategy.shard_size=4"),
+            "torchrun --nnodes=1:4 may go on with 1 node: trainer.strategy.shard_size=4 does not divide 2 devices; "
+            "use one of 1, 2",
+            id="hybrid shard",
+        ),
+        pytest.param(
+            "1:4",
+            ("strategy=fsdp1", "trainer.strategy.sharding_strategy=HYBRID_SHARD", "trainer.strategy.device_mesh=[4,2]"),
+            "torchrun --nnodes=1:4 may go on with 1 node: trainer.strategy.device_mesh=[4, 2]: [replicas, devices of "
+            "each] has to make the 2 devices of the run",
+            id="fsdp1's mesh",
+        ),
+    ],
+)
+def test_a_number_of_nodes_at_which_a_run_can_not_train_is_refused_at_the_start(
+    nnodes: str, words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PET_NNODES", nnodes)
+    assert {told.partition("; or type")[0] for told in refused(*words, into=tmp_path)} == {line}
+
+
+def test_the_nodes_with_which_it_can_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ("strategy=fsdp_tp", PLAN, "trainer.strategy.tensor_parallel_size=4")
+    monkeypatch.setenv("PET_NNODES", "3:5")
+    (told,) = refused(*words, into=tmp_path)
+    assert told.startswith("torchrun --nnodes=3:5 may go on with 3 nodes: ")
+    monkeypatch.setenv("PET_NNODES", "2:4")
+    assert refused("strategy=fsdp", into=tmp_path) == set()
+
+
+def test_torchrun_that_would_not_survive_a_change_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PET_NNODES", "2:4")
+    monkeypatch.delenv(NO_SHARED_STORE)
+    (told,) = refused(into=tmp_path)
+    assert told.endswith(f"type export {NO_SHARED_STORE}=1 on every node before torchrun")
+    monkeypatch.setenv("PET_NNODES", "4")
+    assert refused(into=tmp_path) == set()
+
+
+@pytest.mark.parametrize(("typed", "nodes"), [("2:4", range(2, 5)), ("2:2", None), ("3", None), ("", None)])
+def test_numbers_of_nodes_are_read_as_torchrun_reads_them(typed: str, nodes: range | None) -> None:
+    assert elastic_nodes({**STARTED, "PET_NNODES": typed}) == nodes
+    assert elastic_nodes({"PET_NNODES": typed}) is None, "no torchrun has started this process"

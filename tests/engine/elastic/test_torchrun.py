@@ -1,0 +1,80 @@
+"""torchrun --nnodes=MIN:MAX with real agents on machines that fail and come back: the run is the same run."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from lightswitch.runs import starts
+from tests.engine.conftest import Finished, Train
+from tests.engine.elastic.agents import RUN, Agents
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slurm]  # it needs what those need: root and namespaces
+
+
+def test_a_run_loses_rank_0_and_goes_on_with_the_rest_and_then_with_more(agents: Agents, train: Train) -> None:
+    agents.join(1, 2)
+    agents.until_trains_on(1, 2)
+    agents.until(lambda: agents.step > 12)  # there is a checkpoint
+    agents.lose(1)
+    agents.until_trains_on(2)
+    agents.join(1)
+    agents.until_trains_on(1, 2)
+    run = agents.hurry()
+    is_undisturbed(run, train(*RUN, "strategy=single"))
+    lost, joined = agents.starts[1:]
+    assert f"world      2 nodes × 1 → 1 node × 1 at step {lost.step}: lost node1" in run.out
+    assert f"world      1 node × 1 → 2 nodes × 1 at step {joined.step}: joined by node1" in run.out
+    assert run.column("world") == {lost.step: 1, joined.step: 2}
+    results = json.loads((run.run_dir / "results.json").read_text())
+    assert results["world_changes"] == 2
+    assert results["steps_trained_twice"] == lost.trained_twice
+    assert lost.step == 10
+    assert 0 < lost.trained_twice < 11, "since the last checkpoint"
+    assert joined.trained_twice == 0, "notice was given"
+
+
+def is_undisturbed(run: Finished, alone: Finished) -> None:
+    """The same losses, and the same samples in each step, as often as it was trained."""
+    assert run.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=1e-6)
+    expected, found = samples(alone.folder), samples(run.folder)
+    assert found.keys() == expected.keys()
+    again = [step for step, often in found.items() if len(often) > len(expected[step])]
+    for step, of_step in found.items():
+        once = set(expected[step])
+        assert set(of_step) == once, f"step {step}"
+    assert len(again) <= sum(start.trained_twice + 1 for start in starts.read(run.run_dir))
+
+
+def samples(folder: Path) -> dict[int, list[int]]:
+    """Return the samples of each step, over all ranks and starts."""
+    of_steps = defaultdict(list)
+    for path in folder.glob("samples_*.jsonl"):
+        for line in path.read_text().splitlines():
+            if line.startswith("{") and line.endswith("}"):  # a rank that was killed may have written half of one
+                taken = json.loads(line)
+                of_steps[taken["step"]] += taken["ids"]
+    return of_steps
+
+
+@pytest.mark.nightly
+def test_a_run_outlives_two_losses_at_once_a_node_that_flaps_and_one_that_is_told_to_leave(
+    agents: Agents, train: Train
+) -> None:
+    agents.join(1, 2, 3)
+    agents.until_trains_on(1, 2, 3)
+    agents.lose(1, 3)
+    agents.until_trains_on(2)
+    agents.join(1, 3)
+    agents.until_trains_on(1, 2, 3)
+    agents.lose(3)
+    agents.join(3)  # before the others have given it up
+    agents.until(lambda: agents.starts[-1].trained_twice > 0 and len(agents.starts) > 3)
+    agents.until_trains_on(1, 2, 3)
+    agents.leave(2)
+    agents.until_trains_on(1, 3)
+    assert agents.starts[-1].trained_twice == 0, "it was given notice"
+    is_undisturbed(agents.hurry(), train(*RUN, "strategy=single"))
