@@ -142,7 +142,7 @@ class RunRecord(Callback):
         self._begin_log(trainer)
         if own and earlier and (change := own.change_from(earlier[-1])):
             log.info("world      %s", change)
-            (batch,) = (callback for callback in trainer.callbacks if isinstance(callback, GlobalBatch))  # type: ignore[attr-defined]  # set by a connector
+            (batch,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, GlobalBatch))
             for logger in trainer.loggers:
                 logger.log_metrics({WORLD: trainer.world_size}, step=batch.first_logged_step(trainer))
 
