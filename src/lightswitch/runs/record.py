@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightswitch.runs import claim, finished, results, starts
 from lightswitch.runs import log as run_log
 from lightswitch.runs.hyperparameters import log_hyperparameters
 from lightswitch.runs.saved import set_aside
+from lightswitch.runs.starts import Start
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Origin:
         python: its version.
         host: the machine of rank 0.
         packages: versions of those that are installed, by name.
+        starts: the first one first: step, machines in the order of ranks, devices of each, steps trained twice.
     """
 
     command: str
@@ -64,6 +66,7 @@ class Origin:
     python: str
     host: str
     packages: dict[str, str]
+    starts: list[Start] = field(default_factory=list)
 
 
 class RunRecord(Callback):
@@ -146,11 +149,11 @@ class RunRecord(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({WORLD: trainer.world_size}, step=batch.first_logged_step(trainer))
 
-    def _start(self, trainer: Trainer) -> starts.Start:
+    def _start(self, trainer: Trainer) -> Start:
         hosts = self.run.process.hosts or [platform.node()]
         return starts.of_next(self.run_dir, trainer.global_step, hosts[:: trainer.num_devices], trainer.num_devices)
 
-    def _write(self, of_run: list[starts.Start]) -> None:
+    def _write(self, of_run: list[Start]) -> None:
         files = {self.run_dir / name: text for name, text in self.files.items()}
         record = self.run_dir / "run.json"
         files[record] = json.dumps({**json.loads(files[record]), "starts": starts.as_json(of_run)}, indent=2) + "\n"
