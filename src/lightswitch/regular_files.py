@@ -95,6 +95,11 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, as `write_text` does: the file is complete, or the one before."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
 def read_text(path: Path, errors: str = "strict", most_bytes: int = _MOST_BYTES) -> str:
     """Return the text of a file.
 

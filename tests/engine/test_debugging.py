@@ -9,7 +9,7 @@ from tests.engine.conftest import PLAIN, Train
 
 
 def test_what_a_failing_rank_read_comes_again_in_one_process(train: Train) -> None:
-    failing = ("model._target_=tests.engine.fault_tolerance.failing.FailingModel", "model.how=raises", PLAIN[1])
+    failing = ("model._target_=tests.engine.failures.failing.FailingModel", "model.how=raises", PLAIN[1])
     failed = train("strategy=ddp", *failing, "trainer.max_steps=4", ranks=2, check=False)
     (report,) = failed.run_dir.glob("crash/*/rank_1.txt")
     told = re.search(r"step (\d+), micro batch (\d+): samples ([\d, ]+)", report.read_text())

@@ -30,7 +30,7 @@ PACKAGES = (
         "reference",
         "preflight",
         "planning",
-        "fault_tolerance",
+        "failures",
         "runs",
         "export",
         "config",

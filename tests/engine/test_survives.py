@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
-from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.engine.failures.pace import FAILS_ONCE
 from tests.night import at_night
 
 RUN = (

@@ -16,9 +16,9 @@ from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
-from lightswitch.fault_tolerance.launchers import install_launcher
-from lightswitch.fault_tolerance.watchdog.callback import Watchdog
-from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
+from lightswitch.failures.launchers import install_launcher
+from lightswitch.failures.verdict import Timeouts
+from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import callbacks, compatibility, handshake, optimizers, out_of_memory
 from lightswitch.launch.hooks import skip_empty_hooks

@@ -17,9 +17,9 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
-from lightswitch.fault_tolerance.not_finite import FiniteLoss
-from lightswitch.fault_tolerance.preemption import Preemption
-from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.failures.not_finite import FiniteLoss
+from lightswitch.failures.preemption import Preemption
+from lightswitch.failures.watchdog import Watchdog
 from lightswitch.launch.rate_finder import RateFinder
 from lightswitch.monitoring.batch_count import StepsAreCounted, StepsByHand
 from lightswitch.monitoring.judged import BestCheckpoint

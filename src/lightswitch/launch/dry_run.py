@@ -16,7 +16,7 @@ from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
-from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.launch import commands, compatibility, estimates, job_script
 from lightswitch.launch.estimates import Request
 from lightswitch.launch.instantiation import raise_all

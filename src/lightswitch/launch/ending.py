@@ -10,15 +10,15 @@ from omegaconf import DictConfig
 from lightswitch.config.confidential import Cleaner
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure, RanksFailed, ToldElsewhere
-from lightswitch.fault_tolerance import classify, crash_report, telling
-from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.failures import classify, crash_report
+from lightswitch.failures.classify import full_traceback, one_line
+from lightswitch.failures.crash_report import CrashReport, print_once
 from lightswitch.process.state import Process
 
 
 def exit_with(problems: list[str]) -> NoReturn:
     """Print problems that the user can fix, once for all processes of a launcher, and exit with code 2."""
-    telling.print_once("\n".join(f"error: {problem}" for problem in problems))
+    print_once("\n".join(f"error: {problem}" for problem in problems))
     raise SystemExit(ExitCode.REFUSED)
 
 
@@ -51,20 +51,20 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
         return ExitCode.REFUSED
     has_begun = run.process.steps_have_begun.is_set()
     if (member := run.process.watchdog) is not None:
-        from lightswitch.fault_tolerance.watchdog.member import Member  # slow to import, and imported by now
+        from lightswitch.failures.watchdog import Member  # slow to import, and imported by now
 
         assert isinstance(member, Member)
         first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
         return first.exit_code
     report = CrashReport(run)
     if isinstance(error, RanksFailed):
-        return error.failure.exit_code if error.is_told or report.is_told else _tell(error.failure, report)
+        return error.failure.exit_code if error.is_told or report.is_printed else _tell(error.failure, report)
     rank = classify.rank_of(cfg, run.placement)
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
         return _tell(first, report)
     run.process.note_failure(one_line(error))
-    classify.add_report(error, first, rank, "outside of the Trainer", report)
+    crash_report.add_report(error, first, rank, "outside of the Trainer", report)
     report.log(first.details)
     return None
 
@@ -72,7 +72,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None
 def _tell(first: Failure, report: CrashReport) -> int:
     if first.exit_code == ExitCode.REFUSED:
         report.run.process.note_failure(first.line)
-        if telling.print_once(first.line):
+        if print_once(first.line):
             report.log_details(first.details)
         return ExitCode.REFUSED
     crash_report.write_for_torchrun(first)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
-from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.launch import optimizers
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning.candidates import Candidate

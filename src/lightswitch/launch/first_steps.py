@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from lightswitch.errors import NeedsValues, Refused
-from lightswitch.fault_tolerance.classify import raised_in
+from lightswitch.failures.classify import raised_in
 from lightswitch.strategies.sharded import first_name
 
 STEPS = 3  # of a process that count as its first

@@ -23,7 +23,7 @@ from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, ToldElsewhere
-from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
 
 _DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others

@@ -26,7 +26,7 @@ from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_co
 from lightswitch.config.overrides import asks_for_help, normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
-from lightswitch.fault_tolerance import classify, requeue
+from lightswitch.failures import classify, requeue
 from lightswitch.launch import commands, ending, resolvers
 from lightswitch.preflight import environment, targets
 from lightswitch.process import signals

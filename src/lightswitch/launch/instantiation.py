@@ -12,8 +12,8 @@ from lightning.pytorch.plugins import DoublePrecision
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.errors import Refused, RefusedRequest
-from lightswitch.fault_tolerance import classify
-from lightswitch.fault_tolerance.failure import full_traceback, one_line
+from lightswitch.failures import classify
+from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.preflight.targets import ENGINE_KEYS, parameters
 
 # A constructor raises these about files that its arguments name and, by a `raise` statement, about the arguments.

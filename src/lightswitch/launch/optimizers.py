@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightswitch.errors import Refused
-from lightswitch.fault_tolerance.failure import one_line
+from lightswitch.failures.classify import one_line
 
 _TORCH = "torch.optim."  # constructors of other packages may build operators, or ask more of a parameter than it has
 _OF_GPUS = "capturable"  # an argument that fails on the CPU, where this is tried

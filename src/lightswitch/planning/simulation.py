@@ -26,7 +26,7 @@ from torchmetrics import Metric
 
 from lightswitch import patches
 from lightswitch.errors import NeedsValues, Refused, Unplanned
-from lightswitch.fault_tolerance.failure import one_line
+from lightswitch.failures.classify import one_line
 from lightswitch.mixins import with_mixin
 from lightswitch.planning.alone import Converted, alone
 from lightswitch.planning.collectives import Collective

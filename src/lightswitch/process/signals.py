@@ -2,7 +2,7 @@
 
 Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT.
 Before and after training a run has nothing to lose, and ends at once; while it trains, signals wait for the end of an
-optimizer step (lightswitch.fault_tolerance.preemption).
+optimizer step (lightswitch.failures.preemption).
 """
 
 from __future__ import annotations

@@ -120,9 +120,7 @@ class Process:
     def how_ended(self, pid: int) -> str | None:
         """Return how one of `ranks` ended, in words; None while it runs, and for any other process."""
         code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
-        if code is None:
-            return None
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return None if code is None else ended_by(code)
 
     def end_ranks(self) -> None:
         """Wait 10 s for the ranks that this process started, then kill them."""
@@ -184,6 +182,11 @@ class Process:
             self.leave_now(ExitCode.STOPPED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+
+def ended_by(exit_code: int) -> str:
+    """Return how a process ended, in words; the exit code of one that a signal killed is negative, as in subprocess."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def leave_group_at_exit() -> None:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
-from tests.engine.fault_tolerance.failing import FailingModel
+from tests.engine.failures.failing import FailingModel
 from tests.engine.plain import PlainData
 
 

@@ -16,7 +16,7 @@ MOST_SECONDS = 60.0  # from the failure until no process is left
 LINES = {
     "an exception in rank 1": r"rank 1 of 2 on node failed: RuntimeError: this is the bug",
     "`kill -9` of rank 1": r"rank 1 of 2 on node failed: process \d+ (was killed|ended without an error message)",
-    "rank 1 hangs (given up after 5 s)": r"rank 1 of 2 on node hangs at tests/engine/fault_tolerance/failing\.py",
+    "rank 1 hangs (given up after 5 s)": r"rank 1 of 2 on node hangs at tests/engine/failures/failing\.py",
     "the disk of rank 1 is full when it saves": r"error: the checkpoint could not be written: rank 1: ",
 }
 CODES = {"the disk of rank 1 is full when it saves": {"python": "2", "torchrun": "1"}}

@@ -16,7 +16,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightswitch.errors import ExitCode
-from lightswitch.fault_tolerance.launchers import Scripts
+from lightswitch.failures.launchers import Scripts
 from lightswitch.process.signals import Signals
 from lightswitch.process.state import Process
 from tests.engine.config.mistaken import answers

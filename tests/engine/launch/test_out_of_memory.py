@@ -6,7 +6,7 @@ import pytest
 
 from lightswitch.planning.fake_group import has_collectives
 from tests.engine.conftest import PLAIN_DATA, Train
-from tests.engine.fault_tolerance.failing import FAILING_MODEL
+from tests.engine.failures.failing import FAILING_MODEL
 from tests.night import at_night
 
 RAISING = (

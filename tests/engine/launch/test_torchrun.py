@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Finished, Train
-from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.engine.failures.pace import FAILS_ONCE
 from tests.engine.launch.test_launchers import RUN, finish
 from tests.engine.processes import TRAIN_PY, Start
 from tests.night import at_night

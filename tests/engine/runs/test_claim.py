@@ -16,7 +16,7 @@ import pytest
 
 from lightswitch.runs import lock
 from tests.engine.conftest import CHECKOUT, PLAIN, Train, runs_in
-from tests.engine.fault_tolerance.pace import PACE_TARGET
+from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.processes import Start, said
 
 RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "logger=csv", "~callbacks.lr_monitor", "trainer.max_steps=6")

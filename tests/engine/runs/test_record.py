@@ -10,7 +10,7 @@ import pytest
 
 from lightswitch.runs import lock
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
-from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.engine.failures.pace import FAILS_ONCE
 from tests.night import at_night
 
 RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import PLAIN_DATA
-from tests.engine.fault_tolerance.failing import FAILING_MODEL
+from tests.engine.failures.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, submit
 from tests.night import at_night

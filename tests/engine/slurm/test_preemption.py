@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, Finished, runs_in
-from tests.engine.fault_tolerance.pace import FAILS_ONCE, PACE_TARGET
+from tests.engine.failures.pace import FAILS_ONCE, PACE_TARGET
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, Job, submit, with_site

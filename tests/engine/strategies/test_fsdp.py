@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightswitch.fault_tolerance.failure import Rank, failure_of
+from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
 from tests.engine.curves import largest_difference
 from tests.engine.data.pictures import Pictures

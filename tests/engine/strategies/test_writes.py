@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
-from lightswitch.fault_tolerance.failure import Rank, failure_of
+from lightswitch.failures.classify import Rank, failure_of
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
 from tests.engine.strategies import writing

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tests.engine.conftest import CHECKOUT, PLAIN_DATA, PLAIN_MODEL
-from tests.engine.fault_tolerance.failing import FAILING_MODEL
+from tests.engine.failures.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 from tests.engine.tables import documents
@@ -48,7 +48,7 @@ def in_model(how: str, *arguments: str) -> tuple[str, ...]:
 
 
 def in_data(how: str) -> tuple[str, ...]:
-    return (PLAIN_MODEL, "data._target_=tests.engine.fault_tolerance.failing.FailingData", f"data.how={how!r}")
+    return (PLAIN_MODEL, "data._target_=tests.engine.failures.failing.FailingData", f"data.how={how!r}")
 
 
 SLOW = in_model("nothing", "model.step_seconds=0.1", "trainer.log_every_n_steps=2")

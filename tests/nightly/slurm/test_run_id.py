@@ -10,7 +10,7 @@ import pytest
 
 from lightswitch.runs import lock
 from tests.engine.conftest import CHECKOUT
-from tests.engine.fault_tolerance.pace import PACE_TARGET
+from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import submit

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN
-from tests.engine.fault_tolerance.pace import FAILS_ONCE
+from tests.engine.failures.pace import FAILS_ONCE
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Finished, Train
-from tests.engine.fault_tolerance.failing import FAILING_DATA, FAILING_MODEL
+from tests.engine.failures.failing import FAILING_DATA, FAILING_MODEL
 from tests.night import at_night
 
 RUN = (
@@ -67,7 +67,7 @@ def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(where: str, train
 
 def test_a_rank_that_others_wait_for_is_found_wherever_they_stand(train: Train) -> None:
     """In a test after the training, and as under NCCL, where ranks enter a collective and go on."""
-    model = "model._target_=tests.engine.fault_tolerance.failing.LaggingModel"
+    model = "model._target_=tests.engine.failures.failing.LaggingModel"
     failed = train(model, *RUN[1:], "watch.hung_after_seconds=5", ranks=2, check=False)
     line = failed.err.splitlines()[0]
     assert re.match(r"rank 1 of 2 on \S+ hangs at .*in test_step: time\.sleep\(1000\)", line), line

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from lightswitch.fault_tolerance import collectives
+from lightswitch.failures.stacks import collectives_entered
 
 
 @contextmanager
@@ -30,14 +30,14 @@ def _recorded(dump: Callable[[], bytes]) -> int:
 def test_collectives_are_counted_in_each_group() -> None:
     with _group_of_one("gloo"):
         other = dist.new_group([0])
-        before = collectives.entered()
+        before = collectives_entered()
         dist.all_reduce(torch.ones(1), async_op=True)
         dist.all_reduce(torch.ones(1))
         dist.barrier(group=other)
-        after = collectives.entered()
+        after = collectives_entered()
     first, second = before
     assert (after[first] - before[first], after[second] - before[second]) == (2, 1)
-    assert collectives.entered() == {}
+    assert collectives_entered() == {}
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="this torch records NCCL's collectives alone")
@@ -45,7 +45,7 @@ def test_the_count_is_the_flight_recorders() -> None:
     with _group_of_one("gloo"):
         for _ in range(3):
             dist.all_reduce(torch.ones(1))
-        (count,) = collectives.entered().values()
+        (count,) = collectives_entered().values()
         assert count == _recorded(c10d._dump_fr_trace) > 2
 
 
@@ -57,5 +57,5 @@ def test_the_count_is_the_flight_recorders_of_nccl(monkeypatch: pytest.MonkeyPat
     with _group_of_one("nccl"):
         for _ in range(3):
             dist.all_reduce(torch.ones(1, device="cuda"), async_op=True)
-        (count,) = collectives.entered().values()
+        (count,) = collectives_entered().values()
         assert count == _recorded(c10d._dump_nccl_trace) > 2

@@ -1,37 +1,48 @@
-"""Classification of errors: what the user can fix is told in a line, and a bug keeps its traceback.
+"""Errors as failures of a rank: what the user can fix is reported in a line, and a bug keeps its traceback.
 
-It is decided in the process that raises the error, by the error's class and by where it was raised.
+The process that raises an error decides, by the error's class and by where it was raised.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import errno
 import io
+import linecache
 import os
+import re
 import select
+import signal
+import socket
 import sys
 import threading
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
-from lightswitch.fault_tolerance import loader_workers
-from lightswitch.fault_tolerance.crash_report import CrashReport
-from lightswitch.fault_tolerance.failure import Rank, failure_of, full_traceback, node_name, one_line
-from lightswitch.process.state import Process
+from lightswitch.process.state import Process, ended_by
 
-_OF_DISKS = {  # errors of what a run writes or reads, which the user can mend
+_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
+# Errors of a rank that has lost its connection to another one: of gloo, NCCL, and the store that ranks connect to
+_FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
+_MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a sharded parameter beside a whole tensor
+_NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # torch's, in a name that a module looks up
+# Errors of memory that could not be allocated: torch's on a GPU, its allocator's on the CPU, Python's
+_LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
+_OF_DISKS = {  # errors of what a run writes or reads, which the user can fix
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EIO: "the disk fails",
@@ -46,6 +57,21 @@ _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _LIBRARIES = (_RESTORING.partition(".")[0], "torch", "packaging", __name__.partition(".")[0])
 _OF_ODD_STATE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
+_WORKER_END_SECONDS = 2.0
+_LAST_FRAME = re.compile(r'.*^  File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a run, named in messages as `rank 1 of 2 on node3`."""
+
+    number: int
+    world_size: int | None  # None: not known yet
+    node: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.number}{f' of {self.world_size}' if self.world_size else ''} on {self.node}"
 
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun: bool) -> Failure:
@@ -67,9 +93,9 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
 def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:
     """Return a line for each problem that the user can fix; none for a bug.
 
-    The engine refuses by `Refused`. The code of the model and the data addresses the user by a `raise` statement of its
-    own, of a ValueError or a missing file, before the first step, and that of the data also later, of a file that it
-    reads then. An error of other code, of Python itself, or of the model in a later step is a bug.
+    The engine raises `Refused`. The model's and the data's own code addresses the user by a `raise` statement, of a
+    ValueError or a missing file: before the first step, and the data's code also later, about a file it reads then.
+    Anything else, also an error that the model raises in a later step, is a bug.
     """
     if isinstance(error, Refused):
         return error.problems
@@ -104,7 +130,7 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return []
     if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
         return ["data: a DataLoader that shuffles has no samples, as its dataset is empty"]
-    in_worker = loader_workers.raised_by(error)
+    in_worker = _raised_by_worker(error)
     module, text = in_worker or (str(frame.f_globals.get("__name__")) if frame is not None else "", str(error))
     node = _owner(module, cfg) if module else None
     if node is None or (steps_have_begun and node != "data"):
@@ -113,24 +139,24 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return whether an error is the disk's, and of a file that is known: a bug may be refused other things."""
+    """Return whether an error is the disk's and names its file; other refusals of the system may be bugs."""
     return isinstance(error, OSError) and error.errno in _OF_DISKS and _file_of(error) is not None
 
 
 def keep_disk_errors_of_threads(process: Process) -> None:
-    """Keep what a library's thread is told by the disk, as TensorBoard's, in place of the traceback that Python prints.
+    """Store disk errors of library threads, such as TensorBoard's, instead of letting Python print their traceback.
 
-    The main thread may meet it, too; else it is raised where the run ends.
+    The main thread may meet the same error; otherwise it is raised where the run ends.
     """
-    tell = threading.excepthook
+    report = threading.excepthook
 
-    def keep(raised: threading.ExceptHookArgs) -> None:
+    def store(raised: threading.ExceptHookArgs) -> None:
         if raised.exc_value is not None and is_of_disk(raised.exc_value):
             process.disk_error = process.disk_error or raised.exc_value
         else:
-            tell(raised)
+            report(raised)
 
-    threading.excepthook = keep
+    threading.excepthook = store
 
 
 def _file_of(error: OSError) -> str | None:
@@ -155,7 +181,7 @@ def _stdout_has_no_reader() -> bool:
 def _restored_by_libraries(error: BaseException) -> str | None:
     """Return the checkpoint in which Lightning, torch or the engine met what they did not expect; None elsewhere.
 
-    An error of other code that is given its state, as the module's own `on_load_checkpoint`, is that code's.
+    An error raised by code that receives its own state, such as the module's `on_load_checkpoint`, is not counted.
     """
     if not isinstance(error, _OF_ODD_STATE):
         return None
@@ -189,20 +215,42 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
     return nearest if shared[nearest] else None
 
 
-def add_report(error: BaseException, own: Failure, rank: Rank, location: str, report: CrashReport) -> None:
-    """Write the crash report of a run of one process, whose traceback Python prints.
+def failure_of(rank: Rank, error: BaseException) -> Failure:
+    """Return an error as a rank's failure, which `follows` if it looks as if another rank had failed before."""
+    cause = error
+    while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
+        cause = cause.__cause__
+    line = _cause_of_worker(cause) or one_line(cause)
+    if _MIXES_TENSORS in line:
+        line += "; here a parameter is whole in its unit's forward pass alone, and elsewhere in a training step in "
+        line += "parts; compute with it in a hook, as on_train_batch_end, or use strategy=ddp"
+    if isinstance(cause, KeyError) and _NAME_OF_FSDP1 in line:
+        line += "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp"
+    follows = _FOLLOWS.search(line) is not None
+    lacks_memory = _LACKS_MEMORY.search(one_line(cause)) is not None
+    return Failure(
+        f"{rank} failed: {line}", full_traceback(error), follows=follows, rank=rank.number, lacks_memory=lacks_memory
+    )
 
-    Args:
-        location: where in training the run was, in words.
-    """
-    if report.folder.exists():
-        return
-    with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
-        report.add_rank(rank, location, own)
-        if sys.version_info >= (3, 11):  # printed below the traceback
-            if one_line(error) not in own.line or own.lacks_memory:
-                error.add_note(own.line)
-            error.add_note(f"crash report: {os.path.relpath(report.folder)}")
+
+def one_line(error: BaseException) -> str:
+    """Return class and message of an error in one line; a SyntaxError has its location before it, indented."""
+    first = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+    return first.strip().splitlines()[0]
+
+
+def full_traceback(error: BaseException) -> str:
+    """Return the traceback with causes, as Python prints it."""
+    return "".join(traceback.format_exception(error))
+
+
+def shortened(failure: Failure) -> Failure:
+    """Return a failure that fits into a message to the hub, with the middle of long texts cut out."""
+    return replace(failure, line=_cut(failure.line, _LONGEST_LINE), details=_cut(failure.details, _LONGEST_DETAILS))
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} [...] {text[len(text) - longest // 2 :]}"
 
 
 def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
@@ -214,3 +262,66 @@ def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
     )
     per_node = world // cfg.trainer.num_nodes if world > 1 else 0  # of one that rank 0 has started, its config is right
     return Rank(node * per_node + local, world, node_name(), os.getpid())
+
+
+def node_name() -> str:
+    """Return the name of this machine in messages."""
+    return socket.gethostname()
+
+
+def _cause_of_worker(error: BaseException) -> str | None:
+    """Return a worker's own error, or how it ended, in a line; None if the error came from no worker.
+
+    torch raises a worker's error again, with a text that begins with where it was caught; of a worker that was killed
+    it knows only the process id.
+    """
+    if (wrapper := _wrapper_of_worker(error)) is not None:
+        *_, last = str(wrapper.exc_msg).strip().splitlines()
+        return f"{last} ({wrapper.where})"
+    workers = _workers(_owners(error))
+    if isinstance(error, EOFError | ConnectionError):  # a process that ends closes its pipes before it has ended
+        wait([worker.sentinel for worker in workers], _WORKER_END_SECONDS)
+    dead = [f"DataLoader worker process {one.pid} {ended_by(one.exitcode)}" for one in workers if one.exitcode]
+    return ", ".join(dead) or None
+
+
+def _raised_by_worker(error: BaseException) -> tuple[str, str] | None:
+    """Return the module whose `raise` statement raised a worker's error, of a class that Python has, and its text.
+
+    torch passes on the worker's traceback as text only; the worker has the same modules as this process.
+
+    Returns:
+        None for an error of no worker, and for one that Python raised, or a function in C.
+    """
+    wrapper = _wrapper_of_worker(error)
+    frame = _LAST_FRAME.match(str(wrapper.exc_msg)) if wrapper is not None else None
+    if frame is None or not linecache.getline(frame[1], int(frame[2])).lstrip().startswith("raise "):
+        return None
+    modules = [name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == frame[1]]
+    text = str(wrapper.exc_msg)[frame.end() :].partition(f"\n{wrapper.exc_type.__name__}: ")[2]
+    return (modules[0], text.strip()) if modules else None
+
+
+def worker_was_killed(error: BaseException) -> bool:
+    """Return whether the error came from a worker killed by SIGKILL, as the kernel kills if memory runs out."""
+    return any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
+
+
+def _wrapper_of_worker(error: BaseException) -> Any:
+    """Return torch's wrapper around a worker's error; None if the error came from no worker."""
+    owners = _owners(error)
+    return owners[-1] if owners and type(owners[-1]).__name__ == "ExceptionWrapper" else None
+
+
+def _owners(error: BaseException) -> list[Any]:
+    """Return the objects whose methods the error passed through, the outermost first; None for a function."""
+    return [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _workers(owners: list[Any]) -> list[BaseProcess]:
+    return list(dict.fromkeys(worker for owner in owners for worker in _workers_of(owner)))
+
+
+def _workers_of(owner: Any) -> Iterator[BaseProcess]:
+    found = getattr(owner, "_workers", None)
+    return (worker for worker in found if isinstance(worker, BaseProcess)) if isinstance(found, list) else iter(())

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from lightswitch.fault_tolerance.rounds import Rounds
+from lightswitch.failures.preemption import Rounds
 from tests.pool import Pool
 
 LONG_STEPS, SHORT_STEPS, ASKS_IN_STEP = 3, 100, 50  # rank 1 gives another number from a certain step on

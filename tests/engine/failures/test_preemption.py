@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
-from tests.engine.fault_tolerance.pace import PACE_TARGET
+from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.processes import TRAIN_PY, shown_by
 from tests.night import at_night
 
@@ -31,7 +31,7 @@ RUN = (
 )
 SLOWLY, HANGING = "callbacks.pace.seconds=0.1", "callbacks.pace.seconds=1000"
 FAST = "callbacks.pace.seconds=0"
-ASKS = ("callbacks.asks._target_=tests.engine.fault_tolerance.pace.Asks",)
+ASKS = ("callbacks.asks._target_=tests.engine.failures.pace.Asks",)
 
 
 class Asks:
@@ -145,7 +145,7 @@ def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends_and_twice_does_no
 
 def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, tmp_path: Path) -> None:
     asks = Asks(signal.SIGKILL, file=tmp_path / "1/runs/plainmodel/mine/metrics.csv")
-    background = "callbacks.background._target_=tests.engine.fault_tolerance.pace.InBackground"
+    background = "callbacks.background._target_=tests.engine.failures.pace.InBackground"
     group = 0
 
     def kill_parent(processes: list[BaseProcess]) -> None:

@@ -1,4 +1,7 @@
-"""The crash report in a run's directory: the first failure, and each rank's stacks and environment."""
+"""How a failure is reported: once on the terminal for all processes of a start, and in the crash report.
+
+The crash report is a folder in the run's directory, with the first failure, and each rank's stacks and environment.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,27 @@ import json
 import logging
 import os
 import platform
+import socket
 import sys
 import time
+from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 
 from lightswitch import regular_files, versions
 from lightswitch.cluster import variables
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, Failure
-from lightswitch.fault_tolerance.failure import Rank
-from lightswitch.fault_tolerance.stacks import all_stacks
+from lightswitch.errors import ExitCode, Failure, Refused, printable
+from lightswitch.failures.classify import Rank, one_line
+from lightswitch.failures.stacks import all_stacks
+from lightswitch.process import signals
 from lightswitch.runs import log as run_log
+from lightswitch.trees import make_tree, remove_tree
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
+_OTHERS_SECONDS = 3.0  # to wait for the processes that were started together with this one
+_POLL_SECONDS = 0.02
 
 
 class CrashReport:
@@ -29,7 +39,7 @@ class CrashReport:
     Only its owner may read it.
 
     Attributes:
-        logs: the run's log files. Rank 0 writes them; the rank that reports the failure adds it.
+        logs: the run's log files. Rank 0 writes them; the rank that reports the failure appends it.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -66,17 +76,17 @@ class CrashReport:
         return (self.folder.parent.parent / "config.yaml").exists()
 
     @property
-    def is_told(self) -> bool:
+    def is_printed(self) -> bool:
         """Whether a process of this run has printed its failure."""
-        return self._first_failure.exists()
+        return (self.folder / "failure.txt").exists()
 
     def log_details(self, traceback: str) -> None:
-        """Log the traceback behind a problem, unless the log is an earlier run's, which this start does not resume."""
+        """Log the traceback behind a problem, unless the log is of an earlier run that this start does not resume."""
         if traceback and (run_log.has_begun() or not self._is_of_earlier_run):
             self.log(traceback)
 
     def log(self, text: str) -> None:
-        """Write text to the run's log files only, also before the run goes on."""
+        """Write text to the run's log files only, even before the run has begun."""
         for path in self.logs:
             with contextlib.suppress(OSError):  # another rank, which leaves, has removed an empty run directory
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +100,8 @@ class CrashReport:
 
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
         """Write a rank's file: its location in training, its own error, stacks and environment; and NCCL's trace."""
-        told = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
-        text = "\n".join([*told, all_stacks(), _environment()])
+        parts = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
+        text = "\n".join([*parts, all_stacks(), _environment()])
         self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
         if recorded := _flight_recorder():
             self._write(f"nccl_trace_rank_{rank.number}", recorded)
@@ -105,10 +115,6 @@ class CrashReport:
         with open(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)  # whatever the umask
             file.write(content)
-
-    @property
-    def _first_failure(self) -> Path:
-        return self.folder / "failure.txt"
 
 
 def write_for_torchrun(failure: Failure) -> None:
@@ -132,3 +138,77 @@ def _flight_recorder() -> bytes | None:
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_nccl_trace", None)
     return dump() if dump is not None else None
+
+
+def add_report(error: BaseException, own: Failure, rank: Rank, location: str, report: CrashReport) -> None:
+    """Write the crash report of a run of one process, whose traceback Python prints.
+
+    Args:
+        location: where in training the run was, in words.
+    """
+    if report.folder.exists():
+        return
+    with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
+        report.add_rank(rank, location, own)
+        if sys.version_info >= (3, 11):  # printed below the traceback
+            if one_line(error) not in own.line or own.lacks_memory:
+                error.add_note(own.line)
+            error.add_note(f"crash report: {os.path.relpath(report.folder)}")
+
+
+def print_once(lines: str) -> bool:
+    """Print lines to standard error unless another process of the same start has, and return whether this one did.
+
+    The first process makes a folder in the working directory, and waits until the others have seen it: once a process
+    ends, its launcher kills the rest, and their exit codes are lost.
+    """
+    lines, processes = printable(lines), _started_together(os.environ)
+    if processes is None:
+        print(lines, file=sys.stderr, flush=True)
+        return True
+    signals.ignore()
+    together, count = processes
+    folder = Path(f".lightswitch_{blake2b(together.encode(), digest_size=8).hexdigest()}")
+    end = time.monotonic() + _OTHERS_SECONDS
+    with contextlib.suppress(OSError):  # no permission to write here: each process prints it
+        if not _is_first(folder) and _has_printed(folder, end):
+            return False
+    print(lines, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, Refused):
+        # the mark that make_tree leaves counts for this process
+        while len(list(folder.iterdir())) < count and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        remove_tree(folder)
+    return True
+
+
+def _is_first(folder: Path) -> bool:
+    try:
+        make_tree(folder)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _has_printed(folder: Path, end: float) -> bool:
+    """Return whether the first process removes its folder in time; else it was killed, and may have printed nothing."""
+    (folder / str(os.getpid())).touch()
+    while folder.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _started_together(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return a text shared by all processes of one command, and their number; None for a single process."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        together, count = f"{socket.gethostname()} {os.getppid()}", environ.get("LOCAL_WORLD_SIZE", "")
+    elif "SLURM_STEP_ID" in environ:
+        names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+        together, count = " ".join(environ.get(name, "") for name in names), environ.get("SLURM_STEP_NUM_TASKS", "")
+    elif "RANK" in environ:
+        together, count = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}", environ.get("WORLD_SIZE", "")
+    else:
+        return None
+    return (together, int(count)) if count.isdecimal() and int(count) > 1 else None

@@ -10,10 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightswitch.fault_tolerance import classify
-from lightswitch.fault_tolerance.failure import Rank, failure_of
+from lightswitch.failures import classify
+from lightswitch.failures.classify import Rank, failure_of
 from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Finished, Train, runs_in
-from tests.engine.fault_tolerance.failing import FAILING_DATA, FAILING_MODEL
+from tests.engine.failures.failing import FAILING_DATA, FAILING_MODEL
 from tests.engine.processes import TRAIN_PY, Start, said
 from tests.engine.tiny import LANGUAGE_MODEL, PICTURES
 from tests.night import at_night
@@ -115,12 +115,12 @@ def test_an_exception_that_can_not_be_pickled_is_told_of_a_spawned_rank(train: T
     bug = ("model.how='raises what can\\'t be pickled'", "strategy=ddp_spawn", "trainer.devices=2")
     failed = train(*BUG, *bug, check=False)
     told = failed.err.partition(" failed: ")[2].partition("\n")[0]
-    assert told.startswith("tests.engine.fault_tolerance.failing.Unpicklable: <function <lambda>")
+    assert told.startswith("tests.engine.failures.failing.Unpicklable: <function <lambda>")
     _keeps_its_traceback(failed, told)
 
 
 def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:
-    callback = "callbacks.bug._target_=tests.engine.fault_tolerance.failing.FailingCallback"
+    callback = "callbacks.bug._target_=tests.engine.failures.failing.FailingCallback"
     _keeps_its_traceback(train(*RUN, callback, check=False), f"ValueError: {REFUSED}", is_alone=True)
 
 

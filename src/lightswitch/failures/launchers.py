@@ -1,4 +1,4 @@
-"""Launchers of the ranks that a plain `python train.py` starts, which report failures the watchdog can't see."""
+"""Launchers of the ranks that a plain `python train.py` starts, which report failures that the watchdog cannot see."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from pickle import PicklingError
 from tempfile import TemporaryDirectory
@@ -24,21 +26,20 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
+from lightswitch import regular_files
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Refused, Stopped
-from lightswitch.fault_tolerance import classify
-from lightswitch.fault_tolerance.failure import node_name
-from lightswitch.fault_tolerance.unpicklable import first_unpicklable
-from lightswitch.fault_tolerance.watchdog.callback import Watchdog
+from lightswitch.failures import classify
+from lightswitch.failures.classify import node_name
+from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.process.signals import stopped_with
-from lightswitch.process.state import Process
+from lightswitch.process.state import Process, ended_by
 from lightswitch.runs import log as run_log
 
 _SIGNAL_SECONDS = 2  # for a signal that has ended another rank to reach this one, which may be in C code
-
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
 
@@ -134,18 +135,16 @@ class Workers(_MultiProcessingLauncher):
         return results
 
     def _unsendable(self, trainer: Trainer | None) -> Refused | None:
-        """Return why the model or its data can't be pickled; None if they can, or the ranks have started."""
+        """Return why the model or its data cannot be pickled; None if they can, or the ranks have started."""
         if self._start_method == "fork" or self.procs or trainer is None:
             return None
         owners = {"model": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
         found = first_unpicklable({name: owner for name, owner in owners.items() if owner})
-        return (
-            None
-            if found is None
-            else Refused(
-                f"{found}, which can't be sent to the processes that strategy=ddp_{self._start_method} starts; use "
-                "strategy=ddp, which builds the model in each"
-            )
+        if found is None:
+            return None
+        return Refused(
+            f"{found}, which can't be sent to the processes that strategy=ddp_{self._start_method} starts; use "
+            "strategy=ddp, which builds the model in each"
         )
 
     def _wrapping_function(
@@ -177,9 +176,7 @@ class Workers(_MultiProcessingLauncher):
 
     def _leave_record(self, process_idx: int, failure: Failure) -> None:
         record = {"failure": asdict(failure), "is_told": self._process.has_failed.is_set(), "seconds": time.time()}
-        partial = self._records / f"{process_idx}.partial"
-        partial.write_text(json.dumps(record))
-        partial.rename(partial.with_suffix(".json"))
+        regular_files.write_json(self._records / f"{process_idx}.json", record)
 
     def _failed(self, error: ProcessException) -> RanksFailed:
         exit_code = error.exit_code if isinstance(error, ProcessExitedException) else None
@@ -187,22 +184,21 @@ class Workers(_MultiProcessingLauncher):
         if records:
             first = min(records, key=lambda record: (record["failure"]["follows"], record["seconds"]))
             return RanksFailed(Failure(**first["failure"]), first["is_told"], exit_code)
-        signal_name = error.signal_name if isinstance(error, ProcessExitedException) else None
-        how = f"was killed by {signal_name}" if signal_name else f"ended with exit code {exit_code or ExitCode.FAILED}"
         cluster, devices = self._strategy.cluster_environment, self._strategy.parallel_devices
         assert cluster is not None
         assert devices is not None
         rank = cluster.node_rank() * len(devices) + error.error_index
+        how = ended_by(exit_code or ExitCode.FAILED)
         line = f"rank {rank} on {node_name()} failed: process {error.error_pid} {how}"
         details = "" if isinstance(error, ProcessExitedException) else error.msg  # the record could not be written
         return RanksFailed(Failure(line, details), False, exit_code)
 
 
 def _unshare(module: nn.Module) -> None:
-    """Give this process tensors of its own that are no parameters or buffers, as the states of metrics are.
+    """Copy shared tensors that are neither parameters nor buffers, such as the states of metrics, into this process.
 
-    torch sends a tensor to a process as shared memory, in which ranks would add to one another's metrics. Lightning
-    copies parameters and buffers alone.
+    torch sends tensors to a process as shared memory, in which ranks would add to each other's metrics. Lightning
+    copies parameters and buffers only.
     """
     for part in module.modules():
         tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
@@ -219,3 +215,39 @@ def install_launcher(strategy: HookedStrategy, run: RunContext) -> None:
     elif type(launcher) is _MultiProcessingLauncher:
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns that it ends other ranks
         strategy.ranks_launcher = Workers(launcher._strategy, launcher._start_method, run.process)
+
+
+def first_unpicklable(owners: dict[str, object]) -> str | None:
+    """Return the path of the first value that can't be pickled, and the reason; None if all can be.
+
+    Args:
+        owners: objects by name; of a module, the attributes of every submodule are tried.
+    """
+    for name, owner in owners.items():
+        if _reason(owner) is None:  # a class may leave out of its state what can't be pickled
+            continue
+        for path, value in _parts_of(name, owner):
+            if (reason := _reason(value)) is not None:
+                return f"{path} is {_kind(value)}" if isinstance(value, types.FunctionType) else f"{path}: {reason}"
+    return None
+
+
+def _parts_of(name: str, owner: object) -> Iterator[tuple[str, Any]]:
+    parts = owner.named_modules(prefix=name) if isinstance(owner, nn.Module) else [(name, owner)]
+    for path, part in parts:
+        yield path, type(part)
+        for attribute, value in vars(part).items():
+            if attribute not in ("_modules", "_trainer", "trainer"):  # tried by themselves, or not sent
+                yield f"{path}.{attribute}", value
+
+
+def _reason(value: object) -> str | None:
+    try:
+        ForkingPickler.dumps(value)
+    except Exception as error:  # each class pickles in its own way, and fails in its own way
+        return str(error).partition("\n")[0] or type(error).__name__
+    return None
+
+
+def _kind(function: types.FunctionType) -> str:
+    return "a lambda" if function.__name__ == "<lambda>" else f"a function inside of another, {function.__qualname__}"

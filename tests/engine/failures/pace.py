@@ -10,8 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-PACE_TARGET = "callbacks.pace._target_=tests.engine.fault_tolerance.pace.Pace"
-FAILS_ONCE = "callbacks.fails._target_=tests.engine.fault_tolerance.pace.FailsOnce"
+PACE_TARGET = "callbacks.pace._target_=tests.engine.failures.pace.Pace"
+FAILS_ONCE = "callbacks.fails._target_=tests.engine.failures.pace.FailsOnce"
 
 
 class Pace(pl.Callback):

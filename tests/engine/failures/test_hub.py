@@ -16,12 +16,11 @@ import psutil
 import pytest
 
 from lightswitch.errors import Failure
-from lightswitch.fault_tolerance.failure import Rank, shortened
-from lightswitch.fault_tolerance.watchdog import door, sockets
-from lightswitch.fault_tolerance.watchdog.hub import LONGEST_LINE_BYTES, Hub
-from lightswitch.fault_tolerance.watchdog.member import Member
-from lightswitch.fault_tolerance.watchdog.sockets import Route
-from lightswitch.fault_tolerance.watchdog.verdict import Timeouts
+from lightswitch.failures import hub
+from lightswitch.failures.classify import Rank, shortened
+from lightswitch.failures.hub import LONGEST_LINE_BYTES, Hub, Route
+from lightswitch.failures.verdict import Timeouts
+from lightswitch.failures.watchdog import Member
 from lightswitch.process.state import Process
 from tests.night import at_night
 
@@ -65,7 +64,7 @@ def test_what_strangers_send_is_not_kept(count: int, rank_0: Member, caplog: pyt
 
 
 def test_a_stranger_who_says_nothing_is_dropped(rank_0: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "TOKEN_SECONDS", 0.5)
     address, port, _ = rank_0.open_hub([LOCAL])
     with _connected(address, port) as stranger:
         stranger.settimeout(5)
@@ -128,7 +127,7 @@ OWN = socket.gethostbyname("localhost")
     ],
 )
 def test_the_hub_listens_where_all_ranks_reach_it(routes: list[Route | None], address: str | None) -> None:
-    listener, found = sockets.listen(routes)
+    listener, found = hub.listen(routes)
     with listener:
         assert found == address
         assert listener.getsockname()[0] == (address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"))
@@ -146,7 +145,7 @@ def _joins(address: str | None, port: int, rank_0: Member) -> bool:
     assert rank_0._hub is not None
     with _connected(address, port) as rank:
         rank.settimeout(10)
-        rank.sendall(rank_0._hub.door.token.encode() + _hello(1))
+        rank.sendall(rank_0._hub.auth.token.encode() + _hello(1))
         return rank.recv(100) == b'{"welcome": true}\n'
 
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightswitch.errors import Failure
-from lightswitch.fault_tolerance.failure import Rank
-from lightswitch.fault_tolerance.stacks import ThreadPosition
+from lightswitch.failures.classify import Rank
+from lightswitch.failures.stacks import ThreadPosition
 
 _SETTLE_SECONDS = 0.5  # the hub learns one by one of ranks that end together
 ANSWER_SECONDS = 5.0  # for a live rank to answer
@@ -86,15 +86,15 @@ def _hang(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
 def _died(gone: Sequence[RankState], ranks: Collection[RankState]) -> Failure:
     first = min(gone, key=lambda rank: rank.gone or 0)
     whole = [rank for rank in ranks if rank.rank.node == first.rank.node]
-    told = first.ended or WITHOUT_MESSAGE
+    how = first.ended or WITHOUT_MESSAGE
     lacks_memory = any(rank.position and rank.position.oom_kills > rank.oom_kills for rank in whole)
     if lacks_memory:
-        told = f"was killed, as {first.rank.node} ran out of memory"
+        how = f"was killed, as {first.rank.node} ran out of memory"
     if len(whole) > 1 and all(rank in gone for rank in whole):
         return Failure(
             f"{first.rank.node} was lost: all its processes, {_numbers(whole)}, ended without an error message"
         )
-    return Failure(f"{first.rank} failed: process {first.rank.pid} {told}", lacks_memory=lacks_memory)
+    return Failure(f"{first.rank} failed: process {first.rank.pid} {how}", lacks_memory=lacks_memory)
 
 
 def _lost(silent: Sequence[RankState], seconds: float) -> Failure:
@@ -105,17 +105,15 @@ def _lost(silent: Sequence[RankState], seconds: float) -> Failure:
 
 
 def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
-    """Return the failure of the ranks to blame: those behind all others, by batches, then by collectives, that do not
-    wait.
+    """Return the failure of the first rank to blame: behind the others in batches, then collectives, and not waiting.
 
-    A criterion that fits none of the ranks left is passed over.
+    A criterion that fits none of the remaining ranks is skipped.
     """
     fewest = min(rank.progress for rank in present)
     blamed = [rank for rank in present if rank.progress == fewest]
     blamed = _late(blamed, present) or blamed
     blamed = [rank for rank in blamed if rank.position is None or not rank.position.waits] or blamed
-    told = [f"{rank.rank} hangs{_location(rank)}" for rank in blamed]
-    line = f"{told[0]}; no rank began a batch for {seconds:g} s"
+    line = f"{blamed[0].rank} hangs{_location(blamed[0])}; no rank began a batch for {seconds:g} s"
     return Failure(line, "\n".join(f"{rank.rank}{_location(rank)}" for rank in present) if len(present) > 1 else "")
 
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from tests.engine.plain import PlainData, PlainModel, Points
 
-FAILING_MODEL = "model._target_=tests.engine.fault_tolerance.failing.FailingModel"
-FAILING_DATA = "data._target_=tests.engine.fault_tolerance.failing.FailingData"
+FAILING_MODEL = "model._target_=tests.engine.failures.failing.FailingModel"
+FAILING_DATA = "data._target_=tests.engine.failures.failing.FailingData"
 
 RAISED: dict[str, Callable[[], BaseException]] = {
     "raises": lambda: RuntimeError("this is the bug"),

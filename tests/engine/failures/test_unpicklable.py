@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from lightswitch.fault_tolerance.unpicklable import first_unpicklable
+from lightswitch.failures.launchers import first_unpicklable
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.plain import PlainModel
 
@@ -19,7 +19,7 @@ class WithLambda(PlainModel):
 
 
 def test_a_part_that_can_not_be_pickled_is_named_in_a_line(train: Train) -> None:
-    module = "model._target_=tests.engine.fault_tolerance.test_unpicklable.WithLambda"
+    module = "model._target_=tests.engine.failures.test_unpicklable.WithLambda"
     run = train(*PLAIN, module, "strategy=ddp_spawn", "trainer.devices=2", check=False)
     assert run.returncode == 2
     assert run.err == (

@@ -1,0 +1,291 @@
+"""The hub of the watchdog, in rank 0: it hears from each rank, and sends all of them the first failure.
+
+Connections without the run's token are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import json
+import os
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from lightswitch.errors import Failure
+from lightswitch.failures.classify import Rank
+from lightswitch.failures.stacks import ThreadPosition
+from lightswitch.failures.verdict import RankState, Timeouts, suspicious, verdict
+
+LONGEST_LINE_BYTES = 1 << 20  # of a message, which is one line of JSON
+_TICK_SECONDS = 0.2
+_SPARE_STRANGERS = 256  # connections without the token, beside one for each rank; beyond, the oldest is dropped
+TOKEN_SECONDS = 10.0
+_PAUSE_SECONDS = 0.001  # between strangers if there are too many: training shares this process
+_SPARE_FILES = 1024  # beside a socket for each rank
+
+
+class Hub:
+    """The server that ranks send their progress to. It accepts no connection after every rank's.
+
+    Args:
+        how_ended: returns, in words, how a process that this one has started ended, by its id; None for any other.
+        own: the sockets of this process.
+    """
+
+    def __init__(
+        self, timeouts: Timeouts, world_size: int, how_ended: Callable[[int], str | None], own: OwnSockets
+    ) -> None:
+        self.timeouts = timeouts
+        self.world_size = world_size
+        self.auth = Authenticator(world_size, self._serve, own)
+        self._how_ended = how_ended
+        self._ranks: dict[int, RankState] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._asked: float | None = None
+
+    async def open(self, listener: socket.socket) -> None:
+        """Serve, and judge the ranks, in the running event loop."""
+        self.auth.open(listener)
+        self._judging = asyncio.create_task(self._judge())
+
+    async def all_left(self) -> None:
+        """Wait until each rank has finished, then let all of them end."""
+        while not all(rank.left for rank in self._ranks.values()):
+            await asyncio.sleep(_TICK_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Notify the ranks that the watchdog is over, and stop serving."""
+        for writer in self._writers.values():
+            _send(writer, over=True)
+        self._judging.cancel()
+        self.auth.close()
+
+    async def _serve(self, peer: socket.socket) -> None:
+        """Read a rank's messages, of which the first says which rank it is."""
+        reader, writer = await asyncio.open_connection(sock=peer, limit=LONGEST_LINE_BYTES)
+        state: RankState | None = None
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                if state is None:
+                    state = self._welcome(message, writer)
+                else:
+                    self._hear(state, message)
+        except (OSError, ValueError):  # the node or the network is gone, or the line is no message
+            pass
+        if state is not None and not state.left:
+            state.gone = time.monotonic()
+        writer.close()
+
+    def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> RankState:
+        rank, now = Rank(**hello["rank"]), time.monotonic()
+        state = self._ranks[rank.number] = RankState(rank, now, moved=now, oom_kills=hello["oom_kills"])
+        self._writers[rank.number] = writer
+        _send(writer, welcome=True)
+        if len(self._ranks) == self.world_size:
+            self.auth.close()
+        return state
+
+    def _hear(self, state: RankState, message: dict[str, Any]) -> None:
+        now = state.at = time.monotonic()
+        if (progress := message.get("progress", state.progress)) != state.progress:
+            state.progress, state.moved = progress, now
+        if "position" in message:
+            state.position = ThreadPosition(**message["position"])
+        if "failure" in message:
+            state.failure, state.failed = Failure(**message["failure"]), now
+        state.left = state.left or "leaves" in message
+        _send(self._writers[state.rank.number], heard=True)
+
+    async def _judge(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now, ranks = time.monotonic(), self._ranks.values()
+            if self._asked is None and suspicious(ranks, now, self.timeouts):
+                self._asked = now
+                for rank in ranks:
+                    rank.position = None
+                self._send_to_all(ask=True)
+            for rank in ranks:
+                if rank.gone is not None:
+                    rank.ended = rank.ended or self._how_ended(rank.rank.pid)
+            if (failure := verdict(ranks, self._asked, now, self.timeouts)) is not None:
+                self._send_to_all(verdict=asdict(failure))
+                return
+            if self._asked is not None and not suspicious(ranks, now, self.timeouts):
+                self._asked = None
+
+    def _send_to_all(self, **message: Any) -> None:
+        for number, writer in self._writers.items():
+            if not (self._ranks[number].left or self._ranks[number].gone):
+                _send(writer, **message)
+
+
+def _send(writer: asyncio.StreamWriter, **message: Any) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+
+
+class Authenticator:
+    """Listener that accepts the connections that send the run's token, and reads nothing else from others.
+
+    Args:
+        world_size: of the run, whose ranks may all connect at once.
+        admit: called with each connection that has sent the token; the bytes after it are still to be read.
+        own: the sockets of this process, to which each connection is added.
+    """
+
+    def __init__(
+        self, world_size: int, admit: Callable[[socket.socket], Coroutine[Any, Any, None]], own: OwnSockets
+    ) -> None:
+        self.token = secrets.token_hex(16)
+        self._most_strangers = world_size + _SPARE_STRANGERS
+        self._admit = admit
+        self._own = own
+        self._strangers: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}  # the oldest first
+        self._admitted: set[asyncio.Task[None]] = set()
+
+    def open(self, listener: socket.socket) -> None:
+        """Accept connections, in the running event loop."""
+        listener.setblocking(False)
+        self._own.keep(listener)
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept no more connections, and drop those that have not sent the token."""
+        self._accepting.cancel()
+        for stranger in list(self._strangers):
+            stranger.cancel()
+        self._own.close(self._listener)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:  # the peer is gone, or this process has too many files open
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            self._hear(peer)
+            await asyncio.sleep(_PAUSE_SECONDS if self._is_crowded() else 0)  # tokens that are there are read now
+            if self._is_crowded():
+                next(iter(self._strangers)).cancel()
+
+    def _hear(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        self._own.keep(peer)
+        stranger = asyncio.create_task(self._has_token(peer))
+        self._strangers[stranger] = asyncio.get_running_loop().call_later(TOKEN_SECONDS, stranger.cancel)
+        stranger.add_done_callback(functools.partial(self._decide, peer))
+
+    def _is_crowded(self) -> bool:
+        return len(self._strangers) > self._most_strangers
+
+    def _decide(self, peer: socket.socket, stranger: asyncio.Task[bool]) -> None:
+        self._strangers.pop(stranger).cancel()
+        if stranger.cancelled() or stranger.exception() or not stranger.result():
+            self._own.close(peer)
+            return
+        admitted = asyncio.create_task(self._admit(peer))
+        self._admitted.add(admitted)
+        admitted.add_done_callback(self._admitted.discard)
+
+    async def _has_token(self, peer: socket.socket) -> bool:
+        """Read as many bytes as the token has, and no more."""
+        shown = b""
+        while len(shown) < len(self.token):
+            if not (more := await asyncio.get_running_loop().sock_recv(peer, len(self.token) - len(shown))):
+                return False
+            shown += more
+        return hmac.compare_digest(shown, self.token.encode())
+
+
+class _Socket(Protocol):
+    def fileno(self) -> int:
+        """Return the descriptor; -1 once it is closed."""
+        ...
+
+
+class OwnSockets:
+    """Sockets of a rank, closed in processes that it forks: left open in a loader worker, they would hide its end."""
+
+    def __init__(self) -> None:
+        self._open: set[_Socket] = set()
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    def keep(self, own: _Socket) -> None:
+        """Close a socket in children that are forked from now on."""
+        self._open.add(own)
+
+    def close(self, own: socket.socket) -> None:
+        """Close a socket in this process."""
+        self._open.discard(own)
+        with contextlib.suppress(OSError):
+            own.close()
+
+    def _close_in_child(self) -> None:
+        for inherited in self._open:
+            if inherited.fileno() >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(inherited.fileno())
+        self._open.clear()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The address by which a rank reaches rank 0.
+
+    Args:
+        address: of rank 0, as this rank sees it.
+        is_local: whether both are on one machine.
+    """
+
+    address: str
+    is_local: bool
+
+
+def route_to(address: str, port: int, timeout_seconds: float) -> Route | None:
+    """Return the route that a connection to the store of the ranks takes; None if it can't be made."""
+    try:
+        with socket.create_connection((address, port), timeout_seconds) as there:
+            peer, own = there.getpeername()[0], there.getsockname()[0]
+    except OSError:
+        return None
+    return Route(peer, peer == own or peer.startswith("127."))
+
+
+def listen(routes: Sequence[Route | None]) -> tuple[socket.socket, str | None]:
+    """Listen at the one address of this node that all ranks reach; return the socket, and the address.
+
+    The address is None if there is no such one, and the socket listens at all addresses.
+
+    Args:
+        routes: from every other rank to this one.
+    """
+    backlog = max(128, len(routes))  # all may connect at once
+    _allow_files(len(routes) + _SPARE_FILES)
+    remote = {route.address for route in routes if route and not route.is_local}
+    if None not in routes and len(remote) < 2:
+        address = remote.pop() if remote else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError):  # not an address of this node: translated by the network
+            return socket.create_server((address, 0), family=family, backlog=backlog), address
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=backlog), None
+
+
+def _allow_files(count: int) -> None:
+    """Raise the limit of open files, which is 1024 by default on many systems."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

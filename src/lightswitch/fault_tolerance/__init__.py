@@ -1,1 +1,0 @@
-"""Failures and preemption of runs: saving before the end, the watchdog over ranks, and the crash report."""
