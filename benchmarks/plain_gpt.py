@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightswitch.monitoring.memory import peak_bytes
+from lightswitch.monitoring.throughput import peak_bytes
 from project.models.gpt import GPT
 
 Pair = tuple[Tensor, Tensor]

@@ -1,4 +1,4 @@
-"""Tensors that ranks gather from one another, of which some may have fewer rows."""
+"""What ranks gather from one another: numbers, and tensors of which some may have fewer rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightswitch.errors import Refused
 
 _MOST_DIMENSIONS = 64  # of a tensor, in torch
+
+
+def numbers_of_ranks(
+    numbers: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """Return the numbers of every rank, in the order of ranks. Collective.
+
+    Args:
+        device: that the group's backend can send from.
+        group: None for all ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [[*numbers]]
+    own = torch.tensor(numbers, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    return [row.tolist() for row in gathered]
 
 
 def shapes_of_ranks(tensor: Tensor, group: Any) -> list[tuple[int, ...]]:

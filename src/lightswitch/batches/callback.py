@@ -39,7 +39,7 @@ from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.monitoring.batch_count import is_counted
+from lightswitch.monitoring.step_results import is_counted
 
 _TRANSFER = 1  # in a seed: of the hooks that move a batch to its device, which come before the others
 

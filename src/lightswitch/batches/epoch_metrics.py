@@ -19,8 +19,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightswitch import patches
 from lightswitch.batches.position import Position, saved_position
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.monitoring.logged import Logged, joined, logged
-from lightswitch.monitoring.results import Results
+from lightswitch.monitoring.step_results import Logged, Results, joined, logged
 
 OF_RANKS = "of_ranks"  # of a checkpoint: a list of what each rank adds to it, in numbers, lists and dictionaries
 _LARGEST = 10_000  # elements of a metric's state that is saved; it goes through the store where ranks have met

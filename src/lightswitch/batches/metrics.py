@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from lightswitch import patches
-from lightswitch.monitoring.logged import Logged, joined, logged
+from lightswitch.monitoring.step_results import Logged, joined, logged
 
 
 class LogsOfRanks:

@@ -10,9 +10,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightswitch import patches
-from lightswitch.monitoring.batch_count import is_counted
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.results import Results
+from lightswitch.monitoring.step_results import Results, is_counted
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from lightswitch.checking.causes import Cause
 from lightswitch.checking.table import HEADINGS, Cell
 from lightswitch.checking.table import as_data as cell_data
-from lightswitch.monitoring.summary import aligned
+from lightswitch.monitoring.display import aligned
 
 
 @dataclass(frozen=True)

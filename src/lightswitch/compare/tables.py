@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from lightswitch.compare.comparison import Comparison, Difference, Speed, choices, differences, speeds
 from lightswitch.compare.run import Run
 from lightswitch.errors import printable
-from lightswitch.monitoring.quantities import compact
+from lightswitch.monitoring.display import aligned, compact, escaped
 from lightswitch.monitoring.step_times import PHASES, StepTimes
-from lightswitch.monitoring.summary import aligned, escaped
 from lightswitch.sweeps.record import FAILED
 
 NOTHING = "–"

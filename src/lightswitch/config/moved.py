@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 # Modules that configs name, before and now, and the version that drops the old names.
 MOVED = {
     "lightswitch.launch.cluster": "lightswitch.cluster.environments",
+    "lightswitch.monitoring.judged": "lightswitch.monitoring.monitored",
+    "lightswitch.monitoring.mlflow": "lightswitch.monitoring.metrics",
+    "lightswitch.monitoring.profiler": "lightswitch.monitoring.step_timer",
     "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
 }
 UNTIL = "0.3"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from lightswitch.command import Command
 from lightswitch.errors import Refused
-from lightswitch.monitoring.terminal import Line
+from lightswitch.monitoring.display import Line
 
 if TYPE_CHECKING:
     from lightswitch.export.files import Weights

@@ -17,7 +17,7 @@ from lightswitch.config.confidential import without_secret
 from lightswitch.errors import Refused, printable
 from lightswitch.export import files
 from lightswitch.export.model import load
-from lightswitch.monitoring.summary import escaped
+from lightswitch.monitoring.display import escaped
 from lightswitch.trees import MARK, make_tree, remove_tree
 
 CARD = "README.md"

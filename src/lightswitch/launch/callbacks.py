@@ -21,10 +21,8 @@ from lightswitch.failures.not_finite import FiniteLoss
 from lightswitch.failures.preemption import Preemption
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.launch.rate_finder import RateFinder
-from lightswitch.monitoring.batch_count import StepsAreCounted, StepsByHand
-from lightswitch.monitoring.judged import BestCheckpoint
-from lightswitch.monitoring.model_size import ModelSize
-from lightswitch.monitoring.plateau import PlateauValidation
+from lightswitch.monitoring.monitored import BestCheckpoint
+from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices

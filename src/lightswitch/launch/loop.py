@@ -27,8 +27,7 @@ from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch import first_steps, step_again
 from lightswitch.launch.hooks import is_observed
 from lightswitch.lightning_types import callbacks_of
-from lightswitch.monitoring.batch_count import is_logged
-from lightswitch.monitoring.results import Results
+from lightswitch.monitoring.step_results import Results, is_logged
 
 _ENDING = "ending"  # of the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

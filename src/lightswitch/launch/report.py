@@ -25,7 +25,7 @@ from lightswitch.errors import shown
 from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
-from lightswitch.monitoring.summary import table
+from lightswitch.monitoring.display import table
 from lightswitch.preflight import own_batch
 from lightswitch.runs import changes, finished, results, starts
 from lightswitch.runs.resume import Start

@@ -1,4 +1,4 @@
-"""The metric that a run is judged by, found among those that its module logs."""
+"""The objective of a run, found among the metrics that its module logs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def mode(name: str) -> Literal["min", "max"]:
 
 
 def absent(wanted: str, names: Iterable[str]) -> str:
-    """Return what to tell of a metric that was asked for and is not logged."""
+    """Return the message about a metric that was asked for and is not logged."""
     logged = of_module(names)
-    told = f"the run has logged {listed(logged, 'metrics', shown=8)}" if logged else "the run has logged no metric"
-    return f"monitor={wanted}: {told}.{nearest(wanted, logged)}"
+    found = f"the run has logged {listed(logged, 'metrics', shown=8)}" if logged else "the run has logged no metric"
+    return f"monitor={wanted}: {found}.{nearest(wanted, logged)}"
 
 
 def of_module(names: Iterable[str]) -> list[str]:

@@ -13,10 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightswitch.monitoring.batch_count import batches
-from lightswitch.monitoring.meter import Meter
-from lightswitch.monitoring.quantities import clock, compact
-from lightswitch.monitoring.terminal import Line
+from lightswitch.monitoring.display import Line, clock, compact
+from lightswitch.monitoring.step_results import batches
+from lightswitch.monitoring.throughput import Meter
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Progress(ProgressBar):
         self._next_evaluation_seconds = math.inf
 
     def count(self, samples_per_step: int) -> None:
-        """Take another number of samples a step: that of a data loader whose batches are its own."""
+        """Set the number of samples a step, as of a data loader with batches of its own."""
         self._units_per_step = samples_per_step * self._units_per_sample
 
     def enable(self) -> None:

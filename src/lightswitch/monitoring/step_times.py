@@ -1,8 +1,7 @@
-"""Where the time of a run's steps goes, as it lies in its directory. Imports no torch."""
+"""Where the time of a run's steps goes, as stored in its directory. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -53,7 +52,7 @@ class StepTimes:
 
 def write(run_dir: Path, times: StepTimes) -> None:
     """Write the times to step_times.json."""
-    regular_files.write_text(run_dir / FILE, json.dumps(asdict(times), indent=2) + "\n")
+    regular_files.write_json(run_dir / FILE, asdict(times))
 
 
 def read(run_dir: Path) -> StepTimes | None:

@@ -13,8 +13,7 @@ from lightswitch.checkpoints import manifest
 from lightswitch.checkpoints.directory import STATE
 from lightswitch.checkpoints.index import INDEX
 from lightswitch.errors import listed
-from lightswitch.monitoring.quantities import compact
-from lightswitch.monitoring.summary import aligned
+from lightswitch.monitoring.display import aligned, compact
 from lightswitch.planning import report
 from lightswitch.planning.collectives import Exchange
 from lightswitch.planning.device import Device

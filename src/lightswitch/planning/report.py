@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightswitch.monitoring.quantities import clock, compact
-from lightswitch.monitoring.summary import aligned
+from lightswitch.monitoring.display import aligned, clock, compact
 from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.timeline import Kind

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightswitch import figures, regular_files
-from lightswitch.monitoring.quantities import compact
-from lightswitch.monitoring.summary import aligned
+from lightswitch.monitoring.display import aligned, compact
 from lightswitch.planning import report, scaling_picture
 from lightswitch.planning.scaling_picture import Line, Point
 

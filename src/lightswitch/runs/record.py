@@ -28,7 +28,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.metrics import WORLD
-from lightswitch.monitoring.model_size import ModelSize
+from lightswitch.monitoring.notices import ModelSize
 from lightswitch.runs import claim, finished, results, starts
 from lightswitch.runs import log as run_log
 from lightswitch.runs.hyperparameters import log_hyperparameters

@@ -13,8 +13,8 @@ from pathlib import Path
 from lightswitch import regular_files
 from lightswitch.config.overrides import key_and_value
 from lightswitch.errors import IrregularFile, listed
+from lightswitch.monitoring.display import aligned
 from lightswitch.monitoring.objective import find, of_module
-from lightswitch.monitoring.summary import aligned
 from lightswitch.runs import saved
 
 _FILE = "job.json"

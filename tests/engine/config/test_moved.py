@@ -57,7 +57,17 @@ def test_todays_config_names_nothing_that_moved() -> None:
 
 
 def test_each_line_to_change_is_listed(older: Path) -> None:
+    lines = list(moved.in_folder(older))
     assert (
         f"{older}/cluster/auto.yaml:2: lightswitch.launch.cluster.detect is now lightswitch.cluster.environments.detect"
-        in (moved.in_folder(older))
+        in lines
     )
+    assert any(line.endswith("is now lightswitch.monitoring.step_timer.NoProfiler") for line in lines)
+    assert any(line.endswith("is now lightswitch.monitoring.metrics.MLflowRun") for line in lines)
+
+
+def test_each_class_that_moved_is_there() -> None:
+    judged = [f"lightswitch.monitoring.judged.{name}" for name in ("BestCheckpoint", "EarlyStop")]
+    others = ("lightswitch.monitoring.mlflow.MLflowRun", "lightswitch.monitoring.profiler.NoProfiler")
+    for name in (*judged, *others):
+        assert callable(get_object(moved.today(name))), name

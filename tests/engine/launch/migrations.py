@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.monitoring.judged import EarlyStop
+from lightswitch.monitoring.monitored import EarlyStop
 from lightswitch.strategies.compilation import Compilation
 from tests.engine.launch.migration_runs import (
     Elsewhere,

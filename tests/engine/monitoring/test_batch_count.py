@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightswitch.monitoring.batch_count import StepsAreCounted
+from lightswitch.monitoring.notices import StepsAreCounted
 from tests.engine.fits import PLAIN, trained
 from tests.engine.plain import ManualModel, PlainModel
 from tests.pool import Pool

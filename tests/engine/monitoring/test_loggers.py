@@ -121,9 +121,9 @@ def test_mlflow_keeps_metrics_and_parameters_in_a_local_store(directory: Path) -
 
 @pytest.mark.usefixtures("hydra_home")
 def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightswitch.monitoring.mlflow
+    import lightswitch.monitoring.metrics
 
-    monkeypatch.setattr(lightswitch.monitoring.mlflow, "find_spec", lambda name: None)
+    monkeypatch.setattr(lightswitch.monitoring.metrics, "find_spec", lambda name: None)
     with pytest.raises(
         InstantiationException, match=r"not installed: mlflow, sqlalchemy, alembic; type: pip install -e"
     ):

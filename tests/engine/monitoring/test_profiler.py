@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightswitch.monitoring.profiler import NoProfiler
+from lightswitch.monitoring.step_timer import NoProfiler
 
 
 def test_its_contexts_nest_and_let_errors_through() -> None:

@@ -2,8 +2,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightswitch.monitoring.quantities import clock, compact
-from lightswitch.monitoring.summary import table
+from lightswitch.monitoring.display import clock, compact, table
 
 
 def test_names_stand_left_and_values_right() -> None:

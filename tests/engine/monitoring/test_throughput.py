@@ -5,10 +5,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightswitch.monitoring.memory import peak_bytes
-from lightswitch.monitoring.meter import Meter
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.throughput import Throughput
+from lightswitch.monitoring.throughput import Meter, Throughput, peak_bytes
 from tests.engine.monitoring.clock import Clock
 from tests.engine.monitoring.test_metrics import column, columns
 from tests.engine.monitoring.test_progress import Slow

@@ -1,4 +1,4 @@
-"""Lightning's callbacks that go by a metric, for modules that log it under any name."""
+"""Lightning's callbacks that follow a monitored metric, for modules that log it under any name."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from lightswitch.errors import Refused, UnwrittenCheckpoint
 from lightswitch.monitoring import objective
 
 log = logging.getLogger(__name__)
-
 Mode = Literal["min", "max"]
 
 
-class Judged(Callback):
-    """Base of callbacks that go by a metric, which is found once a validation has logged it.
+class Monitored(Callback):
+    """Base of callbacks that follow a metric, which is found once a validation has logged it.
 
     Args:
         monitor: the metric; None for the validation loss by the name that the module logs it, or for the only metric
             of validation there is.
-        mode: whether its lowest or its highest value is the best; None to go by its name.
+        mode: whether its lowest or its highest value is the best; None to derive it from the name.
         options: of Lightning's callback.
     """
 
@@ -44,7 +43,7 @@ class Judged(Callback):
         return f"{type(self).__name__}{{'monitor': {self._given!r}}}"  # the same before and after the metric is found
 
     def find(self, trainer: Trainer) -> str | None:
-        """Take the metric to go by, of those logged so far; None where there is none by that name.
+        """Set `monitor` to the metric among those logged so far, and return it; None if none has that name.
 
         Raises:
             Refused: a metric was asked for, and is not logged.
@@ -55,25 +54,25 @@ class Judged(Callback):
         if found is not None:
             self.monitor = found
             if self._given_mode is None and objective.mode(found) != self.mode:
-                self.turn(objective.mode(found))
+                self.set_mode(objective.mode(found))
         return found
 
-    def turn(self, mode: Mode) -> None:
-        """Take the other end of the metric as the best."""
+    def set_mode(self, mode: Mode) -> None:
+        """Set whether the lowest or the highest value is the best."""
         self.mode = mode
 
 
-class BestCheckpoint(Judged, ModelCheckpoint):
+class BestCheckpoint(Monitored, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
     A value that is not finite is never the best, nor is one whose checkpoint could not be written. Without a metric no
-    checkpoint is kept, and the run says so.
+    checkpoint is saved, and a warning says so.
 
     Raises:
         UnwrittenCheckpoint: training ends, and the checkpoint of the best validation could not be written.
     """
 
-    _has_told = False
+    _has_reported = False
     _before: dict[str, Any] | None = None  # the state before the last save, until that is known to have succeeded
     _lost: str | None = None  # the best value, where its checkpoint could not be written
     _has_written: Callable[[], bool]  # of the strategy
@@ -88,7 +87,7 @@ class BestCheckpoint(Judged, ModelCheckpoint):
         self._take_back_unwritten()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse to go on to the test of another checkpoint, once the last one is written."""
+        """Refuse to continue with a test of another checkpoint, once the last one is written."""
         if self._lost is not None:
             raise UnwrittenCheckpoint(
                 f"the checkpoint of the best validation, with {self._lost}, could not be written; make room and start "
@@ -119,12 +118,12 @@ class BestCheckpoint(Judged, ModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
+        if _has_validated(trainer) and self._report(trainer, self.find(trainer)):
             self._take_back_unwritten()
             super().on_train_epoch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _has_validated(trainer) and self._tell(trainer, self.find(trainer)):
+        if _has_validated(trainer) and self._report(trainer, self.find(trainer)):
             self._take_back_unwritten()
             super().on_validation_end(trainer, pl_module)
 
@@ -134,25 +133,25 @@ class BestCheckpoint(Judged, ModelCheckpoint):
             return False
         return super().check_monitor_top_k(trainer, current)
 
-    def turn(self, mode: Mode) -> None:
-        super().turn(mode)
+    def set_mode(self, mode: Mode) -> None:
+        super().set_mode(mode)
         if torch.isinf(self.kth_value):  # none was read from a checkpoint
             self.kth_value = _worst(mode)
 
-    def _tell(self, trainer: Trainer, found: str | None) -> bool:
+    def _report(self, trainer: Trainer, found: str | None) -> bool:
         """Log once which metric chooses the best checkpoint, unless it is as expected; return whether there is one."""
-        if not self._has_told and trainer.is_global_zero:
-            self._has_told = True
+        if not self._has_reported and trainer.is_global_zero:
+            self._has_reported = True
             if found is None:
-                logged = objective.of_module(_of_validation(trainer))
-                told = f"validation has logged {', '.join(logged) or 'no metric'}"
-                log.warning("best       is not kept: %s; type callbacks.best_checkpoint.monitor=NAME", told)
+                logged = objective.of_module(_logged_in_validation(trainer))
+                found_metrics = f"validation has logged {', '.join(logged) or 'no metric'}"
+                log.warning("best       is not kept: %s; type callbacks.best_checkpoint.monitor=NAME", found_metrics)
             elif found != (self._given or objective.LOSS):
                 log.info("best       is the %sest %s", {"min": "low", "max": "high"}[self.mode], found)
         return found is not None
 
 
-class EarlyStop(Judged, EarlyStopping):
+class EarlyStop(Monitored, EarlyStopping):
     """Lightning's EarlyStopping."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,8 +162,8 @@ class EarlyStop(Judged, EarlyStopping):
         self._check(trainer)
         super().on_validation_end(trainer, pl_module)
 
-    def turn(self, mode: Mode) -> None:
-        super().turn(mode)
+    def set_mode(self, mode: Mode) -> None:
+        super().set_mode(mode)
         self.min_delta *= -1  # as Lightning keeps its sign
         if torch.isinf(self.best_score):  # none was read from a checkpoint
             self.best_score = _worst(mode)
@@ -180,7 +179,7 @@ def _has_validated(trainer: Trainer) -> bool:
     return is_fit and trainer.fit_loop.epoch_loop.val_loop._has_run
 
 
-def _of_validation(trainer: Trainer) -> list[str]:
+def _logged_in_validation(trainer: Trainer) -> list[str]:
     """Return the metrics that the last validation has logged."""
     results = trainer.fit_loop.epoch_loop.val_loop._results
     return [name for name in trainer.callback_metrics if any(name == one.meta.name for one in results.values())]

@@ -1,16 +1,81 @@
-"""One line of a terminal, redrawn in place, and what is printed meanwhile."""
+"""Text for people: numbers, tables, and a terminal's line that is redrawn in place. Imports no torch."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from datetime import timedelta
 from typing import Any, TextIO
+
+from lightswitch.errors import printable
+
+
+def compact(number: float) -> str:
+    """Return a number with three digits and a magnitude: 370, 45.2k, 1.23M."""
+    if not math.isfinite(number):
+        return str(number)
+    for magnitude in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5 or magnitude == "T":
+            break
+        number /= 1000
+    digits = 0 if abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    text = f"{number:.{digits}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + magnitude
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as a clock shows them: 0:21, 1:02:03, and hours beyond a day as 51:00:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def table(rows: Mapping[str, object]) -> str:
+    """Return one line an entry, names to the left and values to the right; entries that are None are left out.
+
+    Integers get thousands separators, floats four digits, durations a clock; strings stay as they are.
+    """
+    return "\n".join(aligned([(name, _cell(value)) for name, value in rows.items() if value is not None], [0]))
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
+    """Return rows in columns, of which those in ``texts`` begin at one place, and the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in texts else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def escaped(text: str) -> str:
+    """Return a text as one line of Markdown, escaped: no HTML, link or image begins in it, and no table cell ends."""
+    line = " ".join(printable(text).split())
+    for mark, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("](", "]\\(")):
+        line = line.replace(mark, instead)
+    return line
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, timedelta):
+        return clock(value.total_seconds())
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    return str(value)
 
 
 class Line:
-    """Line that a terminal's cursor is on, redrawn in place; what is logged or printed meanwhile appears above it.
+    """Line at a terminal's cursor, redrawn in place; what is logged or printed meanwhile appears above it.
 
     Args:
         stream: of the terminal.
@@ -66,14 +131,14 @@ class Line:
 
 
 class _Printed:
-    """Stream of what a user's code prints beside a line, which it never continues."""
+    """Stream for what a user's code prints while a line is drawn."""
 
     def __init__(self, stream: TextIO, line: Line) -> None:
         self._stream, self._line = stream, line
         self.is_open = False  # whether a line is begun and not ended
 
     def write(self, text: str) -> int:
-        """Write a text where the line is, which is drawn again below it."""
+        """Write a text in place of the line, which is drawn again below it."""
         self._line.clear()
         self.is_open = not text.endswith("\n") if text else self.is_open
         return self._stream.write(text)

@@ -1,0 +1,126 @@
+"""Callbacks that log what the user should know of the model and of how its steps are counted."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightswitch import patches
+from lightswitch.errors import listed
+
+log = logging.getLogger(__name__)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class ModelSize(Callback):
+    """Callback that counts the model's parameters on rank 0 and logs them once, before a strategy shards it.
+
+    About batch norms and dropout it warns that the curve depends on the number of devices and the micro-batch size.
+
+    It leaves the call of `configure_model` to Lightning: a second call may read weights, or form a process group that
+    the other ranks do not join.
+    """
+
+    def __init__(self) -> None:
+        self._is_logged = False
+        self.counts: dict[str, int] = {}  # of parameters, once they are known
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._is_logged or not trainer.is_global_zero:
+            return
+        self._is_logged = True
+        if is_overridden("configure_model", pl_module):
+            patches.call_after(pl_module, "configure_model", partial(self._log_size, trainer, pl_module))
+        else:
+            self._log_size(trainer, pl_module)
+
+    def _log_size(self, trainer: Trainer, model: LightningModule) -> None:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.counts = {"parameters": count, "trained_parameters": trained}
+        log.info("model      %s, %.2f M parameters", type(model).__name__, count / 1e6)
+        if trainer.state.fn == TrainerFn.FITTING:
+            _log_draws_and_statistics(trainer, model)
+
+
+def _log_draws_and_statistics(trainer: Trainer, model: LightningModule) -> None:
+    dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p]
+    if dropouts and trainer.world_size * trainer.accumulate_grad_batches > 1:
+        message = (
+            "dropout    %s: each micro batch draws its own, so the curve follows their number, as it follows a seed"
+        )
+        log.info(message, listed(dropouts))
+    norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS]
+    message = (
+        "batch norm %s: its statistics are those of the samples that a device takes at once, so the curve follows %s"
+    )
+    if norms and trainer.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is None:
+        on_gpus = trainer.strategy.root_device.type != "cpu"
+        log.warning(
+            message,
+            listed(norms),
+            "the number of devices" + ("; trainer.sync_batchnorm=true takes them over all devices" if on_gpus else ""),
+        )
+    elif norms and trainer.accumulate_grad_batches > 1:
+        log.warning(message, listed(norms), "micro_batch_size; leave that out where the memory allows it")
+
+
+class StepsByHand(Callback):
+    """Callback that logs what is counted in batches and what in optimizer steps, where a module optimizes by hand."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization or not trainer.is_global_zero:
+            return
+        optimizers = f"{len(trainer.optimizers)} optimizer{'s' if len(trainer.optimizers) != 1 else ''}"
+        log.info(
+            "by hand    %s has %s: trainer.max_steps and step_N.ckpt count the steps of all; "
+            "trainer.val_check_interval, trainer.log_every_n_steps and metrics.csv count batches",
+            type(pl_module).__name__, optimizers,
+        )  # fmt: skip
+
+
+class StepsAreCounted(Callback):
+    """Callback that warns after the first epoch, not at the end of the run, if no optimizer step was counted.
+
+    Checkpoints, schedules and the limits of a run depend on the count of optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self._first_step: int | None = None  # None once the first epoch is over
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        first, self._first_step = self._first_step, None
+        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+        if first != trainer.global_step or batches < 1 or not trainer.is_global_zero:
+            return
+        log.warning(
+            "no step    an epoch of %d batches, and no optimizer step was counted, so nothing is saved and "
+            "trainer.max_steps is never reached: step what self.optimizers() returns, not an optimizer inside of it, "
+            "and return a loss from training_step",
+            batches,
+        )
+
+
+class PlateauValidation(Callback):
+    """Callback that validates at the end of each epoch if ReduceLROnPlateau steps there.
+
+    Lightning reads the schedule's metric at the end of each epoch; validations that are counted in steps may not have
+    begun by then, and the run would fail. For runs whose validation interval is a default that nobody typed.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        waits = any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs)
+        if waits and trainer.check_val_every_n_epoch is None:
+            patches.replace(trainer, "check_val_every_n_epoch", 1)
+            patches.replace(trainer, "val_check_batch", trainer.num_training_batches)
+            if trainer.is_global_zero:
+                log.info("validates  once an epoch, as ReduceLROnPlateau goes by it")
