@@ -190,7 +190,7 @@ def _replaced() -> set[str]:
 
 
 def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
-    in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fake_zero
+    in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fakes
     in_a_loop |= {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}
     in_a_loop |= {"assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"}
     in_a_loop |= {"callbacks", "log_every_n_steps"}  # lightswitch.launch.range_test

@@ -20,11 +20,11 @@ from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, Unplanned
 from lightswitch.launch import estimates, micro_batch
 from lightswitch.launch.estimates import Request
-from lightswitch.planning import candidates, mending, report
+from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import Estimate
-from lightswitch.planning.fake_group import World, has_collectives
+from lightswitch.planning.fakes import World, has_collectives
 from lightswitch.preflight import devices
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def _what_would(tried: Sequence[tuple[Candidate, Estimate]], request: Request) -
     every = [found for _, found in tried]
     least = min(every, key=lambda found: found.memory.bytes)
     sharding = [found for candidate, found in tried if candidate.shards_all]
-    return f"{report.answer(least, request.device)}; {mending.of(every, sharding, request.device)}"
+    return f"{report.answer(least, request.device)}; {candidates.what_would_fit(every, sharding, request.device)}"
 
 
 def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext) -> BatchPlan:

@@ -28,7 +28,7 @@ from lightswitch.planning.dry_run import DryRun, Rehearsed, as_data, page
 from lightswitch.planning.estimate import Estimate, Step, estimate
 from lightswitch.planning.files import Files, files
 from lightswitch.planning.rank import Rank, rehearse
-from lightswitch.planning.reads import check_evaluation, first_reads
+from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
 from lightswitch.preflight import planned
 from lightswitch.process import forked

@@ -21,8 +21,7 @@ from lightswitch.launch.instantiation import instantiated, plugins, raise_all, s
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
-from lightswitch.planning.fake_group import World
-from lightswitch.planning.fake_zero import plan_in_bfloat16
+from lightswitch.planning.fakes import World, plan_in_bfloat16
 from lightswitch.planning.samples import Samples, first_samples
 from lightswitch.planning.simulation import Work, simulate, without_step
 from lightswitch.planning.timeline import Kind

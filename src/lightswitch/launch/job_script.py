@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 
 SCRIPT = Path("slurm/multinode.sh")
 

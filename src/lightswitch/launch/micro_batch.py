@@ -12,7 +12,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, Unplanned
 from lightswitch.launch import estimates
-from lightswitch.planning import candidates, mending, report
+from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def decide(cfg: DictConfig, run: RunContext) -> BatchPlan:
     finally:
         gc.collect()  # which is off until all is built: nothing stays of what was simulated
     if not found.memory.fits:
-        what_would = mending.of([found], [], request.device)
+        what_would = candidates.what_would_fit([found], [], request.device)
         raise Refused(f"micro_batch_size=auto: {report.answer(found, request.device)}; {what_would}")
     if run.is_first:
         log.info("auto       %s", report.took(found, request.device))

@@ -12,10 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.launch import commands
-from lightswitch.planning import candidates, mending, report
+from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB, Device
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 
 _MOMENTS = 2  # of Adam, as large as the parameters each, where no optimizer has made any yet
 
@@ -28,7 +28,7 @@ def advice(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: Trainer)
     told += report.amount(usable)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
     others = [one for one in among if not (one.offloads and device.kind == "cpu")]
-    words = mending.next_words(states, usable, batch, _strategy(cfg, run, world), others, world)
+    words = candidates.next_words(states, usable, batch, _strategy(cfg, run, world), others, world)
     if not words:
         return f"next: {told}; use more devices, or larger ones: mode=plan says how many"
     return f"next: {told}; try {commands.instead(cfg, run.placement, list(words))}"

@@ -15,10 +15,10 @@ from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.launch import commands
 from lightswitch.launch.estimates import Request, confirmed, fitted, requested, states, words_of
-from lightswitch.planning import candidates, picture, precisions, report
+from lightswitch.planning import candidates, device, report
 from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.device import Precision
 from lightswitch.planning.estimate import STATES, Estimate
-from lightswitch.planning.precisions import Precision
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused:
     if (missing := figures.missing()) is not None:
         log.info("%s", missing)
         return
-    light, _ = picture.memory(estimates, request.device).save(run.run_dir / "plan.svg")
+    light, _ = report.picture(estimates, request.device).save(run.run_dir / "plan.svg")
     log.info("picture    %s", shown(light))
 
 
@@ -103,16 +103,16 @@ def _precisions(request: Request, run: RunContext) -> list[Precision]:
     cfg = request.cfg
     is_chosen = (
         bool(typed_keys(run.hydra) & {"precision", "trainer.precision"})
-        or cfg.trainer.get("precision") != precisions.UNASKED
+        or cfg.trainer.get("precision") != device.UNASKED_PRECISION
     )
     files = groups.files(run.hydra, "precision")
-    return precisions.compared(cfg.plan.get("precisions"), files, request.device, is_chosen)
+    return device.compared_precisions(cfg.plan.get("precisions"), files, request.device, is_chosen)
 
 
 def _estimates(request: Request, candidate: Candidate) -> Iterator[Estimate]:
     """Yield a strategy's estimate, and where the device can't hold it, that with activation checkpointing."""
     asked = str(request.under(candidate).cfg.trainer.get("precision"))
-    if lacking := list(precisions.problems(asked, request.device)):
+    if lacking := list(device.precision_problems(asked, request.device)):
         raise RefusedRequest(lacking)
     found = fitted(request, candidate)
     yield found

@@ -1,11 +1,14 @@
-"""A device of a run: what it holds, how fast it is at most, and what it keeps for itself."""
+"""A device of a run: what it holds, how fast it is at most, and the precisions in which it computes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
 
 GIB = 2**30
 
@@ -16,6 +19,9 @@ NCCL_BYTES = 32 * 2 * 4 * 2**20  # of a group: channels × directions × NCCL_BU
 HIDDEN_SHARE = 0.01  # of its memory, which the driver keeps: torch reports 79.2 GiB of 80
 HOST_GB_PER_SECOND = 31.5  # between a device and the host, in one direction: PCIe 4.0 × 16
 FRAGMENTED_SHARE = 0.03  # of the tensors: what the caching allocator holds in pieces that fit nothing; an assumption
+UNASKED_PRECISION = "32-true"  # of a run of which nobody said it
+ALL_PRECISIONS = "all"
+_FASTER = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # by the arithmetic of a device; the first that it has
 
 
 @dataclass(frozen=True)
@@ -90,3 +96,50 @@ def here() -> Device:
         smallest = min(found, key=lambda properties: properties.total_memory)
         return Device(smallest.name, smallest.total_memory / GIB, {}, host_gib=free_gib)
     return Device("this machine's CPU", free_gib, {}, kind="cpu")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision, and how it is chosen.
+
+    Attributes:
+        name: as it is typed.
+        value: of ``trainer.precision``: a name of Lightning's, or the node of a plugin.
+    """
+
+    name: str
+    value: Any
+
+
+def compared_precisions(asked: object, files: Mapping[str, Path], device: Device, is_chosen: bool) -> list[Precision]:
+    """Return the precisions to plan in; none where it is the run's alone.
+
+    Args:
+        asked: plan.precisions: names, ``all`` of them, or None.
+        files: of the config folders' precisions, by name.
+        is_chosen: whether the run's own was asked for. If not, it is compared with the one in which the device is
+            faster and the weights stay in 32 bits.
+    """
+    names = list(files) if asked == ALL_PRECISIONS else named_precisions(asked)
+    if asked is None and not is_chosen:
+        faster = [name for arithmetic, name in _FASTER.items() if arithmetic in device.tflops and name in files]
+        names = [UNASKED_PRECISION, *faster[:1]] if faster and UNASKED_PRECISION in files else []
+    return [Precision(name, _value(files[name])) for name in dict.fromkeys(names)]
+
+
+def named_precisions(asked: object) -> list[str]:
+    """Return the names in plan.precisions, which is a list, one name, or None."""
+    those: Iterable[object] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
+    return [str(name) for name in those if name is not None]
+
+
+def _value(path: Path) -> Any:
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return loaded.get("precision")
+
+
+def precision_problems(precision: str, device: Device) -> Iterator[str]:
+    """Yield that a device has no arithmetic in a precision: torch emulates bfloat16, more slowly than 32 bits."""
+    if precision.startswith("bf16") and device.tflops and "bf16" not in device.tflops:
+        told = f"{device.name} has no bfloat16, and torch would emulate it"
+        yield f"precision={precision}: {told}; use 16-mixed or 32-true"

@@ -20,8 +20,8 @@ from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.files import Files
 from lightswitch.planning.rank import Rank
-from lightswitch.planning.reads import Reads
 from lightswitch.planning.report import size
+from lightswitch.planning.samples import Reads
 from lightswitch.planning.timeline import Kind
 
 _SHOWN_SAMPLES = 8

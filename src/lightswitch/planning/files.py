@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from math import prod
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.serialization import skip_data
 
 from lightswitch.checkpoints.flat_shard import Piece, Stored
 from lightswitch.checkpoints.saver import Copies, owners
-from lightswitch.planning import index_file
-from lightswitch.planning.index_file import Entry, Shape
+
+Shape = tuple[int, ...]
+_FILE = "__0_0.distcp"
+_FOLDER, _SAVE = "/" + 79 * "-", 36 * "-"  # a path, which is not known, and a UUID
+_DIGITS = 9  # of a name that stands for a tensor's
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,7 @@ def files(tensors: Mapping[str, Layout], axes: Mapping[str, int]) -> Files:
             written[chosen] += bytes_of(chunks[kinds[kind]][chosen].shape, kinds[kind].dtype)
             parts += 1
     entries = [_entry(layout, chunks[layout], bytes_of) for layout in kinds]
-    index_bytes = index_file.empty_bytes() + sum(entries[kind].bytes_as(name) for name, kind in kind_of.items())
+    index_bytes = empty_bytes() + sum(entries[kind].bytes_as(name) for name, kind in kind_of.items())
     return Files(tuple(written), parts, len(tensors), index_bytes)
 
 
@@ -137,7 +150,7 @@ def _entry(layout: Layout, chunks: Sequence[_Chunk], bytes_of: Callable[[Shape, 
     """Return what the index says of a tensor: of its copies, one is written."""
     parts = {chunk.offset: chunk.shape for chunk in chunks if chunk.copies.own == 0}
     part_bytes = bytes_of(chunks[0].shape, layout.dtype)
-    return index_file.entry(layout.shape, layout.dtype, parts, part_bytes, len(chunks))
+    return entry(layout.shape, layout.dtype, parts, part_bytes, len(chunks))
 
 
 def _staged(kind_of: Mapping[str, int], held: Sequence[int]) -> list[str]:
@@ -205,3 +218,64 @@ class _Counting(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Entry of a tensor in the index, of any name.
+
+    Attributes:
+        bytes: beside its name.
+        names: how often its name is written.
+    """
+
+    bytes: int
+    names: int
+
+    def bytes_as(self, name: str) -> int:
+        """Return the bytes for a tensor of this name."""
+        return self.bytes + self.names * len(name.encode())
+
+
+def empty_bytes() -> int:
+    """Return the bytes of an index of no tensors."""
+    return len(pickle.dumps(Metadata({}, {}, {}, StorageMeta(_FOLDER, _SAVE))))
+
+
+def entry(shape: Shape, dtype: torch.dtype, parts: Mapping[Shape, Shape], part_bytes: int, world_size: int) -> Entry:
+    """Return what the index says of a tensor.
+
+    Args:
+        parts: that are written: their shapes, by where they begin in the whole tensor.
+        part_bytes: of one of them in its file.
+    """
+    names = [f"{number:0{_DIGITS}}" for number in range(_names(len(parts), world_size))]
+    described, stored = _described(shape, dtype, {shape: shape}, [""]), _stored({shape: shape}, part_bytes, [""])
+    # what a pickle repeats of its first 256 objects takes fewer bytes, and in an index those are all of descriptions
+    before = [*described, *([] for _ in range(256)), *stored]
+    own = [*_described(shape, dtype, parts, names), *_stored(parts, part_bytes, names)]
+    return Entry(len(pickle.dumps([*before, *own])) - len(pickle.dumps(before)) - _DIGITS * len(names), len(names))
+
+
+def _names(parts: int, world_size: int) -> int:
+    """Return how often a tensor's name is written: once for each object that a rank has sent, of which one has it."""
+    if world_size == 1:
+        return 1
+    return 2 if parts == 1 else 2 + parts
+
+
+def _described(shape: Shape, dtype: torch.dtype, parts: Mapping[Shape, Shape], names: Sequence[str]) -> list[Any]:
+    """Return a tensor's keys and values in the dicts of what there is, and of what was planned."""
+    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in parts.items()]
+    planned = names[1] if len(names) > 2 else names[0]
+    return [names[0], TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks), planned, (planned,)]
+
+
+def _stored(parts: Mapping[Shape, Shape], part_bytes: int, names: Sequence[str]) -> list[Any]:
+    """Return a tensor's keys and values in the dict of where it lies."""
+    of_parts = names[-len(parts) :] if len(names) > 1 else len(parts) * [names[0]]
+    return [
+        record
+        for number, (name, offset) in enumerate(zip(of_parts, parts, strict=True))
+        for record in (MetadataIndex(name, offset, number), _StorageInfo(_FILE, 100 * part_bytes, part_bytes))
+    ]

@@ -19,7 +19,7 @@ from lightswitch.batches.position import STREAMS, Position, save_position
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.planning.estimate import Step
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from lightswitch.planning.files import Layout, layouts, saved_bytes
 from lightswitch.planning.simulation import Work, simulate
 from lightswitch.strategies.fsdp1 import FSDP1

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightswitch import figures, regular_files
 from lightswitch.monitoring.display import aligned, compact
-from lightswitch.planning import report, scaling_picture
-from lightswitch.planning.scaling_picture import Line, Point
+from lightswitch.planning import report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FILE = "dry_run.json"
 _HEADER = (
@@ -20,6 +25,8 @@ _HEADER = (
     *("GB a device", "samples/s", "efficiency"),
 )
 _TEXTS = (0, 7)  # of its columns
+_LEAST_SECONDS = 0.1  # of the longest step: shorter ones are told in milliseconds
+_NEAR = 4  # times what is drawn: then the device's memory is, too
 
 
 def of_sweep(folder: Path) -> Iterator[str]:
@@ -35,7 +42,7 @@ def of_sweep(folder: Path) -> Iterator[str]:
     if (missing := figures.missing()) is not None:
         yield missing
         return
-    light, _ = scaling_picture.picture(lines).save(folder / "scaling.svg")
+    light, _ = picture(lines).save(folder / "scaling.svg")
     yield f"picture    {os.path.relpath(light)}"
 
 
@@ -88,3 +95,123 @@ def _rows(line: Line, unit: str) -> Iterator[tuple[str, ...]]:
             "-" if rate is None else compact(rate),
             "-" if efficiency is None else f"{efficiency:.0%}",
         )
+
+
+@dataclass(frozen=True)
+class Point:
+    """Seconds and bytes of a device in a world of so many.
+
+    Attributes:
+        usable_bytes: what it could hold.
+        seconds: of a step at least, by what bounds it; None where nothing is known.
+        received_bytes: in a step, from other devices.
+    """
+
+    ranks: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    bytes: float
+    usable_bytes: float
+    seconds: float | None
+    bound: str | None
+    received_bytes: float
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Return the most samples a second, over all devices."""
+        return self.global_batch / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One strategy in worlds of growing size.
+
+    Attributes:
+        kind: strong, at one global batch; or weak, where that grows with the world.
+    """
+
+    strategy: str
+    kind: str
+    points: tuple[Point, ...]
+
+    def efficiencies(self) -> list[float | None]:
+        """Return samples a second of a device, by those of the first world; None where no time is known."""
+        rates = [point.samples_per_second for point in self.points]
+        shares = [rate / point.ranks if rate else None for rate, point in zip(rates, self.points, strict=True)]
+        return [share / shares[0] if share and shares[0] else None for share in shares]
+
+
+def picture(lines: Sequence[Line]) -> figures.Picture:
+    """Draw three panels over the number of devices; the first is left out where no time is known."""
+    description = " ".join(f"{line.strategy}, {line.kind}: {_told(line)}." for line in lines)
+    title = "Seconds a step, memory and received bytes of a device over the number of devices"
+    return figures.picture(partial(_draw, lines), 10, 3.9, title, description)
+
+
+def _told(line: Line) -> str:
+    return "; ".join(
+        f"{point.ranks} devices{'' if point.seconds is None else f', at least {_duration(point.seconds)}'}, "
+        f"{report.amount(point.bytes)}, {report.size(point.received_bytes)} received"
+        for point in line.points
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{report.digits(1e3 * seconds)} ms" if seconds < _LEAST_SECONDS else f"{report.digits(seconds)} s"
+
+
+def _draw(lines: Sequence[Line], figure: Figure, theme: figures.Theme) -> None:
+    points = [point for line in lines for point in line.points]
+    in_ms = max(point.seconds or 0.0 for point in points) < _LEAST_SECONDS
+    memory = report.unit_of(max(point.bytes for point in points))
+    sent = report.sent_unit_of(max(point.received_bytes for point in points))
+    of_memory = f"{memory} on a device"
+    panels: dict[str, Callable[[Point], float | None]] = {
+        f"{'milliseconds' if in_ms else 'seconds'} a step, at least": (
+            lambda point: point.seconds and point.seconds * (1e3 if in_ms else 1)
+        ),
+        of_memory: lambda point: point.bytes / report.UNITS[memory],
+        f"{sent} that a device receives in a step": lambda point: point.received_bytes / report.SENT_UNITS[sent],
+    }
+    shown = {title: of for title, of in panels.items() if any(map(of, points))}
+    for axes, (title, of) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        axes.set_title(title)
+        _draw_lines(axes, theme, lines, of)
+        if title == of_memory:
+            axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+            _draw_limit(axes, theme, points, report.UNITS[memory])
+        elif all(map(of, points)):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=4)
+
+
+def _draw_lines(axes: Axes, theme: figures.Theme, lines: Sequence[Line], of: Callable[[Point], float | None]) -> None:
+    strategies = list(dict.fromkeys(line.strategy for line in lines))
+    for number, line in enumerate(lines):
+        index = strategies.index(line.strategy) if len(strategies) > 1 else number
+        ranks = [point.ranks for point in line.points]
+        axes.plot(
+            ranks,
+            [math.nan if (value := of(point)) is None else value for point in line.points],
+            color=theme.colors[index % len(theme.colors)],
+            linestyle="solid" if line.kind == "strong" else (0, (4, 2)),
+            marker="o",
+            markersize=4.5 if line.kind == "strong" else 3,
+            label=f"{line.strategy}, {line.kind}" if len(strategies) > 1 else f"{line.kind} scaling",
+        )
+    worlds = sorted({point.ranks for line in lines for point in line.points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(worlds, [str(world) for world in worlds])
+    axes.minorticks_off()
+    axes.set_xlabel("devices")
+
+
+def _draw_limit(axes: Axes, theme: figures.Theme, points: Sequence[Point], unit_bytes: int) -> None:
+    usable = max(point.usable_bytes for point in points)
+    if usable < _NEAR * max(point.bytes for point in points):
+        axes.axhline(usable / unit_bytes, color=theme.ink, linewidth=1.2)
+        axes.annotate("a device's memory", (0.02, usable / unit_bytes), xycoords=("axes fraction", "data"), va="bottom")

@@ -28,12 +28,20 @@ from lightswitch import patches
 from lightswitch.errors import NeedsValues, Refused, Unplanned
 from lightswitch.failures.classify import one_line
 from lightswitch.mixins import with_mixin
-from lightswitch.planning.alone import Converted, alone
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.estimate import Step
-from lightswitch.planning.fake_group import FakeCluster, World, fake_group, has_collectives
-from lightswitch.planning.fake_model import fake_tensors
-from lightswitch.planning.fake_zero import Answers, fake_zero, shards_gradients
+from lightswitch.planning.fakes import (
+    Answers,
+    Converted,
+    FakeCluster,
+    World,
+    alone,
+    fake_group,
+    fake_tensors,
+    fake_zero,
+    has_collectives,
+    shards_gradients,
+)
 from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
 from lightswitch.planning.values import Values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -20,12 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightswitch.planning import zero
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.ledger import Block, Ledger, Mark
-from lightswitch.planning.timeline import Timeline
+from lightswitch.planning.timeline import Kind, Timeline
 
 _OF_PARAMETERS = ("parameters", "gradients", "gathered", "buffers")  # as large at any micro batch
+# Attributes of DeepSpeedZeroOptimizer (stages 1 and 2) and DeepSpeedZeroOptimizer_Stage3, in DeepSpeed 0.19
+_COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # which the optimizer steps
+_GRADIENTS = ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
+_ON_HOST = (
+    *("accumulated_grads_in_cpu", "offload_gradient_dict", "param_buffer_of_bit16_for_cpu_offload_groups"),
+    "temp_grad_buffer_for_cpu_offload",
+)
+_ON_DEVICE = ("temp_grad_buffer_for_gpu_offload",)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ class Tracking(Callback):
     def _name_of_zero(self, trainer: Trainer) -> None:
         """Name the tensors of DeepSpeed's own, which it makes and frees in the middle of a step."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            for kind, tensor in zero.kinds(trainer.optimizers[0], trainer.lightning_module.parameters()):
+            for kind, tensor in zero_kinds(trainer.optimizers[0], trainer.lightning_module.parameters()):
                 self.ledger.name(tensor, kind)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -236,3 +243,37 @@ def _metric_states(model: nn.Module) -> Iterator[Tensor]:
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def zero_kinds(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[Kind, Tensor]]:
+    """Yield the tensors that a ZeRO optimizer holds now, with their kinds; where some share memory, the last kind
+    counts.
+
+    Where the optimizer is offloaded, its part of the gradients is in the host's memory beside its state, and is told
+    with that.
+
+    Args:
+        parameters: of the model; at stage 3, a rank keeps a part of each, and now and then has the whole.
+    """
+    offloads = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    gradients: Kind = "optimizer" if offloads else "gradients"
+    copies = _of_optimizer(optimizer, _COPIES)
+    yield from (("communication", tensor) for tensor in _buffers(optimizer))
+    yield from (("optimizer", tensor) for tensor in (*_of_optimizer(optimizer, _ON_HOST), *copies))
+    yield from ((gradients, tensor) for tensor in _of_optimizer(optimizer, _GRADIENTS))
+    yield from ((gradients, copy.grad) for copy in copies if copy.grad is not None)
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):
+            yield "gathered", parameter.data
+            yield "parameters", parameter.ds_tensor
+
+
+def _buffers(optimizer: Any) -> Iterator[Tensor]:
+    yield from _of_optimizer(optimizer, _ON_DEVICE)
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        yield from (leaf for leaf in tree_leaves(bucket.buffer) if isinstance(leaf, Tensor))
+
+
+def _of_optimizer(optimizer: Any, names: Iterable[str]) -> list[Tensor]:
+    leaves = tree_leaves([getattr(optimizer, name, None) for name in names])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -7,7 +7,7 @@ import pytest
 from lightswitch.launch.auto import by_states
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
-from lightswitch.planning.fake_group import World, has_collectives
+from lightswitch.planning.fakes import World, has_collectives
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE_MODEL, NO_CHECKPOINTS, TEXT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightswitch.launch import job_script
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from tests.engine.conftest import CHECKOUT
 
 WORDS = ["strategy=fsdp", "data.files=[a b.txt]"]

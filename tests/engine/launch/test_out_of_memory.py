@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightswitch.planning.fake_group import has_collectives
+from lightswitch.planning.fakes import has_collectives
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.failures.failing import FAILING_MODEL
 from tests.night import at_night

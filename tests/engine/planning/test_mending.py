@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.planning import mending
+from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB
 from lightswitch.planning.estimate import STATES, Estimate, Memory
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from lightswitch.planning.timeline import Peak
 from tests.engine.planning.test_estimate import DEVICE, RUN, found
 
@@ -34,12 +34,17 @@ def _of(found: Estimate, usable: float) -> Estimate:
 
 
 def test_more_devices_share_the_states_alone(found: Estimate) -> None:
-    assert mending.devices_needed(_of(found, usable=5)) == 4  # 2 × 6 / (5 − 2)
-    assert mending.devices_needed(_of(found, usable=2)) is None
+    assert candidates.devices_needed(_of(found, usable=5)) == 4  # 2 × 6 / (5 − 2)
+    assert candidates.devices_needed(_of(found, usable=2)) is None
     large = _of(found, usable=5)
-    assert mending.of([large], [large], DEVICE) == "use at least 4 devices, or devices of 8.08 GiB"  # 8 / 0.99
-    assert mending.of([large], [], DEVICE) == "use devices of 8.08 GiB, or shorter samples"
-    assert mending.of([replace(large, largest_micro_batch=3)], [large], DEVICE) == "use micro_batch_size=3 or less"
+    assert (
+        candidates.what_would_fit([large], [large], DEVICE) == "use at least 4 devices, or devices of 8.08 GiB"
+    )  # 8 / 0.99
+    assert candidates.what_would_fit([large], [], DEVICE) == "use devices of 8.08 GiB, or shorter samples"
+    assert (
+        candidates.what_would_fit([replace(large, largest_micro_batch=3)], [large], DEVICE)
+        == "use micro_batch_size=3 or less"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,12 +65,12 @@ def test_after_memory_ran_out_the_next_thing_that_takes_less_is_named(
 ) -> None:
     batch = BatchPlan(24, samples, 1, 24 // samples)
     others = [SINGLE, DDP, SHARDED, OFFLOADED]
-    assert mending.next_words(states * GIB, 20 * GIB, batch, at, others, World(1, 2)) == words
+    assert candidates.next_words(states * GIB, 20 * GIB, batch, at, others, World(1, 2)) == words
 
 
 def test_nothing_is_named_where_only_larger_devices_help() -> None:
     batch = BatchPlan(1, 1, 1, 1)
-    assert mending.next_words(40 * GIB, 20 * GIB, batch, SINGLE, [SINGLE], World(1, 1)) == ()
+    assert candidates.next_words(40 * GIB, 20 * GIB, batch, SINGLE, [SINGLE], World(1, 1)) == ()
 
 
 def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from lightswitch.planning import picture, scaling_picture
+from lightswitch.planning import report, scaling
 from lightswitch.planning.collectives import Traffic
 from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import Estimate, Memory, Run, StepTime
-from lightswitch.planning.scaling_picture import Line, Point
+from lightswitch.planning.scaling import Line, Point
 from lightswitch.planning.timeline import Peak
 
 pytest.importorskip("matplotlib")
@@ -35,7 +35,7 @@ def _estimate(bytes: float) -> Estimate:
     ],
 )
 def test_the_memory_of_a_plan_has_a_unit_that_fits(bytes: float, axis: str, told: str) -> None:
-    drawn = picture.memory([_estimate(bytes)], Device("H100", 80, {}))
+    drawn = report.picture([_estimate(bytes)], Device("H100", 80, {}))
     assert axis in drawn.light
     assert told in drawn.description
     texts = re.findall(r">([^<>]*)</text>", drawn.light)
@@ -55,7 +55,7 @@ def test_the_axes_of_scaling_have_units_that_fit(
     seconds: float, bytes: float, units: tuple[str, ...], told: str
 ) -> None:
     points = [Point(2**n, 64, 8, 1, bytes, 2 * bytes, seconds / 2**n, "arithmetic", bytes) for n in range(4)]
-    drawn = scaling_picture.picture([Line("fsdp", "strong", tuple(points))])
+    drawn = scaling.picture([Line("fsdp", "strong", tuple(points))])
     texts = re.findall(r">([^<>]*)</text>", drawn.light)
     assert all(any(text.startswith(unit) for text in texts) for unit in units)
     assert [text for text in texts if EXPONENT.search(text)] == []

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.planning import precisions
-from lightswitch.planning.device import Device
+from lightswitch.planning.device import Device, compared_precisions, precision_problems
 from tests.engine.conftest import CHECKOUT
 
 FILES = {path.stem: path for path in sorted((CHECKOUT / "conf" / "precision").glob("*.yaml"))}
@@ -30,13 +29,13 @@ HERE = Device("here", 80, {})
 def test_precisions_are_those_asked_for_or_the_faster_of_the_device(
     asked: object, device: Device, is_chosen: bool, names: list[str]
 ) -> None:
-    assert [one.name for one in precisions.compared(asked, FILES, device, is_chosen)] == names
+    assert [one.name for one in compared_precisions(asked, FILES, device, is_chosen)] == names
 
 
 def test_a_precision_is_what_its_file_says(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("# @package trainer\nprecision:\n  _target_: a.Plugin\n")
-    found = precisions.compared(["bf16-true", "own"], {**FILES, "own": own}, NEW, is_chosen=False)
+    found = compared_precisions(["bf16-true", "own"], {**FILES, "own": own}, NEW, is_chosen=False)
     assert [one.value for one in found] == ["bf16-true", {"_target_": "a.Plugin"}]
 
 
@@ -45,4 +44,4 @@ def test_a_precision_is_what_its_file_says(tmp_path: Path) -> None:
     [("bf16-true", OLD, True), ("bf16-mixed", NEW, False), ("16-mixed", OLD, False), ("bf16-mixed", HERE, False)],
 )
 def test_a_device_without_bfloat16_is_told(name: str, device: Device, lacks: bool) -> None:
-    assert bool(list(precisions.problems(name, device))) == lacks
+    assert bool(list(precision_problems(name, device))) == lacks

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lightswitch.errors import RefusedRequest
 from lightswitch.planning.dry_run import span
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from lightswitch.planning.files import Layout, files, stored_bytes
 from lightswitch.planning.rank import Rank, rehearse
 from lightswitch.planning.simulation import Work

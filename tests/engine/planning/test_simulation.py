@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.planning.estimate import Step
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from lightswitch.planning.simulation import simulate
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.ddp import DDP

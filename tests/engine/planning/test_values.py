@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightswitch.errors import NeedsValues
 from lightswitch.planning.estimate import Step
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from lightswitch.planning.simulation import Work, simulate
 from lightswitch.planning.timeline import Peak
 from lightswitch.planning.tracking import Tracking

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightswitch.errors import NeedsValues
-from lightswitch.planning.fake_group import World
-from lightswitch.planning.fake_zero import plan_in_bfloat16
+from lightswitch.planning.fakes import World, plan_in_bfloat16
 from lightswitch.planning.simulation import simulate
 from tests.engine.planning.modules import LooksAtValues, WaitsForAValue
 from tests.engine.planning.zero import CASES, RANKS, Case, held

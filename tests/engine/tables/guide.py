@@ -20,7 +20,7 @@ from lightswitch.launch import auto, estimates, resolvers
 from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.fake_group import World
+from lightswitch.planning.fakes import World
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import documents
 
