@@ -41,14 +41,18 @@ def main(cfg: DictConfig, run: RunContext) -> None:
 
     from lightning.pytorch import seed_everything
 
-    from lightswitch.launch import auto, build, dry_run, plan, report, stages
+    from lightswitch.launch import auto, build, report, stages
     from lightswitch.runs import resume
 
     batch = auto.decide(cfg, run, batch)  # which strategy strategy=auto is, on this machine
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     if cfg.mode == "plan":
+        from lightswitch.launch import plan
+
         return plan.plan(cfg, run)
     if cfg.mode == "dry_run":
+        from lightswitch.launch import dry_run
+
         return dry_run.dry_run(cfg, run)
     model, data, trainer = build.build(cfg, run, batch)
     start = resume.find(cfg, run)

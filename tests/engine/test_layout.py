@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from hydra.utils import get_object
 
-from tests.engine.conftest import CHECKOUT
+from tests.engine.conftest import CHECKOUT, PLAIN
 
 SOURCES = sorted((CHECKOUT / "src").rglob("*.py"))
 CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
@@ -242,6 +243,23 @@ def test_what_runs_before_torch_imports_none() -> None:
         "print({'torch', 'lightning', 'deepspeed', 'numpy'} & sys.modules.keys())"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
+
+
+# imported by a run that asks for them alone
+TOOLS = ("planning", "compare", "doctor", "export", "fork", "reference", "sweeps", "checking")
+
+
+def test_a_run_imports_the_core_alone(tmp_path: Path) -> None:
+    words = [str(CHECKOUT / "train.py"), *PLAIN, "strategy=ddp", "trainer.devices=2", "trainer.max_steps=2"]
+    script = (
+        f"import runpy, sys\nsys.argv[:] = {words}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "print(*(name for name in sys.modules if name.startswith('lightswitch.')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"}
+    told = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True)
+    imported = told.splitlines()[-1].split()
+    assert "lightswitch.strategies.ddp" in imported
+    assert [name for name in imported if name.split(".")[1] in TOOLS] == []
 
 
 def _targets() -> dict[str, str]:

@@ -1,56 +1,21 @@
-"""The decision of strategy=auto and micro_batch_size=auto, before a run is built.
-
-strategy=auto is the simplest strategy for which the devices have the memory; micro_batch_size=auto is decided in
-launch/micro_batch.py.
-"""
+"""Whether a run asks for strategy=auto or micro_batch_size=auto, which fitting.py decides."""
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
-from lightswitch.errors import NeedsValues, Refused, Unplanned
-from lightswitch.launch import estimates, micro_batch
-from lightswitch.launch.estimates import Request
-from lightswitch.planning import candidates, report
-from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import Device
-from lightswitch.planning.estimate import Estimate
-from lightswitch.planning.fakes import World, has_collectives
 from lightswitch.preflight import devices
-
-log = logging.getLogger(__name__)
-
-_STATES_BY_ADAM = 4  # parameters, gradients and two moments, each as large as the parameters
-_SMALL_SHARE = 1 / 3  # of a device: a model whose states take less is not simulated
-_KNOWN_SHARE = 1 / 2  # of a device that states may take, where it is not known what a step takes beside them
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A strategy that strategy=auto takes.
-
-    Attributes:
-        told: the strategy and the reason, for the log.
-        candidate: None for the default of strategies/auto.py: single on one device, ddp on several.
-        words: overrides that choose it on the command line.
-    """
-
-    told: str
-    candidate: Candidate | None = None
-    words: tuple[str, ...] = ()
 
 
 def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
     """Put what `auto` stands for, strategy and micro batch, into a composed config; return the batch.
+
+    What a run takes is simulated only where it is asked for: no other run imports the code of plans.
 
     Raises:
         Refused: nothing fits; the text says what would.
@@ -58,36 +23,18 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
     asks_for_micro_batch = cfg.micro_batch_size == AUTO
     if asks_for_micro_batch:  # strategy=auto takes the largest where nobody says one
         cfg.micro_batch_size = None
-    if (decided := _with_strategy(cfg, run)) is not None:
+    if not (asks_for_micro_batch or _asks_for_strategy(cfg)):
+        return batch
+
+    from lightswitch.launch import fitting
+
+    if _asks_for_strategy(cfg) and (decided := fitting.strategy(cfg, run)) is not None:
         return decided
-    return micro_batch.decide(cfg, run) if asks_for_micro_batch and cfg.mode != "plan" else batch
+    return fitting.largest_micro_batch(cfg, run) if asks_for_micro_batch and cfg.mode != "plan" else batch
 
 
-def _with_strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
-    """Put the strategy that strategy=auto takes, and its micro batch, into a composed config; return the batch, or None
-    where the config stays as it is.
-
-    It does so under another strategy, and on CPUs, unless plan.device or plan.memory_gib say what memory to count on.
-    Each process that a launcher started decides by itself, from the config, the data and its machine's smallest GPU;
-    the handshake refuses those that come to another end. Ranks that this process starts are told.
-
-    Raises:
-        Refused: nothing fits; the text says what would.
-    """
-    if not _is_asked(cfg):
-        return None
-    try:
-        choice = _choice(cfg, run)
-    except Unplanned as unplanned:
-        choice = Choice(f"single or ddp, as it is not known what the model takes: {unplanned}")
-    finally:
-        gc.collect()  # which is off until all is built: nothing stays of what was simulated
-    if run.is_first:
-        log.info("auto       %s", choice.told)
-    return None if choice.candidate is None else _put(choice, choice.candidate, cfg, run)
-
-
-def _is_asked(cfg: DictConfig) -> bool:
+def _asks_for_strategy(cfg: DictConfig) -> bool:
+    """Return whether strategy=auto is to be decided; for CPUs, only where plan.device or plan.memory_gib are told."""
     strategy, plan = cfg.trainer.get("strategy"), cfg.get("plan")
     if cfg.mode == "plan" or plan is None or not isinstance(strategy, DictConfig):
         return False
@@ -96,104 +43,3 @@ def _is_asked(cfg: DictConfig) -> bool:
     is_told = plan.memory_gib is not None or str(plan.device.get("_target_")).endswith(".Device")
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     return is_told or devices.accelerator(plain) == "cuda"
-
-
-def _choice(cfg: DictConfig, run: RunContext) -> Choice:
-    device, world = estimates.device_of(cfg), estimates.world_of(cfg)
-    usable = device.usable_bytes(world.devices_per_node)
-    parameters = estimates.parameter_bytes(cfg)
-    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
-    if cfg.mode not in ("fit", "dry_run"):
-        return _evaluating(
-            parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
-        )
-    if _STATES_BY_ADAM * parameters < _SMALL_SHARE * usable:
-        of = report.share(_STATES_BY_ADAM * parameters, usable)
-        return Choice(f"single or ddp: states are {of} on {device.name}")
-    states = sum(estimates.states(cfg).values())
-    if world.size > 1 and not has_collectives():
-        return by_states(among, states, usable, world, device)
-    among = with_room(among, states, usable, world)
-    candidate, found = first_that_fits(_request(cfg, run), among)
-    words = tuple(estimates.words_of(found))
-    return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
-
-
-def by_states(among: Sequence[Candidate], states: float, usable: float, world: World, device: Device) -> Choice:
-    """Return the first strategy whose share of the states leaves room for a step, or else the last one."""
-    shares = [one.kept_share(world.nodes, world.devices_per_node) for one in among]
-    roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
-    taken = next(roomy, among[-1])
-    of = f"states are {report.share(states, usable)} on {device.name}"
-    return Choice(f"{taken.name}: {of}, and with this torch no more is known", taken, taken.words)
-
-
-def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:
-    sharding = next((one for one in among if one.shards_all), None)
-    if sharding is None or parameters < _KNOWN_SHARE * usable:
-        return Choice(f"single or ddp: {told}")
-    return Choice(f"{sharding.name}: {told}", sharding, sharding.words)
-
-
-def _request(cfg: DictConfig, run: RunContext) -> Request:
-    """Return the run that is asked for, or only its states if its data are not there yet."""
-    try:
-        return estimates.requested(cfg, prepares_data=not run.placement.is_external)
-    except Unplanned:
-        return _without_steps(cfg)
-
-
-def _without_steps(cfg: DictConfig) -> Request:
-    device = estimates.device_of(cfg)
-    return estimates.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), estimates.world_of(cfg))
-
-
-def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
-    """Return the strategies whose share of the states fits by itself, or else all of them."""
-    return [one for one in among if states * one.kept_share(world.nodes, world.devices_per_node) < usable] or [*among]
-
-
-def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
-    """Return the first strategy that fits, with its estimate.
-
-    Raises:
-        Refused: none does.
-        Unplanned: no strategy's step could be simulated.
-    """
-    tried: list[tuple[Candidate, Estimate]] = []
-    for candidate in among:
-        try:
-            found = estimates.fitted(request, candidate)
-            if found.memory.fits:
-                found = estimates.confirmed(request, found, [candidate])
-        except NeedsValues as error:
-            if not request.computes:  # it is not the model that asks
-                raise Unplanned([f"what {candidate.name} holds is not known: a step {error}"]) from error
-            return first_that_fits(_without_steps(request.cfg), among)
-        except Unplanned:
-            raise
-        except Refused:  # the strategy does not take the run
-            continue
-        if found.memory.fits:
-            return candidate, found
-        tried.append((candidate, found))
-    if not tried:
-        raise Unplanned(["no strategy takes the run"])
-    raise Refused(f"strategy=auto: {_what_would(tried, request)}")
-
-
-def _what_would(tried: Sequence[tuple[Candidate, Estimate]], request: Request) -> str:
-    """Say what takes the least, and what would let it fit."""
-    every = [found for _, found in tried]
-    least = min(every, key=lambda found: found.memory.bytes)
-    sharding = [found for candidate, found in tried if candidate.shards_all]
-    return f"{report.answer(least, request.device)}; {candidates.what_would_fit(every, sharding, request.device)}"
-
-
-def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext) -> BatchPlan:
-    run.process.decided.extend(choice.words)
-    micro = dict(word.split("=", 1) for word in choice.words).get("micro_batch_size", cfg.micro_batch_size)
-    with open_dict(cfg):
-        cfg.trainer.strategy = dict(candidate.node)
-        cfg.micro_batch_size = None if micro is None else int(micro)
-    return BatchPlan.derive(cfg.global_batch_size, cfg.micro_batch_size, estimates.world_of(cfg).size)

@@ -20,7 +20,7 @@ from lightswitch.failures.launchers import install_launcher
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
-from lightswitch.launch import callbacks, compatibility, handshake, optimizers, out_of_memory
+from lightswitch.launch import callbacks, compatibility, handshake, optimizers
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.launch.loop import replace_loops
@@ -54,7 +54,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     raise_all(list(compatibility.problems(model, data, cfg, run, plan)))
     # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
-    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(out_of_memory.advice, cfg, run, plan))
+    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, cfg, run, plan))
     engine = callbacks.of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks.of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
@@ -88,6 +88,13 @@ def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:
     """Return the loggers with metrics.csv last: the first is a module's `self.logger`, which has an `experiment`."""
     named = [logger for logger in loggers.values() if logger is not None]
     return sorted(named, key=lambda logger: isinstance(logger, MetricsFile))
+
+
+def _what_to_try(cfg: DictConfig, run: RunContext, plan: BatchPlan, trainer: Trainer) -> str:
+    """Return what to try next where memory has run out."""
+    from lightswitch.launch import out_of_memory  # and the code of plans, which no other run imports
+
+    return out_of_memory.advice(cfg, run, plan, trainer)
 
 
 def _advise(cfg: DictConfig, run: RunContext, model: LightningModule) -> None:

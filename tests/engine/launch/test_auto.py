@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightswitch.launch.auto import by_states
+from lightswitch.launch.fitting import by_states
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
 from lightswitch.planning.fakes import World, has_collectives

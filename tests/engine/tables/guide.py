@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 
 from lightswitch.cluster import placement
 from lightswitch.errors import Refused
-from lightswitch.launch import auto, estimates, resolvers
+from lightswitch.launch import estimates, fitting, resolvers
 from lightswitch.launch.estimates import Request
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
@@ -86,7 +86,7 @@ def _cell(request: Request, among: Sequence[Candidate], states: float) -> str:
     request.cfg.trainer.num_nodes, request.cfg.trainer.devices = request.world.nodes, request.world.devices_per_node
     usable = request.device.usable_bytes(request.world.devices_per_node)
     try:
-        _, found = auto.first_that_fits(request, auto.with_room(among, states, usable, request.world))
+        _, found = fitting.first_that_fits(request, fitting.with_room(among, states, usable, request.world))
     except Refused:
         return "more devices"
     host = found.memory.host_bytes

@@ -1,0 +1,207 @@
+"""What strategy=auto and micro_batch_size=auto take: what the devices have the memory for, by simulation."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.context import RunContext
+from lightswitch.errors import NeedsValues, Refused, Unplanned
+from lightswitch.launch import estimates
+from lightswitch.launch.estimates import Request
+from lightswitch.planning import candidates, report
+from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.device import Device
+from lightswitch.planning.estimate import Estimate
+from lightswitch.planning.fakes import World, has_collectives
+
+log = logging.getLogger(__name__)
+
+_STATES_BY_ADAM = 4  # parameters, gradients and two moments, each as large as the parameters
+_SMALL_SHARE = 1 / 3  # of a device: a model whose states take less is not simulated
+_KNOWN_SHARE = 1 / 2  # of a device that states may take, where it is not known what a step takes beside them
+_TYPE = "type micro_batch_size=N"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy that strategy=auto takes.
+
+    Attributes:
+        told: the strategy and the reason, for the log.
+        candidate: None for the default of strategies/auto.py: single on one device, ddp on several.
+        words: overrides that choose it on the command line.
+    """
+
+    told: str
+    candidate: Candidate | None = None
+    words: tuple[str, ...] = ()
+
+
+def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
+    """Put the strategy that strategy=auto takes, and its micro batch, into a composed config; return the batch, or None
+    where the config stays as it is.
+
+    Each process that a launcher started decides by itself, from the config, the data and its machine's smallest GPU;
+    the handshake refuses those that come to another end. Ranks that this process starts are told.
+
+    Raises:
+        Refused: nothing fits; the text says what would.
+    """
+    try:
+        choice = _choice(cfg, run)
+    except Unplanned as unplanned:
+        choice = Choice(f"single or ddp, as it is not known what the model takes: {unplanned}")
+    finally:
+        gc.collect()  # which is off until all is built: nothing stays of what was simulated
+    if run.is_first:
+        log.info("auto       %s", choice.told)
+    return None if choice.candidate is None else _put(choice, choice.candidate, cfg, run)
+
+
+def _choice(cfg: DictConfig, run: RunContext) -> Choice:
+    device, world = estimates.device_of(cfg), estimates.world_of(cfg)
+    usable = device.usable_bytes(world.devices_per_node)
+    parameters = estimates.parameter_bytes(cfg)
+    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
+    if cfg.mode not in ("fit", "dry_run"):
+        return _evaluating(
+            parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
+        )
+    if _STATES_BY_ADAM * parameters < _SMALL_SHARE * usable:
+        of = report.share(_STATES_BY_ADAM * parameters, usable)
+        return Choice(f"single or ddp: states are {of} on {device.name}")
+    states = sum(estimates.states(cfg).values())
+    if world.size > 1 and not has_collectives():
+        return by_states(among, states, usable, world, device)
+    among = with_room(among, states, usable, world)
+    candidate, found = first_that_fits(_request(cfg, run), among)
+    words = tuple(estimates.words_of(found))
+    return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
+
+
+def by_states(among: Sequence[Candidate], states: float, usable: float, world: World, device: Device) -> Choice:
+    """Return the first strategy whose share of the states leaves room for a step, or else the last one."""
+    shares = [one.kept_share(world.nodes, world.devices_per_node) for one in among]
+    roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
+    taken = next(roomy, among[-1])
+    of = f"states are {report.share(states, usable)} on {device.name}"
+    return Choice(f"{taken.name}: {of}, and with this torch no more is known", taken, taken.words)
+
+
+def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:
+    sharding = next((one for one in among if one.shards_all), None)
+    if sharding is None or parameters < _KNOWN_SHARE * usable:
+        return Choice(f"single or ddp: {told}")
+    return Choice(f"{sharding.name}: {told}", sharding, sharding.words)
+
+
+def _request(cfg: DictConfig, run: RunContext) -> Request:
+    """Return the run that is asked for, or only its states if its data are not there yet."""
+    try:
+        return estimates.requested(cfg, prepares_data=not run.placement.is_external)
+    except Unplanned:
+        return _without_steps(cfg)
+
+
+def _without_steps(cfg: DictConfig) -> Request:
+    device = estimates.device_of(cfg)
+    return estimates.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), estimates.world_of(cfg))
+
+
+def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
+    """Return the strategies whose share of the states fits by itself, or else all of them."""
+    return [one for one in among if states * one.kept_share(world.nodes, world.devices_per_node) < usable] or [*among]
+
+
+def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
+    """Return the first strategy that fits, with its estimate.
+
+    Raises:
+        Refused: none does.
+        Unplanned: no strategy's step could be simulated.
+    """
+    tried: list[tuple[Candidate, Estimate]] = []
+    for candidate in among:
+        try:
+            found = estimates.fitted(request, candidate)
+            if found.memory.fits:
+                found = estimates.confirmed(request, found, [candidate])
+        except NeedsValues as error:
+            if not request.computes:  # it is not the model that asks
+                raise Unplanned([f"what {candidate.name} holds is not known: a step {error}"]) from error
+            return first_that_fits(_without_steps(request.cfg), among)
+        except Unplanned:
+            raise
+        except Refused:  # the strategy does not take the run
+            continue
+        if found.memory.fits:
+            return candidate, found
+        tried.append((candidate, found))
+    if not tried:
+        raise Unplanned(["no strategy takes the run"])
+    raise Refused(f"strategy=auto: {_what_would(tried, request)}")
+
+
+def _what_would(tried: Sequence[tuple[Candidate, Estimate]], request: Request) -> str:
+    """Say what takes the least, and what would let it fit."""
+    every = [found for _, found in tried]
+    least = min(every, key=lambda found: found.memory.bytes)
+    sharding = [found for candidate, found in tried if candidate.shards_all]
+    return f"{report.answer(least, request.device)}; {candidates.what_would_fit(every, sharding, request.device)}"
+
+
+def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext) -> BatchPlan:
+    run.process.decided.extend(choice.words)
+    micro = dict(word.split("=", 1) for word in choice.words).get("micro_batch_size", cfg.micro_batch_size)
+    with open_dict(cfg):
+        cfg.trainer.strategy = dict(candidate.node)
+        cfg.micro_batch_size = None if micro is None else int(micro)
+    return BatchPlan.derive(cfg.global_batch_size, cfg.micro_batch_size, estimates.world_of(cfg).size)
+
+
+def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
+    """Put the largest micro batch that fits under the run's strategy into a composed config; return the batch.
+
+    It is found by simulation, so that no device has to run out of memory, and divides a device's share of the global
+    batch: the run stays as it is.
+
+    Raises:
+        Refused: none fits, or a step can't be simulated.
+    """
+    try:
+        request = estimates.requested(cfg, prepares_data=not run.placement.is_external)
+        candidate = _run_under(cfg, run)
+        found = estimates.confirmed(request, estimates.fitted(request, candidate), [candidate])
+    except Unplanned as unplanned:
+        raise Refused(f"micro_batch_size=auto: it is not known what a step takes: {unplanned}; {_TYPE}") from unplanned
+    except NeedsValues as error:
+        raise Refused(f"micro_batch_size=auto: it is not known what a step takes, which {error}; {_TYPE}") from error
+    finally:
+        gc.collect()  # which is off until all is built: nothing stays of what was simulated
+    if not found.memory.fits:
+        what_would = candidates.what_would_fit([found], [], request.device)
+        raise Refused(f"micro_batch_size=auto: {report.answer(found, request.device)}; {what_would}")
+    if run.is_first:
+        log.info("auto       %s", report.took(found, request.device))
+    batch = estimates.batch_of(request, candidate, found.run.micro_batch)
+    run.process.decided.append(f"micro_batch_size={batch.micro_batch}")
+    with open_dict(cfg):
+        cfg.micro_batch_size = batch.micro_batch
+    return batch
+
+
+def _run_under(cfg: DictConfig, run: RunContext) -> Candidate:
+    world, choice = estimates.world_of(cfg), str(run.hydra.runtime.choices.get("strategy"))
+    if choice == "auto":  # which has taken no other
+        name = "single" if world.size == 1 else "ddp"
+        found = candidates.every(run.hydra, world.nodes)
+        return next(one for one in found if one.name == name)
+    node: Any = OmegaConf.to_container(cfg.trainer.strategy, resolve=True)
+    return candidates.chosen(choice, node)
