@@ -1,22 +1,29 @@
-"""The key-value store, served by rank 0 or by torchrun, through which the processes of a run find each other."""
+"""The store through which the processes of a run meet, and their handshake before they form a group."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
+import json
 import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from lightswitch.cluster import consistency
+from lightswitch.cluster.consistency import Evidence
+from lightswitch.cluster.sealed import Sealed, Values
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -25,6 +32,8 @@ _BACKLOG = 4096  # all processes may connect at once
 _POLL_SECONDS = 0.01
 _NOTICE_SECONDS = 30.0
 _JUDGING_SECONDS = 60.0  # rank 0 may have started last, and waits for the others as long as they do
+_LAG_SECONDS = 10.0  # until a shared file system shows a file that another node wrote
+_PARTING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -201,3 +210,86 @@ def missing(store: Store, point: MeetingPoint) -> list[int]:
             log.info("waiting    for rank %d of %d, for %.0f s", waiting[0], point.world_size, told - start)
         time.sleep(_POLL_SECONDS)
     return [rank for rank in waiting if not store.check([str(rank)])]
+
+
+def agree(
+    store: Store, point: MeetingPoint, evidence: Evidence, values: Values, run_dir: Path, tell: bool, refusal: str = ""
+) -> str:
+    """Compare the processes, and return the same line in each of them: how they differ, or nothing if they agree.
+
+    The store holds versions, digests of code, and one keyed digest of all values, until all ranks have read the answer.
+
+    Args:
+        values: the resolved config, which the store never holds.
+        tell: let rank 0 print the line before the others know it: the first process to exit may end all others.
+        refusal: why this process, if it is rank 0, may not go on; each of the others gets it, too.
+    """
+    own = replace(evidence, rank=point.rank, node=socket.gethostname(), run_dir=str(run_dir.absolute()))
+    verdict = (
+        _judge(store, point, own, values, run_dir, tell, refusal)
+        if point.rank == 0
+        else _submit(store, own, values, run_dir)
+    )
+    if store.add("heard", 1) == point.world_size and not verdict:  # the last one deletes the keys
+        store.delete_key("verdict")
+        store.delete_key("heard")
+    return verdict
+
+
+def _judge(
+    store: Store, point: MeetingPoint, own: Evidence, values: Values, run_dir: Path, tell: bool, refusal: str
+) -> str:
+    sealed = Sealed.make(run_dir, values)
+    try:
+        own = replace(own, config=sealed.digest)
+        store.set("config", own.config)
+        store.set("folder", sealed.folder.name)
+        store.set("0", _as_json(own))
+        absent = missing(store, point)
+        verdict = refusal or (_not_joined(absent, point) if absent else _difference(store, point, sealed))
+    finally:
+        sealed.remove()
+    if verdict and tell:
+        print(f"error: {verdict}", file=sys.stderr, flush=True)
+    if not verdict:
+        for key in ("config", "folder", *map(str, range(point.world_size))):
+            store.delete_key(key)
+    store.set("verdict", verdict)
+    if verdict:  # this process may be the one that serves the store
+        _wait_until(lambda: store.add("heard", 0) + len(absent) + 1 >= point.world_size, _PARTING_SECONDS)
+    return verdict
+
+
+def _difference(store: Store, point: MeetingPoint, sealed: Sealed) -> str:
+    sent = store.multi_get([str(rank) for rank in range(point.world_size)])
+    return consistency.difference([Evidence(**json.loads(one)) for one in sent], sealed.read) or ""
+
+
+def _submit(store: Store, own: Evidence, values: Values, run_dir: Path) -> str:
+    # a file system that lags caches that a file is missing, so nobody looks before it is written
+    sealed = Sealed.find(run_dir, store.get("folder").decode(), values, _LAG_SECONDS)
+    if sealed is not None:
+        own = replace(own, config=sealed.digest)
+        if own.config != store.get("config").decode():
+            sealed.leave()
+    store.set(str(own.rank), _as_json(replace(own, sees_run_directory=sealed is not None)))
+    return store.get("verdict").decode()
+
+
+def _as_json(evidence: Evidence) -> str:
+    return json.dumps(asdict(evidence))
+
+
+def _not_joined(missing: list[int], point: MeetingPoint) -> str:
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks, from rank {missing[0]} on,"
+    return (
+        f"{ranks} of {point.world_size} did not connect to {point.address}:{point.port} "
+        f"in {point.timeout_seconds:g} s; check that all were started, and read their output, or wait longer: "
+        f"meet_timeout_seconds={2 * point.timeout_seconds:g}"
+    )
+
+
+def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> None:
+    end = time.monotonic() + timeout_seconds
+    while not condition() and time.monotonic() <= end:
+        time.sleep(_POLL_SECONDS)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lightswitch.cluster import consistency, environments, handshake, rendezvous
+from lightswitch.cluster import consistency, environments, rendezvous
 from lightswitch.cluster.consistency import Evidence
 from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
@@ -67,7 +67,7 @@ def examine(report: Report, timeout_seconds: float) -> None:
     code = consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
     shared = RUNS if RUNS.exists() else Path()
     agreed = PrefixStore("agreement", store)
-    verdict = handshake.agree(agreed, point, Evidence(versions, code), Values({}), shared, tell=False)
+    verdict = rendezvous.agree(agreed, point, Evidence(versions, code), Values({}), shared, tell=False)
     report.problems += [verdict] if verdict and rank == 0 else []
     _measure(_backends(everyone, report), store, point, local_rank, report)
 

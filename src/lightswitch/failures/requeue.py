@@ -10,7 +10,7 @@ from signal import SIGTERM
 
 from lightswitch.errors import ExitCode, Stopped
 from lightswitch.process import signals
-from lightswitch.runs.run_id import slurm_job
+from lightswitch.runs.claim import slurm_job
 
 log = logging.getLogger(__name__)
 

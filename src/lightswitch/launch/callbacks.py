@@ -26,10 +26,8 @@ from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAr
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices
-from lightswitch.runs.hyperparameters import CleanHyperparameters
-from lightswitch.runs.predictions import PredictionWriter
 from lightswitch.runs.process_logging import ProcessLogging
-from lightswitch.runs.record import RunRecord
+from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
 from lightswitch.strategies.callbacks import KnownCallbacks
 from lightswitch.strategies.fused import FusedStep
 from lightswitch.strategies.matmul import MatmulPrecision

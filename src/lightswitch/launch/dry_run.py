@@ -32,7 +32,7 @@ from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
 from lightswitch.preflight import planned
 from lightswitch.process import forked
-from lightswitch.runs import results
+from lightswitch.runs import finished
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     """
     found = _found(cfg, run)
     log.info("\n%s\n", page(found))
-    results.write(run.run_dir, _metrics(found.first.estimate))
+    finished.write_results(run.run_dir, _metrics(found.first.estimate))
     path = run.run_dir / FILE
     regular_files.write_text(path, json.dumps(as_data(found), indent=1, default=str))
     log.info("dry run    %s", shown(path))

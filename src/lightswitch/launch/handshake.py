@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from lightswitch.cluster import consistency, rendezvous
 from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.handshake import agree
-from lightswitch.cluster.rendezvous import MeetingPoint
+from lightswitch.cluster.rendezvous import MeetingPoint, agree
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext

@@ -27,7 +27,7 @@ from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
 from lightswitch.preflight import own_batch
-from lightswitch.runs import changes, finished, results, starts
+from lightswitch.runs import finished, saved, starts
 from lightswitch.runs.resume import Start
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
         log.info("batch      %s%s", plan, _of_data(cfg, run, plan))
     log.info("run        %s", shown(run.run_dir))
     if start.path is not None and cfg.mode == "fit":
-        changed = changes.since(_run_dir_of(start.path), cfg)
+        changed = saved.changes_since(_run_dir_of(start.path), cfg)
         log.info("resumes    %s%s", start, f", with {changed}" if changed else "")
     elif start.path is not None:
         log.info("reads      %s", start)
@@ -76,7 +76,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     changed = starts.changes(starts.read(run.run_dir)) if cfg.mode == "fit" else starts.Changes([], 0)
     if changed.steps:
         metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}
-    results.write(run.run_dir, metrics)
+    finished.write_results(run.run_dir, metrics)
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.cluster.placement import Placement
 from lightswitch.errors import RefusedRequest
 from lightswitch.preflight import own_batch
-from lightswitch.runs.run_id import new_run_id
+from lightswitch.runs.claim import new_run_id
 
 
 def register(placement: Placement) -> None:

@@ -1,10 +1,14 @@
-"""The lock that a run's first process holds on the run directory, so that no other start writes there."""
+"""The name of a run's directory, and the lock that the run's first process holds on it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import secrets
 import sys
+import time
+from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -12,10 +16,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lightswitch.cluster import placement
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, Refused
+from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.process.state import Process
 from lightswitch.runs import lock
+
+_CLOCK = "%Y-%m-%d_%H-%M-%S"
 
 
 def take(cfg: DictConfig, run: RunContext) -> None:
@@ -64,3 +71,63 @@ def remove_if_empty(folder: Path) -> None:
     for path in itertools.takewhile(lambda parent: Path.cwd() in parent.parents, (folder, *folder.parents)):
         with contextlib.suppress(OSError):  # it holds an earlier run, or other runs
             path.rmdir()
+
+
+def new_run_id(environ: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's job id in a job's script or step, or torchrun's run id, or else the time of day.
+
+    Raises:
+        RefusedRequest: the processes were started one by one, and share nothing to name the run by.
+    """
+    if (job := _of_slurm(environ)) is not None:
+        return job
+    found = placement.detect(environ)
+    if found.launcher == "torchrun":
+        return _of_torchrun(found, environ["TORCHELASTIC_RUN_ID"])
+    if found.launcher == "env" and int(environ["WORLD_SIZE"]) > 1:
+        raise RefusedRequest([_nothing_in_common("processes started one by one")])
+    return f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in one second
+
+
+def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the job's id as scontrol takes it; SLURM_JOB_ID of an array's last task would mean the whole array."""
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_JOB_ID")
+
+
+def _of_slurm(environ: Mapping[str, str]) -> str | None:
+    """Return the job's id in what a batch script starts, and may restart; None in a shell that a person types in.
+
+    Such a shell has the job's variables, too: salloc's is in no step of the job, and that of `srun --pty` has a port.
+    Outside of a batch script, a step after the first is another command in the allocation: its number is added.
+    """
+    job, is_batch = slurm_job(environ), environ.get("ENVIRONMENT") == "BATCH"
+    if job is None:
+        return None
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "0")  # only set in what srun starts
+    if tasks not in ("0", "1") or (tasks == "1" and "SLURM_PTY_PORT" not in environ):
+        step = environ.get("SLURM_STEP_ID", "0")
+        return job if is_batch or step == "0" else f"{job}.{step}"
+    return job if is_batch and not _is_typed() else None
+
+
+def _is_typed() -> bool:
+    """Return whether this process has a terminal, as a notebook server in a job may open one."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _of_torchrun(found: placement.Placement, given: str) -> str:
+    if given != "none":  # torchrun's default for --rdzv-id
+        return given
+    if found.nodes > 1:
+        raise RefusedRequest([_nothing_in_common("torchrun on several nodes without --rdzv-id")])
+    import psutil  # only when needed: it is slow to import
+
+    agent = psutil.Process().parent()
+    assert agent is not None
+    return f"{time.strftime(_CLOCK, time.localtime(agent.create_time()))}_{agent.pid}"
+
+
+def _nothing_in_common(what: str) -> str:
+    return f"{what}: the processes can't agree on a run directory by themselves; give each the same run_id=NAME"

@@ -1,4 +1,4 @@
-"""The mark of a finished run in its directory: started again, the run does nothing. Imports no torch."""
+"""The mark of a finished run in its directory, and the metrics that it ended with. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
 from lightswitch.context import RunContext
-from lightswitch.runs import changes
+from lightswitch.runs import saved
 from lightswitch.runs.saved import set_aside
 
 log = logging.getLogger(__name__)
 
 _FILE = "ended.json"
+RESULTS = "results.json"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
     if ended is None or _exceed(_limits(cfg), ended.limits):
         return False
     if run.is_first:
-        changed = changes.since(run.run_dir, cfg)
+        changed = saved.changes_since(run.run_dir, cfg)
         otherwise = f", and {changed} changes nothing" if changed else ""
         log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended.step, otherwise)
         if ended.go_on:
@@ -113,3 +114,16 @@ def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
 
 def _count(limit: int | None) -> float:
     return math.inf if limit is None or limit == -1 else limit
+
+
+def write_results(run_dir: Path, metrics: dict[str, float]) -> None:
+    """Write the metrics to results.json."""
+    regular_files.write_text(run_dir / RESULTS, json.dumps(metrics, indent=2) + "\n")
+
+
+def read_results(run_dir: Path) -> dict[str, float]:
+    """Read the metrics; none if the run has not ended, or the file is damaged."""
+    try:
+        return dict(regular_files.read_json(run_dir / RESULTS))
+    except (OSError, ValueError, TypeError):
+        return {}

@@ -1,9 +1,4 @@
-"""The lock of a run directory: one start of one run writes there at a time, on any machine.
-
-The lock is a file in the directory that names its holder, which keeps it locked (flock) while it lives. The kernel
-releases the flock of a process that dies, in containers as well. A shared file system need not pass an flock on to
-other machines: there the holder's heartbeat counts, by which it touches the file.
-"""
+"""The lock of a run directory: one start of one run writes there at a time, on any machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +7,16 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightswitch import regular_files
 from lightswitch.errors import IrregularFile, Refused, shown
-from lightswitch.runs import holder
-from lightswitch.runs.holder import Holder
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +26,7 @@ _SILENT_SECONDS = 60.0  # without a heartbeat, a holder on another machine is de
 _SETTLE_SECONDS = 2.0  # without flock, two processes that took it at once know after this time which one has it
 _PATIENCE_SECONDS = 30.0  # for children of a dead holder: a rank that finishes its step, a loader worker
 _POLL_SECONDS = 0.1
+_LARGEST_PID = 2**31 - 1  # that the kernel takes
 
 
 class Lock:
@@ -64,7 +59,7 @@ class Lock:
             pause_seconds = _BEAT_SECONDS
             with contextlib.suppress(OSError, ValueError):  # a file system that is away for a while
                 text = regular_files.read_text(self.path)
-                if text != self._text and (other := holder.parse(text)) is not None:
+                if text != self._text and (other := parse(text)) is not None:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
                 os.utime(self.path, follow_symlinks=False)
@@ -94,8 +89,8 @@ def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, s
         with contextlib.ExitStack() as closing:
             descriptor = _opened(path)
             closing.callback(os.close, descriptor)
-            is_free, here = _flock(descriptor), holder.this_process(run_dir, descriptor, environ)
-            other = holder.parse(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
+            is_free, here = _flock(descriptor), this_process(run_dir, descriptor, environ)
+            other = parse(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
             if other is not None and not other.holds(here):
                 other = None
             verdict = _verdict(other, here, is_free, path)
@@ -204,3 +199,132 @@ def _write(path: Path, descriptor: int, here: Holder) -> str:
         path.unlink(missing_ok=True)
         raise
     return text
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process as a lock file names it.
+
+    Args:
+        host: its machine.
+        pid: its process id.
+        started: its start time on the kernel's clock, as process ids are reused.
+        boot: the id of the machine's boot, new after each.
+        namespace: the process id's namespace; each container has its own.
+        since: the time of the lock, for people to read.
+        directory: the run directory when it was locked.
+        inode: of the lock file.
+        starts: for each job whose launcher restarts its processes, the number of restarts so far.
+    """
+
+    host: str
+    pid: int
+    started: str
+    boot: str
+    namespace: str
+    since: str
+    directory: str
+    inode: int
+    starts: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+    def lives(self, here: Holder) -> bool | None:
+        """Return whether the process is alive; None if this process can't know, as on another machine.
+
+        Args:
+            here: this process.
+        """
+        if (self.boot, self.namespace) != (here.boot, here.namespace):
+            return None
+        started = _start_time(self.pid)
+        return None if started is None and _is_hidden(self.pid) else started == self.started
+
+    def is_over_by(self, here: Holder) -> bool:
+        """Return whether the holder's job has been restarted since, which ends all processes of earlier starts."""
+        return any(count > self.starts[job] for job, count in here.starts.items() if job in self.starts)
+
+    def holds(self, here: Holder) -> bool:
+        """Return whether the lock is of this directory, and not copied with another."""
+        return self.directory == here.directory or self.inode == here.inode
+
+
+def parse(text: str) -> Holder | None:
+    """Read a lock file's text; None if it is cut short or damaged: then the file's flock has to tell."""
+    try:
+        found = regular_files.as_record(regular_files.parse_json(text, "the lock"), Holder)
+    except ValueError:
+        return None
+    return found if 0 < found.pid <= _LARGEST_PID else None
+
+
+def this_process(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:
+    """Return this process as the holder of a lock file, which it has opened as ``descriptor``."""
+    pid = os.getpid()
+    return Holder(
+        host=platform.node(),
+        pid=pid,
+        started=_start_time(pid) or "",
+        boot=_boot(),
+        namespace=_namespace(),
+        since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        directory=str(run_dir.resolve()),
+        inode=os.fstat(descriptor).st_ino,
+        starts=starts_of(environ),
+    )
+
+
+def starts_of(environ: Mapping[str, str]) -> dict[str, int]:
+    """Return how often Slurm has restarted this job, and torchrun its processes, by the job's name."""
+    found = {}
+    if "SLURM_JOB_ID" in environ:
+        found[f"Slurm job {environ['SLURM_JOB_ID']}"] = environ.get("SLURM_RESTART_COUNT", "0")
+    if "TORCHELASTIC_RESTART_COUNT" in environ:
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        found[f"torchrun {' '.join(environ.get(name, '') for name in names)}"] = environ["TORCHELASTIC_RESTART_COUNT"]
+    return {job: int(count) for job, count in found.items() if count.isdecimal()}
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start time of a process; None if it does not exist, or is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return _start_time_elsewhere(pid)
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process exists that /proc hides, as another user's."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
+
+
+def _start_time_elsewhere(pid: int) -> str | None:
+    """Return the start time of a process on systems without /proc."""
+    import psutil  # only here: it is slow to import
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        import psutil
+
+        return f"{platform.node()} {psutil.boot_time():.0f}"
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

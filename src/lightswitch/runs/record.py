@@ -1,4 +1,4 @@
-"""The record of a run, kept beside its results: all that is needed to repeat it."""
+"""The record of a run, kept beside its results: all that is needed to repeat it; and what it predicted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,22 +25,22 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
 from lightswitch.config import confidential
+from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.metrics import WORLD
 from lightswitch.monitoring.notices import ModelSize
-from lightswitch.runs import claim, finished, results, starts
+from lightswitch.runs import claim, finished, starts
 from lightswitch.runs import log as run_log
-from lightswitch.runs.hyperparameters import log_hyperparameters
 from lightswitch.runs.saved import set_aside
 from lightswitch.runs.starts import Start
 
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
-_IN_PLACE = (results.FILE, "metrics.csv", "hparams.yaml")  # files that are written later
+_IN_PLACE = (finished.RESULTS, "metrics.csv", "hparams.yaml")  # files that are written later
 _LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in the run directory as they are opened
 
 
@@ -264,3 +266,81 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+class CleanHyperparameters(Callback):
+    """Write an interpolation for each argument that came from the environment, in checkpoints.
+
+    The module itself keeps the values.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._cleaner = Cleaner.of(cfg)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        for module in _modules(trainer):
+            key = module.CHECKPOINT_HYPER_PARAMS_KEY
+            if key in checkpoint:
+                checkpoint[key] = self._cleaner.cleaned(checkpoint[key])
+
+
+def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str, Any] | None = None) -> None:
+    """Send loggers the arguments that module and data have saved, as Lightning does, and the config, cleaned.
+
+    Args:
+        config: of the run, and the sizes of model, world and batch. Its keys go before those that were saved.
+
+    Raises:
+        Refused: both have saved an argument of one name, with different values.
+    """
+    saved = [module.hparams_initial for module in _modules(trainer) if module._log_hyperparams]
+    first, last = (saved[0], saved[-1]) if saved else ({}, {})
+    if differing := [name for name in first if name in last and repr(first[name]) != repr(last[name])]:
+        raise Refused(
+            f"model and data have both saved {', '.join(differing)}, with different values, and loggers keep one; add "
+            "ignore=[...] to a save_hyperparameters"
+        )
+    for logger in trainer.loggers:
+        if told := {**first, **last, **(config or {})}:
+            logger.log_hyperparams(cleaner.cleaned(told))
+        logger.log_graph(trainer.lightning_module)
+        logger.save()
+
+
+def _modules(trainer: Trainer) -> list[Any]:
+    return [trainer.lightning_module, *filter(None, [trainer.datamodule])]  # type: ignore[attr-defined]  # set past Lightning's declaration
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Write each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
+
+    Ranks hold contiguous shares: their files, in the order of ranks, are in the order of the data set. Over a stream
+    they take turns: the first batch of each file, in the order of ranks, then the second of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        share = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if trainer.global_rank % (trainer.world_size // share["num_replicas"]):
+            return  # another rank of a tensor-parallel group has predicted the same
+        folder = Path(trainer.default_root_dir) / "predictions"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(predictions, folder / f"rank_{share['rank']}.pt")
+        if trainer.is_global_zero:
+            _remove_others(folder, share["num_replicas"])
+
+
+def _remove_others(folder: Path, files: int) -> None:
+    """Remove what an earlier start wrote on more devices: the same samples would be there twice."""
+    for path in folder.glob("rank_*.pt"):
+        number = path.stem.removeprefix("rank_")
+        if number.isdecimal() and int(number) >= files:
+            path.unlink()

@@ -1,12 +1,33 @@
-"""Files that an earlier start of a run has left in its directory."""
+"""What an earlier start of a run has left in its directory: files, and a config that may differ from this one."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from lightswitch import regular_files
+from lightswitch.errors import listed
+
+_ABSENT = object()
+_NO_HYPERPARAMETERS = (  # which run it is and what it logs, not what is trained
+    *(
+        "name",
+        "run_id",
+        "mode",
+        "resume",
+        "init_from",
+        "init_names",
+        "ckpt_path",
+        "objective",
+        "meet_timeout_seconds",
+        "compare",
+    ),
+    *("cluster", "callbacks", "logger", "compile", "watch"),
+)
 
 
 def read_yaml(path: Path) -> Any:
@@ -26,3 +47,50 @@ def set_aside(path: Path) -> None:
     """Rename a path to the first free name of `checkpoints_1`, `checkpoints_2`, …"""
     others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
     path.rename(next(other for other in others if not other.exists()))
+
+
+def changes_since(run_dir: Path, cfg: DictConfig) -> str:
+    """Return the differences, as in `optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`.
+
+    The text is empty if nothing differs, or the earlier config can't be read.
+    """
+    before = read_yaml(run_dir / "config.yaml")
+    if not isinstance(before, dict) or not before:
+        return ""
+    now: Any = OmegaConf.to_container(cfg)
+    told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
+    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # how the run is executed comes last
+    return listed(told)
+
+
+def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    if key not in _NO_HYPERPARAMETERS:
+        yield from _difference(key, before.get(key, _ABSENT), now.get(key, _ABSENT))
+
+
+def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield the differences below one key, except interpolations, which follow the values that they refer to."""
+    if isinstance(now, str) and "${" in now:
+        return
+    if path == "trainer.strategy" and (strategies := (_class(before), _class(now)))[0] != strategies[1]:
+        yield f"{path}={strategies[1]} (was {strategies[0]})"  # whose arguments are others
+    elif isinstance(before, dict) and isinstance(now, dict):
+        for key in (*now, *(before.keys() - now.keys())):
+            yield from _difference(f"{path}.{key}", before.get(key, _ABSENT), now.get(key, _ABSENT))
+    elif now is _ABSENT:
+        yield f"~{path} (was {_text(before)})"
+    elif before is _ABSENT:
+        yield f"{path}={_text(now)} (was not there)"
+    elif str(before) != str(now) and "${" not in str(now):
+        yield f"{path}={_text(now)} (was {_text(before)})"
+
+
+def _class(strategy: Any) -> str:
+    """Return the name of a strategy's class, or the name that is typed in place of a node."""
+    return str(strategy.get("_target_") if isinstance(strategy, dict) else strategy).rpartition(".")[2]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,7 +22,7 @@ from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
 from lightswitch.process.signals import CAUGHT, REQUEUED
-from lightswitch.runs import results
+from lightswitch.runs import finished
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
@@ -85,7 +85,7 @@ def _run(
     failure.unlink(missing_ok=True)
     ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, placement.is_external))
     if ended.exit_code == 0:
-        found = results.read(folder)
+        found = finished.read_results(folder)
         job = replace(job, state=FINISHED, objective=found.get(find(found, objective) or objective))
     elif ended.signals:
         job = replace(job, state=STOPPED)

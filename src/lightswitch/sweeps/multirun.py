@@ -26,7 +26,7 @@ from lightswitch.config.overrides import quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import check, root_keys, unread
 from lightswitch.process.state import Process
-from lightswitch.runs import claim, results
+from lightswitch.runs import claim, finished
 from lightswitch.sweeps import record
 
 _SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # whose jobs are what was typed and hydra.sweeper.params
@@ -66,7 +66,7 @@ def run(
         process.release_locks()
         claim.remove_if_empty(folder)
         jobs = record.read_all(folder)
-        logged = {name for file in folder.glob(f"*/{results.FILE}") for name in results.read(file.parent)}
+        logged = {name for file in folder.glob(f"*/{finished.RESULTS}") for name in finished.read_results(file.parent)}
         print(record.table(jobs, str(cfg.objective), logged), end="", flush=True)
     for text in of_jobs(cfg, folder) if jobs else ():
         print(f"\n{text}" if text.endswith("\n") else text, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightswitch.runs import changes
+from lightswitch.runs import saved
 from tests.engine.conftest import PLAIN, Train
 
 BEFORE_TRAINER = {"max_steps": 500, "strategy": {"_target_": "lightswitch.strategies.ddp.DDP", "num_nodes": 1}}
@@ -56,14 +56,14 @@ SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
 )
 def test_what_differs_is_told_once_and_briefly(now: dict, told: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(BEFORE))
-    assert changes.since(tmp_path, OmegaConf.create(now)) == told
+    assert saved.changes_since(tmp_path, OmegaConf.create(now)) == told
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"a: [", b"- 1"])
 def test_a_config_that_is_harmed_tells_nothing(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.yaml").write_bytes(content)
-    assert changes.since(tmp_path, OmegaConf.create(SAME)) == ""
+    assert saved.changes_since(tmp_path, OmegaConf.create(SAME)) == ""
 
 
 def test_a_run_that_goes_on_says_what_it_has_otherwise(train: Train) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import Refused
-from lightswitch.runs.hyperparameters import log_hyperparameters
+from lightswitch.runs.record import log_hyperparameters
 from tests.engine.monitoring.tiny import Regression, loader, trainer
 
 CONFIG = {"model": {"width": 8, "token": "hunter2!"}, "sizes": {"devices": 2}}

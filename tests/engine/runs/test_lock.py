@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lightswitch.errors import Refused
-from lightswitch.runs import holder, lock
+from lightswitch.runs import lock
 
 # takes the lock for each folder that it reads, and says how that went; what it has it keeps to its end
 TAKER = """
@@ -169,7 +169,7 @@ def test_one_whose_heart_beats_is_not(tmp_path: Path) -> None:
 def test_a_job_that_is_started_again_elsewhere_takes_it_at_once(
     before: dict[str, str], now: dict[str, str], tmp_path: Path
 ) -> None:
-    _left_by(tmp_path, host="far", boot="another", starts=holder.starts_of(before))
+    _left_by(tmp_path, host="far", boot="another", starts=lock.starts_of(before))
     start = time.monotonic()
     lock.take(tmp_path, on_lost=_never, environ=now).release()
     assert time.monotonic() - start < 1
@@ -177,7 +177,7 @@ def test_a_job_that_is_started_again_elsewhere_takes_it_at_once(
 
 def test_two_torchruns_of_one_id_are_two(tmp_path: Path) -> None:
     mine = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "far"}
-    path = _left_by(tmp_path, host="far", boot="another", starts=holder.starts_of(mine))
+    path = _left_by(tmp_path, host="far", boot="another", starts=lock.starts_of(mine))
     threading.Timer(0.5, path.touch).start()
     with pytest.raises(Refused):
         lock.take(tmp_path, _never, environ=mine | {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "near"})
@@ -238,7 +238,7 @@ def _left_by(folder: Path, **other: object) -> Path:
     path = folder / lock.FILE
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
-    own = holder.this_process(folder, descriptor, {})
+    own = lock.this_process(folder, descriptor, {})
     os.close(descriptor)
     left = dataclasses.replace(own, **({"pid": 17, "started": "1", "since": "2026-11-21 10:00:00"} | other))
     path.write_text(json.dumps(dataclasses.asdict(left)))

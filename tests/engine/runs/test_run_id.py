@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
 from lightswitch.launch import resolvers
-from lightswitch.runs.run_id import new_run_id
+from lightswitch.runs.claim import new_run_id
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # of srun
@@ -72,7 +72,7 @@ def test_a_process_asks_for_it_once() -> None:
 
 def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
     script = (
-        "from lightswitch.runs.run_id import new_run_id\n"
+        "from lightswitch.runs.claim import new_run_id\n"
         "import os; print(new_run_id({**os.environ, 'RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '2',"
         "'TORCHELASTIC_RUN_ID': 'none'}))"
     )

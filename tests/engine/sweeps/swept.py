@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from lightswitch.context import RunContext
 from lightswitch.launch.entry import entry
-from lightswitch.runs import results
+from lightswitch.runs import finished
 
 
 @entry(config_path="conf", config_name="config")
@@ -19,7 +19,7 @@ def main(cfg: DictConfig, run: RunContext) -> None:
         (run.run_dir / "waits").touch()
     if cfg.name in ("waiting", "half"):
         time.sleep(60)
-    results.write(run.run_dir, {"val/loss": cfg.seed / 4})
+    finished.write_results(run.run_dir, {"val/loss": cfg.seed / 4})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import yaml
 from lightswitch.monitoring.metrics import FIRST_COLUMNS
 from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.runs.finished import Mark
-from lightswitch.runs.holder import Holder
+from lightswitch.runs.lock import Holder
 from lightswitch.runs.record import Origin
 from lightswitch.sweeps.record import Record
 from tests.engine.tables.page import code, page, table
