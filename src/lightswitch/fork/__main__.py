@@ -10,13 +10,20 @@ INTO is a folder that is empty or not there yet; `.` makes the project of the ch
 from __future__ import annotations
 
 import argparse
+import keyword
+import re
 import shlex
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightswitch.command import Command
 from lightswitch.errors import Refused
-from lightswitch.fork import checkout, engine, names, repository, tree
+from lightswitch.fork import checkout, engine, repository, tree
+
+_TAKEN = ("lightswitch", "tests", "train", "conf", "src", "slurm")  # what lies, or is imported, beside the package
+_IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "scikit-learn": "sklearn", "protobuf": "google"}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -43,7 +50,7 @@ def _make(asked: argparse.Namespace) -> None:
     if not asked.name or not asked.into:  # as make hands them on where they were not typed
         raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
     root, into = checkout.root(), Path(asked.into)
-    names.check(asked.name, root)
+    check_name(asked.name, root)
     pin = engine.requirement(asked.engine_from) if asked.engine == "package" else None
     if asked.engine == "folder" and asked.engine_from:
         raise Refused("--engine-from names a package; also type --engine=package")
@@ -68,6 +75,35 @@ def _make(asked: argparse.Namespace) -> None:
         print(f"origin     is still {origin}; type git remote set-url origin ADDRESS before you push")
     print(f"train      {'' if in_place else f'cd {shlex.quote(str(into))} && '}make train")
     print("test       make test")
+
+
+def check_name(name: str, root: Path) -> None:
+    """Check that a fork's package may have a name.
+
+    Raises:
+        Refused: it is no name of a package, or another has it.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        raise Refused(f"{name} is no name of a Python package; use lower-case letters, digits and _, as in bird_song")
+    if name in _TAKEN:
+        raise Refused(f"{name} is the name of something else in the project; choose another")
+    if name in sys.stdlib_module_names:
+        raise Refused(f"{name} is a module of Python's standard library; choose another name")
+    if name in _pinned(root) or _is_installed(name, root):
+        raise Refused(f"{name} is the name of an installed package; choose another")
+
+
+def _pinned(root: Path) -> set[str]:
+    """Return the names of the packages that the project installs, which may not have been yet."""
+    pins = re.findall(r"^([\w.-]+)==", (root / "constraints.txt").read_text(), re.MULTILINE)
+    return {_IMPORTED_AS.get(pin.lower(), pin.lower().replace("-", "_")) for pin in pins}
+
+
+def _is_installed(name: str, root: Path) -> bool:
+    found = find_spec(name)
+    if found is None or found.origin is None:  # a folder without code counts for nothing
+        return False
+    return not Path(found.origin).resolve().is_relative_to(root)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""The files of a fork, made from those of the checkout.
-
-What a fork takes, what of it are examples, and what it gets instead lies in the checkout's folder `template`:
-
-    taken.txt        paths of files and folders that a fork takes
-    examples.txt     those of them that a bare fork does not
-    files/           what every fork gets, in place of the checkout's file of that path, or beside them
-    bare/            what a bare fork gets, likewise
-"""
+"""The files of a fork, made from those of the checkout, and the engine's documents in it."""
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
 
 from lightswitch.fork import bare as bare_fork
-from lightswitch.fork import checkout, docs, engine, text
+from lightswitch.fork import checkout, engine, text
 from lightswitch.fork.repository import File
+from lightswitch.fork.text import renamed_path
+
+DOCUMENTS = "docs/lightswitch"
+_FIRST, _OF_SITE = "README.md", "docs/index.md"  # the page that lists the others, and one that only includes it
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 
 
 def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, File]:
@@ -41,10 +40,10 @@ def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, Fil
     files = {text.renamed_path(path, name): _edited(path, file, fork) for path, file in sorted(files.items())}
     files |= {} if bare else _listing(root, fork, examples, files)
     engine_files = {} if pin else _engine(root)
-    pages = docs.of(root, name, {*files, *engine_files})
+    pages = documents(root, name, {*files, *engine_files})
     if not pin:
         engine_files |= _manifest(root, engine_files, pages)
-    return {**files, **engine_files, **{f"{docs.FOLDER}/{path}": File(content) for path, content in pages.items()}}
+    return {**files, **engine_files, **{f"{DOCUMENTS}/{path}": File(content) for path, content in pages.items()}}
 
 
 def _listing(root: Path, fork: text.Fork, examples: list[str], files: dict[str, File]) -> dict[str, File]:
@@ -90,3 +89,44 @@ def _manifest(root: Path, files: dict[str, File], pages: dict[str, bytes]) -> di
     content = {path.removeprefix(f"{engine.FOLDER}/"): file.content for path, file in files.items()}
     manifest = engine.manifest(content, pages, checkout.version(root), checkout.commit(root))
     return {f"{engine.FOLDER}/{engine.MANIFEST}": File(manifest)}
+
+
+def documents(root: Path, name: str, there: Collection[str]) -> dict[str, bytes]:
+    """Return the documents of a checkout by their paths in FOLDER; a link to what a fork does not have is its text.
+
+    Args:
+        name: of the fork's package.
+        there: paths of the fork's files.
+    """
+    tracked = [path for path in checkout.tracked(root) if path.startswith("docs/")]
+    pages = [_FIRST, *(path for path in tracked if path != _OF_SITE and not path.endswith(".json"))]
+    known = {path: path for path in there} | {path: f"{DOCUMENTS}/{path.removeprefix('docs/')}" for path in pages}
+    contents = {path: (root / path).read_bytes() for path in pages}
+    return {
+        path.removeprefix("docs/"): _linked(path, content.decode(), known, name).encode()
+        if path.endswith(".md")
+        else content
+        for path, content in contents.items()
+    }
+
+
+def _linked(page: str, text: str, known: dict[str, str], name: str) -> str:
+    """Return the text of a page with its links as they are from its place in a fork.
+
+    Args:
+        page: its path in the checkout.
+        known: the path in the fork of each file that is there, by that in the checkout.
+    """
+
+    folders = {str(parent) for one in known.values() for parent in PurePosixPath(one).parents}
+
+    def link(found: re.Match[str]) -> str:
+        words, target, part = found[1], found[2], found[3] or ""
+        if "://" in target or target.startswith("mailto:"):
+            return found[0]
+        path = renamed_path(os.path.normpath(PurePosixPath(page).parent / target), name)
+        if (place := known.get(path, path if path in folders and not path.startswith("docs") else None)) is None:
+            return words
+        return f"[{words}]({os.path.relpath(place, PurePosixPath(known[page]).parent)}{part})"
+
+    return _LINK.sub(link, text)

@@ -16,19 +16,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.parser import Parser
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from lightswitch.command import Command
 from lightswitch.errors import Refused, listed
-from lightswitch.fork import checkout, docs, engine, source
-from lightswitch.fork.news import news
+from lightswitch.fork import checkout, engine, tree
 from lightswitch.fork.repository import File, write
-from lightswitch.fork.source import Source
 from lightswitch.fork.text import with_pin
 from lightswitch.trees import make_tree, remove_tree
+
+_BESIDE = ("conf", "slurm", "Makefile", "train.py")  # what a fork took once, and keeps as its own
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def _update(given: str, fork: Path) -> None:
     folder, pyproject = fork / engine.FOLDER, fork / "pyproject.toml"
     if (folder / engine.MANIFEST).is_file():
         with tempfile.TemporaryDirectory() as space:
-            _replace_folder(folder, source.find(given, Path(space)), fork)
+            _replace_folder(folder, found_engine(given, Path(space)), fork)
     elif pyproject.is_file() and re.search(r'^ +"lightswitch[ =]', pyproject.read_text(), re.MULTILINE):
         _replace_pin(given, pyproject)
     else:
@@ -70,10 +72,10 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
     files = {**new.files, engine.MANIFEST: engine.manifest(new.files, pages or {}, new.version, new.commit)}
     _exchange(folder, {path: File(content) for path, content in files.items()})
     if pages is not None:
-        _exchange(fork / docs.FOLDER, {path: File(content) for path, content in pages.items()})
+        _exchange(fork / tree.DOCUMENTS, {path: File(content) for path, content in pages.items()})
     else:
         advice.append(
-            f"docs       {docs.FOLDER} is not the new engine's: it was changed or removed here, or FROM has none"
+            f"docs       {tree.DOCUMENTS} is not the new engine's: it was changed or removed here, or FROM has none"
         )
     print(f"engine     {_named(manifest['version'], manifest['commit'])} → {_named(new.version, new.commit)}")
     _tell_news(*(content.get(engine.CHANGELOG, b"").decode() for content in (before, new.files)))
@@ -83,11 +85,13 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
 
 def _pages(new: Source, known: Mapping[str, str] | None, fork: Path) -> dict[str, bytes] | None:
     """Return the documents of the new engine; None where it brings none, or the fork's are not as they came."""
-    if new.root is None or not known or engine.digests(engine.read(fork / docs.FOLDER)) != dict(known):
+    if new.root is None or not known or engine.digests(engine.read(fork / tree.DOCUMENTS)) != dict(known):
         return None
     named = re.search(r'^name = "(\w+)"$', (fork / "pyproject.toml").read_text(), re.MULTILINE)
     there = {path for path in checkout.tracked(fork) if not path.startswith(f"{engine.FOLDER}/")}
-    return docs.of(new.root, named[1] if named else "", {*there, *(f"{engine.FOLDER}/{path}" for path in new.files)})
+    return tree.documents(
+        new.root, named[1] if named else "", {*there, *(f"{engine.FOLDER}/{path}" for path in new.files)}
+    )
 
 
 def _exchange(folder: Path, files: Mapping[str, File]) -> None:
@@ -183,6 +187,126 @@ def _code(train: str) -> str:
 
 def _named(version: str, commit: str) -> str:
     return f"{version} ({commit[:7]})" if commit else version
+
+
+def news(before: str, now: str) -> str:
+    """Return the entries that are new, each below the headings of its version and its kind.
+
+    Args:
+        before: a changelog in Markdown, with `## [version]` and, in it, `### Kind`.
+        now: a later one of the same form.
+    """
+    known = set(_entries(before))
+    told: list[str] = []
+    shown: tuple[str, ...] = ()
+    for entry in _entries(now):
+        if entry in known:
+            continue
+        *headings, text = entry
+        told += [
+            heading for level, heading in enumerate(headings) if tuple(headings[: level + 1]) != shown[: level + 1]
+        ]
+        told.append(text)
+        shown = tuple(headings)
+    return re.sub(r"\n\n(?=- )", "\n", "\n\n".join(told))
+
+
+def _entries(changelog: str) -> Iterator[tuple[str, ...]]:
+    """Yield each item of a list, with what is indented below it, or paragraph, after the headings that it is below."""
+    headings: list[str] = []
+    for block in re.split(r"\n\n(?! )|\n(?=- )", changelog):
+        text = block.strip("\n")
+        if text.startswith("#"):
+            heading, _, rest = text.partition("\n")
+            level = len(heading) - len(heading.lstrip("#"))
+            headings = [*(above for above in headings if above.index(" ") < level), heading]
+            text = rest.strip("\n")
+        if text and len(headings) > 1:
+            yield (*headings[1:], text)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An engine to update a fork to.
+
+    Attributes:
+        files: of the engine, by their path in its folder.
+        commit: of the checkout; nothing of a wheel.
+        requirements: what pip installs with it, as `torch>=2.8,<2.14`.
+        train: the text of train.py, where it is known.
+        root: the checkout; None of a wheel.
+    """
+
+    files: Mapping[str, bytes]
+    version: str
+    requirements: Sequence[str]
+    commit: str = ""
+    train: str = ""
+    root: Path | None = None
+
+    def changed_since(self, commit: str) -> list[str]:
+        """Return the lines of `git diff --name-status` on what a fork has of its own; none where the commit is not
+        known."""
+        if self.root is None or not re.fullmatch(r"[0-9a-f]{40}", commit):
+            return []
+        try:
+            return checkout.git(self.root, "diff", "--name-status", commit, self.commit, "--", *_BESIDE).splitlines()
+        except Refused:  # a shallow clone, or another repository
+            return []
+
+
+def found_engine(given: str, space: Path) -> Source:
+    """Read the engine at a path or a git address; a repository is cloned into ``space``.
+
+    Raises:
+        Refused: there is no engine, or one with changes that are not committed.
+    """
+    if given.endswith(".whl"):
+        return _wheel(Path(given))
+    if Path(given).is_dir():
+        return _checkout(Path(given).resolve())
+    if engine.is_git(given):
+        address, ref = engine.split_git(given)
+        checkout.git(Path(), "clone", "--quiet", address, str(space / "clone"))
+        checkout.git(space / "clone", "checkout", "--quiet", "--detach", checkout.commit_at(address, ref))
+        return _checkout(space / "clone")
+    raise Refused(
+        f"{given} is no folder, no wheel and no git address; use ../lightswitch, PATH.whl or git+https://…@REF"
+    )
+
+
+def _checkout(root: Path) -> Source:
+    folder = root / engine.FOLDER
+    if not (folder / "__init__.py").is_file() or not (root / "pyproject.toml").is_file():
+        raise Refused(f"found no {engine.FOLDER} in {root}; name a checkout of lightswitch")
+    if (folder / engine.MANIFEST).is_file():
+        raise Refused(f"{root} is a fork; name a checkout of lightswitch itself")
+    checkout.check_clean(root)
+    inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
+    files = {path.removeprefix(f"{engine.FOLDER}/"): (root / path).read_bytes() for path in inside}
+    if (root / engine.CHANGELOG).is_file():  # where the engine's own is a link to it, or, of an older one, is not there
+        files[engine.CHANGELOG] = (root / engine.CHANGELOG).read_bytes()
+    there = re.search(r"^dependencies = \[\n((?:    .*\n)*)\]", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    requirements = re.findall(r'^    "(.*?)"', there[1] if there else "", re.MULTILINE)
+    train = (root / "train.py").read_text()
+    return Source(files, checkout.version(root), requirements, checkout.commit(root), train, root)
+
+
+def _wheel(path: Path) -> Source:
+    with zipfile.ZipFile(path) as wheel:
+        files = {
+            name.removeprefix("lightswitch/"): wheel.read(name)
+            for name in wheel.namelist()
+            if name.startswith("lightswitch/") and not name.endswith("/")
+        }
+        if "__init__.py" not in files:
+            raise Refused(f"{path} is no wheel of lightswitch")
+        if outside := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
+            raise Refused(f"{path} would write {outside[0]}, outside of the engine; take one that pip has built")
+        metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        fields = Parser().parsestr(wheel.read(metadata).decode(), headersonly=True)
+    requirements = [field for field in fields.get_all("Requires-Dist", []) if "extra ==" not in field]
+    return Source(files, fields["Version"], requirements)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a changelog has that an older one has not."""
 
-from lightswitch.fork.news import news
+from lightswitch.fork.update import news
 
 BEFORE = """# Changelog
 
