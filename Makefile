@@ -90,6 +90,7 @@ tables: $(INSTALLED) ## run every strategy at every precision, from each to each
 	$(PYTHON) -m tests.engine.tables.resume
 	$(PYTHON) -m tests.engine.tables.failures
 	$(PYTHON) -m tests.engine.tables.guide
+	$(PYTHON) -m tests.engine.tables.habits
 
 pictures: $(INSTALLED) ## make docs/images: real runs as a browser shows them, the plan, the drawings (ten minutes, and Chromium)
 	$(PYTHON) -m tests.engine.tables.pictures $(ARGS)

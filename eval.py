@@ -1,3 +1,6 @@
 """What lightning-hydra-template calls train.py mode=test."""
 
-raise SystemExit("error: found no eval.py, expected python train.py mode=test ckpt_path=PATH")
+import sys
+
+print("error: found no eval.py, expected python train.py mode=test ckpt_path=PATH", file=sys.stderr)
+raise SystemExit(2)

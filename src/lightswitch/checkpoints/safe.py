@@ -189,5 +189,6 @@ def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
     ):
         if isinstance(value, known):
             return True, converted()
-    left_out[path.lstrip(".")] = type(value).__name__
+    public = (kind for kind in type(value).__mro__ if not kind.__name__.startswith("_"))  # Hydra's partials are not
+    left_out[path.lstrip(".")] = next(public).__name__
     return False, None

@@ -22,7 +22,7 @@ from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver, fingerprint, share
-from lightswitch.errors import LostRank, UnwrittenCheckpoint
+from lightswitch.errors import LostRank, UnwrittenCheckpoint, listed
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,12 @@ class WrittenTogether(Strategy):
 
     def _tell_once(self, left_out: dict[str, str]) -> None:
         """Name what a checkpoint does not hold, the first time that it is left out."""
+        new: dict[str, list[str]] = {}
         for place, kind in left_out.items():
-            if place not in self._told and self.is_global_zero:
-                log.warning("checkpoints leave out %s: a %s can't be read back safely", place, kind)
+            if place not in self._told:
+                new.setdefault(kind, []).append(place)
+        for kind, places in new.items() if self.is_global_zero else ():
+            log.warning("checkpoints leave out %s: a %s can't be read back safely", listed(places), kind)
         self._told = self._told | left_out.keys()
 
     def _await_ranks(

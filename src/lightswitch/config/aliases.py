@@ -52,7 +52,16 @@ _OTHER_NAMES = {
     "ckpt_path": ("checkpoint", "checkpoint_path"),
     "init_from": ("pretrained", "load_weights", "finetune_from"),
     "run_id": ("version", "run_name"),
-    "name": ("experiment_name", "exp_name", "task_name", "project", "output_dir", "save_dir", "log_dir"),
+    "name": (
+        "experiment_name",
+        "exp_name",
+        "task_name",
+        "project",
+        "project_name",
+        "output_dir",
+        "save_dir",
+        "log_dir",
+    ),
     "logger": ("wandb", "report_to", "wandb_log"),
     "compile": ("torch_compile",),
 }
@@ -63,7 +72,7 @@ _CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "32-true": ("32", "fp32", "float32", "full"),
         "64-true": ("64", "fp64", "float64", "double"),
     },
-    "debug": {"one_batch": ("fdr", "fast_dev_run")},
+    "debug": {"one_batch": ("fdr", "fast_dev_run", "default")},
     "strategy": {
         "deepspeed_stage_1": ("zero1", "zero_1", "zero-1"),
         "deepspeed_stage_2": ("zero", "zero2", "zero_2", "zero-2"),
@@ -91,15 +100,19 @@ _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterp
     "paths": _PLACE,
     "paths.data_dir": "the argument that the data have for it, which --help data lists",
     "data_dir": "the argument that the data have for it, which --help data lists",
-    "work_dir": _PLACE,
+    **dict.fromkeys(("work_dir", "original_work_dir", "root_dir"), _PLACE),
     "train": "mode=test ckpt_path=PATH for a test alone",
     "test": "trainer.limit_test_batches=0 for a fit without a test, or mode=test ckpt_path=PATH for a test alone",
     "optimized_metric": "objective=NAME",
     "datamodule": "data=NAME, or data.NAME=VALUE",
+    "hydra.sweeper.n_trials": "hydra/sweeper=optuna beside it",
     "local": "--config-dir=FOLDER, which has configs of this machine",
     "model.compile": "compile=true",
     "model.torch_compile": "compile=true",
     "trainer.tpu_cores": "trainer.devices=N; there is no strategy for TPUs here",
+    "trainer.auto_lr_find": "callbacks=[default,lr_finder]",
+    "trainer.auto_scale_batch_size": "micro_batch_size=auto",
+    "trainer.track_grad_norm": "callbacks=[default,grad_norm]",
     "trainer.resume_from_checkpoint": "resume=PATH",
     "trainer.weights_summary": "callbacks=[default,model_summary]",
     "callbacks.model_checkpoint": "callbacks.best_checkpoint.monitor=NAME, or callbacks.last_checkpoint.keep=N",
@@ -148,7 +161,7 @@ def argument(node: str, name: str, accepted: Iterable[str]) -> str | None:
     """Return the argument of a node's code that goes by another name elsewhere, if the code takes it; else None."""
     key = setting(name)
     group, _, argument = (key or "").rpartition(".")
-    return argument if group == node and argument in accepted else None
+    return argument if group in (node, node.rpartition(".")[2]) and argument in accepted else None
 
 
 def choice(group: str, name: str) -> str | None:

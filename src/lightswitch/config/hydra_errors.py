@@ -28,6 +28,7 @@ from lightswitch.config import aliases
 from lightswitch.config.overrides import CONSTRUCTED, GROUPS, key_and_value
 from lightswitch.errors import RefusedRequest, listed, nearest
 
+_KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
 _SHOWN = 80  # characters of a setting that is too long
 _DEEPEST = 32  # brackets in brackets: Hydra's parser recurses
 _MOST_DIGITS = 4300  # that Python makes a number of
@@ -65,6 +66,7 @@ _OF_TRAINER = {  # what lightning-hydra-template has a file for
 
 
 _OF_CONFIGS = {"eval": "type mode=test ckpt_path=PATH", "train": "leave it out"}  # that lightning-hydra-template has
+_SETS = ("callbacks", "logger")  # groups of which a run has several choices, each under its name
 _OF_EXTRAS = {  # plugins of Hydra, and the extra that installs each
     "hydra/sweeper/optuna": "optuna",
     "hydra/launcher/submitit_local": "submitit",
@@ -94,8 +96,9 @@ def check_flags(arguments: list[str]) -> None:
 
 
 def _beyond_reading(override: str) -> Iterator[str]:
-    start = override[:_SHOWN] + ("" if len(override) <= _SHOWN else "…")
-    if re.match(r"[+~]*=", override):
+    typed = override.removeprefix("++")
+    start = typed[:_SHOWN] + ("" if len(typed) <= _SHOWN else "…")
+    if override and not _KEY.match(override):
         yield f"{start}: found no key; a setting is KEY=VALUE"
     if key_and_value(override)[0] == "hydra.verbose":
         yield f"{start}: Hydra writes no log here; type --info all for what it composes, or --cfg job for the config"
@@ -127,8 +130,11 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
         typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
         told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error has the variable's value
         return [f"the run directory can't be made: {told}"]
+    if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
+        return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
-        return [f"--config-name={name}: there is no such config; {_OF_CONFIGS.get(name, 'leave it out')}"]
+        instead = _OF_CONFIGS.get(name.removesuffix(".yaml"), "leave it out")
+        return [f"--config-name={name}: there is no such config; {instead}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
@@ -140,6 +146,15 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return [f"{cause.full_key}: there is no such key.{_meant(str(cause.full_key), cause.parent_node, takes)}"]
+    if added := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
+        return [f"+{added[1]}: the config has that key; type {added[1]}=VALUE"]
+    if group := re.match(r"Could not override '(.+?)'\.", str(error)):
+        return [f"{group[1]}: there is no such group.{nearest(group[1], GROUPS) or ' Leave that out'}"]
+    if twice := re.match(r"(?:Multiple values for )?([\w/]+)(?: appears more than once|\. To override)", str(error)):
+        return [f"+{twice[1]}: the config has that choice; type {twice[1]}=CHOICE"]
+    if several := re.match(r"Ambiguous value for argument '\+*(.+?)=(.*)'", str(error)):
+        key, values = several[1], several[2]
+        return [f"{key}={values}: found several values; type -m for a run of each, or {key}=[{values}] for a list"]
     if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]
@@ -210,8 +225,10 @@ def _of_model(root: Any, key: str, takes: Takes) -> str | None:
     """Return the model's own argument where a key is one of a group that the model is not given; else None."""
     group, _, name = key.partition(".")
     model = root.get("model")
-    if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler") or group in model:
+    if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler"):
         return None
+    if group in model:  # a node of the model's own, or the config's
+        return f"model.{key}" if name in _raw_keys(model._get_node(group)) else None
     own = takes(str(model.get("_target_")))
     return next((f"model.{one}" for one in (name, *aliases.names(key)) if one in own), None)
 
@@ -249,6 +266,8 @@ def _missing_choice(error: MissingConfigException) -> str:
     found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
     other = aliases.choice(group, choice)
     hint = f" Did you mean {other}?" if other in choices else nearest(choice, choices)
+    if choice and not hint and group in _SETS:
+        hint = f" For one of your own: {group}.{choice}._target_=my.Class."
     return f"{found}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
 
 
@@ -267,7 +286,7 @@ def _nothing_to_delete(path: str, error: BaseException) -> str:
     if isinstance(there, DictConfig) and key in there:  # Hydra treats null as missing
         return f"~{path}: it is null already; leave that out"
     choices = _keys(there, at_top=not parent) if isinstance(there, DictConfig) else ()
-    return f"~{path}: there is no such key.{nearest(key, choices)}"
+    return f"~{path}: there is no such key.{nearest(key, choices) or ' Leave that out'}"
 
 
 def _in_one_line(text: str) -> str:

@@ -107,8 +107,10 @@ def _choosing(override: str) -> str:
 
 
 def _addable(override: str) -> str:
-    """Add `++` to arguments of constructors; preflight reports those that a constructor does not take."""
-    return f"++{override}" if re.match(rf"({'|'.join(CONSTRUCTED)})\.[^=@]+=", override) else override
+    """Put `++` before arguments of constructors, with or without the `+` that a config without them asks for; preflight
+    reports those that a constructor does not take."""
+    argument = re.match(rf"\+?((?:{'|'.join(CONSTRUCTED)})\.[^=@]+=.*)", override, re.DOTALL)
+    return f"++{argument[1]}" if argument else override
 
 
 def _emptied(overrides: list[str]) -> list[str]:

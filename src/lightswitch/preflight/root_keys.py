@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, ValueNode
 
 from lightswitch.batches.plan import scaled_learning_rate
 from lightswitch.config import aliases
@@ -37,7 +37,9 @@ def missing(cfg: DictConfig) -> Iterator[str]:
     for key in _READ:
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
-        if above is not None and name not in _raw_keys(above):
+        if parent and isinstance(above, ValueNode) and not above._is_interpolation():
+            yield f"{parent}={above._value()}: it has keys of its own; type {key}=VALUE"
+        elif above is not None and name not in _raw_keys(above):
             yield f"{key}: the config has no such key, and the engine reads it; add it to config.yaml"
 
 

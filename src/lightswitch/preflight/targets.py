@@ -35,7 +35,7 @@ def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES
         choices: those of callbacks and of loggers.
     """
     for key in (key for key in cfg if key in keys):
-        yield from _node_problems(key, cfg[key])
+        yield from _node_problems(key, cfg[key], cfg)
         if key in ("model", "data") and isinstance(cfg[key], dict) and "_target_" not in cfg[key]:
             yield f"{key}: it names no class; type {key}._target_=my.Class, or make another choice"
         if key in ("callbacks", "logger"):
@@ -63,20 +63,20 @@ def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]
             yield f"{group}.{name} names no class.{hint} For one of your own: {group}.{name}._target_=my.Class"
 
 
-def _node_problems(path: str, node: Any) -> Iterator[str]:
+def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
     """Yield problems of a node that names code, and of the nodes in it."""
     if isinstance(node, list):
         for index, item in enumerate(node):
-            yield from _node_problems(f"{path}.{index}", item)
+            yield from _node_problems(f"{path}.{index}", item, cfg)
     if not isinstance(node, dict):
         return
     for key, value in node.items():
-        yield from _node_problems(f"{path}.{key}", value)
+        yield from _node_problems(f"{path}.{key}", value, cfg)
     if isinstance(node.get("_target_"), str):
-        yield from _against_signature(path, node)
+        yield from _against_signature(path, node, cfg)
 
 
-def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
+def _against_signature(path: str, node: dict[str, Any], cfg: dict[str, Any]) -> Iterator[str]:
     try:
         accepted = signature(node["_target_"])
     except LookupError as error:
@@ -89,7 +89,7 @@ def _against_signature(path: str, node: dict[str, Any]) -> Iterator[str]:
         if key in _HYDRA_KEYS or key in ENGINE_KEYS.get(path, ()):
             continue
         if key not in accepted.parameters:
-            yield from _unknown(path, key, accepted, node)
+            yield from _unknown(path, key, accepted, node, cfg)
         elif path == "model" and key in GIVEN and _is_in_pieces(value, accepted.parameters[key]):
             yield f"{path}.{key}: found {', '.join(value)} and no class; type {key}.{next(iter(value))}=VALUE"
         elif not _fits(value, accepted.parameters[key]):
@@ -105,7 +105,7 @@ def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[s
             yield f"{path}.{key}: {_short(node)} needs it; give {path}.{key}=VALUE"
 
 
-def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> Iterator[str]:
+def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg: dict[str, Any]) -> Iterator[str]:
     """Yield an argument that the code does not take.
 
     What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused.
@@ -113,12 +113,14 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any]) -> 
     if (told := aliases.instead(f"{path}.{key}")) and not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}; type {told}"
         return
-    other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, accepted)
+    other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
     hint = f" Did you mean {other}?" if other else nearest(key, accepted.parameters, alike=0.85)
     if key in GIVEN and accepted.parameters:
         hint = f" Its own: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     elif not (hint or accepted.open_ended):
         hint = _of_strategies(path, key) or nearest(key, accepted.parameters)
+        if not hint and path in ("model", "data"):
+            hint = f" Its own: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
 
@@ -129,12 +131,14 @@ def _is_in_pieces(value: Any, parameter: Parameter) -> bool:
     return isinstance(value, dict) and bool(value) and "_target_" not in value and not takes_dict
 
 
-def _of_group(path: str, key: str, accepted: Signature) -> str | None:
-    """Return the key of the config that an argument of other models is here: lr, of a model that is given an optimizer;
-    None if there is none."""
+def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg: dict[str, Any]) -> str | None:
+    """Return the key of the config that an argument of other models is here: lr, of a model that is given an optimizer,
+    the config's or one of its own; None if there is none."""
     setting = aliases.setting(key)
     group = (setting or "").partition(".")[0]
-    return setting if path == "model" and group in accepted.parameters else None
+    if path != "model" or group not in accepted.parameters:
+        return None
+    return setting if node.get(group) in (None, cfg.get(group)) else f"{path}.{setting}"
 
 
 def _of_strategies(path: str, key: str) -> str:

@@ -121,6 +121,10 @@ def _of_model(cfg: DictConfig, group: str) -> str:
     """Return that the model takes no optimizer or schedule of the config's, and what it takes."""
     target = str(OmegaConf.select(cfg, "model._target_"))
     name, takes = target.rpartition(".")[2], parameters(target)
+    own_node: Any = OmegaConf.to_container(cfg.model, resolve=False)
+    if isinstance(given := own_node.get(group), dict):
+        settings = listed([f"model.{group}.{one}" for one in given if not one.startswith("_")], shown=6)
+        return f"{name} has its own {group}; type {settings}, or 'model.{group}=${{{group}}}'"
     if group in takes:
         return f"{name} takes the {group} as an argument; type 'model.{group}=${{{group}}}'"
     own = [f"model.{one}" for one in sorted(takes, key=lambda one: aliases.setting(f"{group}.{one}") is None)]

@@ -1,61 +1,146 @@
-"""What users of lightning-hydra-template type, and the line that says the name here.
+"""A hundred habits of lightning-hydra-template's users: what they type, with a module and data of its form.
 
-Those that work: launch/habits.py.
+What comes of each is typed by tests/engine/tables/habits.py, for docs/habits.md, and by test_habits.py, which compares.
 """
 
-LINES = {
-    "optimizer.lr=0.01": "optimizer.lr: PlainModel takes no optimizer; its own: model.lr, model.width, model.dropout, "
-    "model.eps, model.halved",
-    "scheduler=constant": "scheduler: PlainModel takes no scheduler; its own: model.lr, model.width, model.dropout, "
-    "model.eps, model.halved",
-    "lr=0.1": "lr: there is no such key. Did you mean model.lr?",
-    "model.optimizer.lr=0.002": "model.optimizer: PlainModel takes no optimizer. Its own: model.width, model.lr, "
-    "model.dropout, model.eps, model.halved",
-    "callbacks.model_checkpoint.monitor=x": "callbacks.model_checkpoint: there is none; type "
-    "callbacks.best_checkpoint.monitor=NAME, or callbacks.last_checkpoint.keep=N",
-    "logger.aim.repo=x": "logger.aim names no class. For one of your own: logger.aim._target_=my.Class",
-    "train=False": "train: there is no such key. Type mode=test ckpt_path=PATH for a test alone",
-    "test=False": "test: there is no such key. Type trainer.limit_test_batches=0 for a fit without a test, or "
-    "mode=test ckpt_path=PATH for a test alone",
-    "optimized_metric=val/acc": "optimized_metric: there is no such key. Type objective=NAME",
-    "model.compile=true": "model.compile: PlainModel takes no compile; type compile=true",
-    "trainer.tpu_cores=8": "trainer.tpu_cores: Trainer takes no tpu_cores; type trainer.devices=N; there is no "
-    "strategy for TPUs here",
-    "hydra.verbose=true": "hydra.verbose=true: Hydra writes no log here; type --info all for what it composes, or "
-    "--cfg job for the config",
-    "callbacks=none": "callbacks=none: there is no such callbacks; type callbacks=checkpoint, which writes "
-    "checkpoints and nothing else",
-    "logger=none": "logger=none: there is no such logger; type logger=csv, which writes metrics.csv alone",
-    "logger=many_loggers": "logger=many_loggers: there is no such logger; type logger=[default,wandb]",
-    "callbacks=rich_progress_bar": "callbacks=rich_progress_bar: there is no such callbacks; type callbacks=default, "
-    "which shows one",
-    "tags=a": "tags=a: expected a list of words, as tags=[baseline,long]",
-    "extras.print_config=true": "extras: there is no such key. Type --cfg job, which shows the config and starts "
-    "nothing",
-    "extras.ignore_warnings=true": "extras: there is no such key. Type PYTHONWARNINGS=ignore before python",
-    "extras.enforce_tags=false": "extras: there is no such key. Type tags=[a,b], which may be left out",
-    "extras=default": "extras: there is no such key. Type --cfg job, which shows the config and starts nothing; "
-    "tags=[a,b] for what compare shows",
-    "print_config=true": "print_config: there is no such key. Type --cfg job, which shows the config and starts "
-    "nothing",
-    "ignore_warnings=true": "ignore_warnings: there is no such key. Type PYTHONWARNINGS=ignore before python",
-    "paths.data_dir=/data": "paths: there is no such key. Type the argument that the data have for it, which --help "
-    "data lists",
-    "paths.log_dir=/data": "paths: there is no such key. Type name=NAME run_id=RUN_ID, whose folder is "
-    "runs/NAME/RUN_ID, or hydra.run.dir=FOLDER",
-    "paths=default": "paths: there is no such key. Type name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or "
-    "hydra.run.dir=FOLDER",
-    "work_dir=/x": "work_dir: there is no such key. Type name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, "
-    "or hydra.run.dir=FOLDER",
-    "datamodule.batch_size=3": "datamodule: there is no such key. Type data=NAME, or data.NAME=VALUE",
-    "datamodule=mnist": "datamodule: there is no such key. Type data=NAME, or data.NAME=VALUE",
-    "--config-name=eval": "--config-name=eval: there is no such config; type mode=test ckpt_path=PATH",
-    "local=default": "local: there is no such key. Type --config-dir=FOLDER, which has configs of this machine",
-    "hparams_search=mnist_optuna": "hparams_search: there is no such key. Did you mean experiment?",
-}
-# What those lines say to type, where it is no placeholder
-INSTEAD = (
-    *("tags=[a,b]", "objective=val/acc", "compile=true", "trainer.limit_test_batches=0", "logger=csv"),
-    *("callbacks=[default,early_stopping]", "callbacks.best_checkpoint.monitor=val/loss", "name=mine"),
-    *("callbacks.last_checkpoint.keep=3", "callbacks.lr_monitor.logging_interval=step", "model.lr=0.1"),
+from __future__ import annotations
+
+import shlex
+
+from tests.engine.conftest import CHECKOUT
+
+CONF = CHECKOUT / "tests/engine/config/template/conf"
+MODEL_AND_DATA = ("model=mnist", "data=mnist")
+
+# Beside train.py
+COMMANDS = ("python src/train.py", "python eval.py ckpt_path=logs/last.ckpt", "make test-full", "make clean-logs")
+REFUSED = (
+    "trainer=cpu",
+    "trainer=gpu",
+    "trainer=mps",
+    "trainer=ddp trainer.devices=4",
+    "trainer=ddp_sim trainer.devices=2",
+    "+trainer.tpu_cores=8",
+    "trainer.gpus=1",
+    "+trainer.accumulate_grad_batches=10",
+    "+trainer.auto_lr_find=true",
+    "+trainer.auto_scale_batch_size=power",
+    "+trainer.track_grad_norm=2",
+    "trainer.weights_summary=full",
+    "trainer.resume_from_checkpoint=x.ckpt",
+    "trainer.progress_bar_refresh_rate=0",
+    "trainer.strategy=ddp_find_unused_parameters_true",
+    "trainer.default_root_dir=out",
+    "trainer.logger=false",
+    "debug=default",
+    "debug=fdr",
+    "logger=comet",
+    "logger=many_loggers",
+    "logger=none",
+    "logger=null",
+    "logger.wandb.project=x",
+    "logger.aim.repo=x",
+    "callbacks=none",
+    "callbacks=null",
+    "callbacks=early_stopping",
+    "callbacks=model_checkpoint",
+    "callbacks=rich_progress_bar",
+    "callbacks.model_checkpoint.monitor=val/loss",
+    "callbacks.early_stopping.patience=5",
+    "callbacks.rich_progress_bar.refresh_rate=1",
+    "~callbacks.early_stopping",
+    "experiment=example",
+    "ckpt_path=logs/train/runs/x/checkpoints/last.ckpt",
+    "tags=mnist",
+    "train=False",
+    "test=False",
+    "optimized_metric=val/acc_best",
+    "task_name=mine",
+    "extras=default",
+    "extras.print_config=true",
+    "extras.ignore_warnings=true",
+    "extras.enforce_tags=false",
+    "print_config=true",
+    "ignore_warnings=true",
+    "paths=default",
+    "paths.data_dir=/data",
+    "paths.log_dir=/data",
+    "data_dir=/data",
+    "work_dir=/x",
+    "hydra=default",
+    "hydra.verbose=true",
+    "hydra/job_logging=colorlog",
+    "hydra/launcher=joblib",
+    "hydra.sweeper.n_trials=5",
+    "hparams_search=mnist_optuna",
+    "-m seed=1,2 hydra/launcher=joblib",
+    "local=default",
+    "datamodule=mnist",
+    "datamodule.batch_size=3",
+    "data=cifar",
+    "model=resnet",
+    "lr=0.1",
+    "model.lr=0.002",
+    "-m model.lr=0.001,0.0005",
+    "model.optimizer.learning_rate=0.002",
+    "model.net.lin5_size=128",
+    "optimizer.lr=0.01",
+    "optimizer=sgd",
+    "scheduler=constant",
+    "batch_size=32",
+    "data.batch_size=32,64",
+    "data.shuffle=true",
+    "--config-name=eval",
+    "--config-name=train.yaml",
+    "mode=train",
 )
+WORKS = {  # and what it does
+    "trainer.max_epochs=2": "two epochs",
+    "trainer.min_epochs=1 trainer.max_epochs=2": "as there",
+    "trainer.accelerator=cpu": "as there",
+    "trainer.devices=1": "as there",
+    "trainer.deterministic=True": "as there",
+    "trainer.strategy=ddp": "the choice strategy=ddp",
+    "+trainer.precision=bf16-mixed": "the choice precision=bf16-mixed",
+    "+trainer.gradient_clip_val=0.5": "as there",
+    "+trainer.val_check_interval=0.5": "validates twice an epoch",
+    "+trainer.max_time=00:12:00:00": "as there",
+    "+trainer.detect_anomaly=true": "as there",
+    "+trainer.fast_dev_run=true": "one batch of each stage",
+    "+trainer.limit_train_batches=0.2": "as there",
+    "+trainer.overfit_batches=1": "as there",
+    "+trainer.num_sanity_val_steps=0": "as there",
+    "+trainer.enable_progress_bar=false": "no line of progress",
+    "debug=limit": "a few batches of each stage",
+    "debug=overfit": "the same batches again and again",
+    "debug=profiler": "a profile, and the line that names its file",
+    "debug=null": "as there",
+    "logger=csv": "metrics.csv",
+    "logger=tensorboard": "TensorBoard alone",
+    "callbacks=default": "as there",
+    "seed=12345": "as there",
+    "tags=[mnist,experiment_x]": "tags of the run, shown by compare and loggers",
+    "compile=false": "as there",
+    "model.compile=true": "the module compiles its network, as there",
+    "model.optimizer.lr=0.002": "the rate of the module's own optimizer",
+    "model.optimizer._target_=torch.optim.SGD": "another class, with the same arguments",
+    "model.scheduler=null": "no schedule",
+    "model.net.lin1_size=128": "as there",
+    "data.batch_size=32": "32 samples a step, on any number of devices",
+    "data.num_workers=1": "as there",
+    "data.train_val_test_split=[600,84,84]": "as there",
+    "hydra.run.dir=out": "the run's folder",
+    "-m data.batch_size=32,64 model.optimizer.lr=0.001,0.0005": "four runs, and a table of them",
+}
+# Typed in Python
+LOADS = {
+    'MNISTLitModule.load_from_checkpoint("model.ckpt")': "of the file that `python -m lightswitch.export "
+    "runs/mnist/RUN_ID -o model.ckpt` writes",
+}
+
+
+def words(typed: str) -> list[str]:
+    """What a habit is as the arguments of train.py, with that model and data where it names no others."""
+    own = shlex.split(typed)
+    others = [word for word in MODEL_AND_DATA if not any(one.startswith(word.partition("=")[0] + "=") for one in own)]
+    return ["--config-dir", str(CONF), *others, *own]

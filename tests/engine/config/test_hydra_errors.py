@@ -71,6 +71,13 @@ MISTAKES = {
     "trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
     "+trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
     "model.wdth=3": "model.wdth: PlainModel takes no wdth. Did you mean width?",
+    "model.compile=true": "model.compile: PlainModel takes no compile; type compile=true",
+    "model.optimizer.lr=3": "model.optimizer: PlainModel takes no optimizer. Its own: model.width, model.lr, "
+    "model.dropout, model.eps, model.halved",
+    "model._target_=tests.engine.plain.PartialModel model.optimizer.lr=3": "model.optimizer: found lr and no class; "
+    "type optimizer.lr=VALUE",
+    "model._target_=tests.engine.plain.PartialModel model.optimizer=${optimizer} model.lr=3": "model.lr: PartialModel "
+    "takes no lr. Did you mean optimizer.lr?",
     "data.sample=3": "data.sample: PlainData takes no sample. Did you mean samples?",
     "callbacks.throughput.every=3": "callbacks.throughput.every: Throughput takes no every.",
     "callbacks.early_stopping.patience=3": "callbacks.early_stopping is not switched on. "
@@ -109,9 +116,27 @@ MISTAKES = {
     f"trainer.gradient_clip_val={'9' * 400}": "trainer.gradient_clip_val: found a number of 400 digits; use one of "
     "at most 9223372036854775807",
     f"seed={'9' * 5000}": f"seed={'9' * 75}…: found a number of more than 4300 digits; type a smaller one",
-    f"+data.x={'[' * 500}{']' * 500}": f"+data.x={'[' * 72}…: found brackets in more than 32 brackets; type a flatter "
+    f"+data.x={'[' * 500}{']' * 500}": f"data.x={'[' * 73}…: found brackets in more than 32 brackets; type a flatter "
     "value",
-    "=1": "=1: found no key; a setting is KEY=VALUE",
+    **{
+        word: f"{word}: found no key; a setting is KEY=VALUE"
+        for word in ("=1", ".width=3", "model..width=3", "model.", "seed:3", "$SEED")
+    },
+    "seed=1,2": "seed=1,2: found several values; type -m for a run of each, or seed=[1,2] for a list",
+    "trainer.devices=1,2": "trainer.devices=1,2: found several values; type -m for a run of each, or "
+    "trainer.devices=[1,2] for a list",
+    "+seed=3": "+seed: the config has that key; type seed=VALUE",
+    **{
+        f"+strategy={choice}": "+strategy: the config has that choice; type strategy=CHOICE"
+        for choice in ("auto", "ddp")
+    },
+    "optimizer@x=sgd": "optimizer@x: there is no such group. Did you mean optimizer?",
+    "watch=false": "\nerror: ".join(
+        f"watch=False: it has keys of its own; type watch.{key}_after_seconds=VALUE" for key in ("lost", "hung")
+    ),
+    "data.shards=3": "data.shards: PlainData takes no shards. Its own: data.samples, data.batch_size, data.workers, "
+    "data.drop_last, data.noise",
+    "--config-name=eval.yaml": "--config-name=eval.yaml: there is no such config; type mode=test ckpt_path=PATH",
     "+=1": "+=1: found no key; a setting is KEY=VALUE",
     "--resolve": "--resolve: found no --cfg, which it belongs to; type --cfg job --resolve",
     "callbacks.x=1": "callbacks.x names no class. For one of your own: callbacks.x._target_=my.Class",
@@ -227,6 +252,7 @@ NO_KEYS = {
 }
 # What is like nothing, and would only mislead: lora is no logger
 NO_KEYS |= {word: f"{word}: there is no such key." for word in ("lora", "n_layer")}
+NO_KEYS["data.mine"] = "data.mine: there is no such key. A sweep's params that add one begin with +: +data.mine"
 MISTAKES |= {
     f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
     for word, argument in {

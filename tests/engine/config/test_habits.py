@@ -1,0 +1,60 @@
+"""What users of lightning-hydra-template type works, or a line says the name here: docs/habits.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightswitch
+from lightswitch.export import __main__ as export
+from tests.engine.config.habits import COMMANDS, LOADS, REFUSED, WORKS, words
+from tests.engine.config.mistaken import answers
+from tests.engine.config.template.mnist import MNISTLitModule, SimpleDenseNet
+from tests.engine.conftest import CHECKOUT
+from tests.engine.tables import habits
+from tests.night import at_night
+
+PAGE = (CHECKOUT / "docs" / habits.PAGE).read_text()
+HELPS = re.compile(
+    r"\b(type|use|did you mean|leave|set) |\b(choices|expected|its own|one of your own|switch it on):? |no such file",
+    re.IGNORECASE,
+)
+
+
+def test_the_page_has_what_each_gets_and_no_answer_is_bad(tmp_path: Path) -> None:
+    lines = habits.refusals(tmp_path)
+    assert [typed for typed, line in lines.items() if not HELPS.search(line)] == []
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    assert rows == habits.table(lines)[2:], "run python -m tests.engine.tables.habits"
+    assert len(rows) == len(REFUSED) + len(COMMANDS) + len(WORKS) + len(LOADS) >= 100  # none is there twice
+
+
+def test_what_works_is_taken(tmp_path: Path) -> None:
+    """It is refused for the one mistake that is put into it, and for nothing else."""
+    found = answers({typed: [*words(typed), "meet_timeout_seconds=x"] for typed in WORKS}, tmp_path)
+    told = "error: meet_timeout_seconds=x: found str, expected float or int\n"
+    assert {typed: answer.err for typed, answer in found.items() if answer.err != told} == {}
+
+
+@pytest.mark.parametrize("typed", at_night(*WORKS))
+def test_what_works_trains(typed: str, tmp_path: Path) -> None:
+    run = habits.ran(typed, tmp_path)
+    assert run.returncode == 0, run.out + run.err
+    assert "Traceback" not in run.err
+
+
+def test_a_run_is_loaded_once_it_is_exported_and_tells_no_file_that_it_has_not(tmp_path: Path) -> None:
+    run = habits.ran("logger=tensorboard", tmp_path)
+    left_out = "hyper_parameters.optimizer, hyper_parameters.scheduler: a partial can't be read back safely"
+    assert f"checkpoints leave out {left_out}\n" in run.out
+    assert re.findall(r"^(metrics|go on|evaluate|look) ", run.out, re.MULTILINE) == ["go on", "evaluate", "look"]
+    export.main([str(run.run_dir), "-o", str(tmp_path / "model.ckpt")])
+    sizes = {"lin1_size": 64, "lin2_size": 128}  # what is no plain value is the caller's
+    model = MNISTLitModule.load_from_checkpoint(
+        tmp_path / "model.ckpt", net=SimpleDenseNet(**sizes), optimizer=None, scheduler=None
+    )
+    expected = lightswitch.load(run.run_dir).net
+    assert all(map(torch.equal, model.net.parameters(), expected.parameters()))
