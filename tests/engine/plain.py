@@ -134,11 +134,23 @@ class SGDModel(PlainModel):
 
 
 class NamedModel(PlainModel):
-    """Logs loss and accuracy of validation under names of its own, or one of them, or neither; not finite if asked."""
+    """Logs losses and accuracy under names of its own, or some of them, or none; not finite if asked."""
 
-    def __init__(self, loss: str | None = None, accuracy: str | None = None, nan_from_step: int | None = None) -> None:
+    def __init__(
+        self,
+        loss: str | None = None,
+        accuracy: str | None = None,
+        nan_from_step: int | None = None,
+        trained: str | None = None,
+    ) -> None:
         super().__init__()
-        self.loss, self.right, self.nan_from_step = loss, accuracy, nan_from_step
+        self.loss, self.right, self.nan_from_step, self.trained = loss, accuracy, nan_from_step, trained
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trained:
+            self.log(self.trained, loss)
+        return loss
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor, Tensor]) -> None:
         if stage == "test":

@@ -15,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import moved
 from lightswitch.launch import resolvers
-from lightswitch.preflight import unread
+from lightswitch.preflight import targets, unread
+from lightswitch.preflight.signatures import signature
 from tests.project.choices import CONF, choices
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "experiment", "strategy", "callbacks")
@@ -36,6 +37,20 @@ def test_what_is_typed_of_optimizer_and_scheduler_is_read_or_refused(model: str)
     for group in ("optimizer", "scheduler"):
         keys = [f"{group}.{key}" for key in cfg[group] if not key.startswith("_")]
         assert {*unread.of(cfg, keys)} == ({*()} if "${" + group + "}" in given else {*keys})
+
+
+@pytest.mark.parametrize("group", ["model", "data"])
+def test_each_key_that_a_choice_has_is_taken_by_another_or_refused_by_its_name(group: str) -> None:
+    nodes = [OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
+    targets_of = (node["_target_"] for node in nodes if "_target_" in node)
+    classes = {target: takes for target in targets_of if (takes := signature(target))}
+    keys = {key for node in nodes for key in node if key not in ("_target_", "defaults")}
+    keys |= {key for takes in classes.values() for key in takes.parameters}
+    for target, takes in classes.items():
+        for key in keys if not takes.open_ended else ():
+            told = [*targets.problems({group: {"_target_": target, key: "1"}}, {group})]
+            line = f"{group}.{key}: {target.rpartition('.')[2]} takes no {key}"
+            assert any(one.startswith(line) for one in told) == (key not in takes.parameters), told
 
 
 def _with_data(model: str) -> DictConfig:

@@ -68,7 +68,7 @@ GAN, NORMED, PLATEAU = f"{_PLAIN}.GanModel", f"{_PLAIN}.NormedModel", f"{_PLAIN}
 
 RUNS: dict[str, Typed] = {
     "epochs": Typed(NAMED, "model.loss=val_loss data.batch_size=20 trainer.max_epochs=4"),
-    "epochs and steps": Typed(PLAIN, f"trainer.max_epochs=2 trainer.max_steps=7 {_ON_TWO}"),
+    "epochs and steps": Typed(PLAIN, f"trainer.max_epochs=2 trainer.max_steps=7 model.dropout=0.1 {_ON_TWO}"),
     "epochs, validated by steps": Typed(
         NORMED, f"micro_batch_size=20 trainer.max_epochs=2 {_BY_STEPS} trainer.check_val_every_n_epoch=null"
     ),
@@ -82,7 +82,7 @@ RUNS: dict[str, Typed] = {
     "validations too rare": Typed(PLAIN, "trainer.max_epochs=2 trainer.val_check_interval=100", code=2),
     "another name": Typed(NAMED, "model.loss=validation_loss model.accuracy=val_acc trainer.max_epochs=2"),
     "no metric": Typed(NAMED, "trainer.max_epochs=2"),
-    "no loss": Typed(NAMED, "model.accuracy=val_acc model.loss=val_nll trainer.max_epochs=2"),
+    "no loss": Typed(NAMED, "model.accuracy=val_acc model.loss=val_nll model.trained=d_loss trainer.max_epochs=2"),
     "misspelt": Typed(NAMED, f"model.loss=val_loss {_MONITOR}=val_los trainer.max_epochs=2", code=2),
     "nan": Typed(NAMED, "model.loss=val_loss model.nan_from_step=10 trainer.max_epochs=4"),
     "nan at once": Typed(NAMED, "model.loss=val_loss model.nan_from_step=0 trainer.max_epochs=2"),
@@ -220,7 +220,11 @@ HABITS = (
     ),
     Habit("no metric: the last are kept", "no metric", look=_checkpoints, found=["last.ckpt", "step_10.ckpt"]),
     Habit(
-        *("metrics, and no loss", "no loss", "not kept: validation has logged val_acc, val_nll; type callbacks.best_"),
+        *(
+            "metrics, and a loss of training alone",
+            "no loss",
+            "not kept: validation has logged val_acc, val_nll; type callbacks.best_",
+        ),
         *(_times_told("best       "), 1),
     ),
     Habit(
@@ -306,6 +310,8 @@ HABITS = (
         *("trainer.sync_batchnorm under DeepSpeed", "synced under DeepSpeed"),
         "error: trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp\n",
     ),
+    Habit("dropout on two devices", "epochs and steps", "\ndropout    net.2: each micro batch draws its own, so "),
+    Habit("dropout of 0 on two devices", "plateau, cut", look=_times_told("dropout"), found=0),
     # Modules of Lightning's own tests; BoringModel under each strategy: strategies/shapes/modules.py
     Habit(
         *("ManualOptimBoringModel, and data without a length", "Lightning's own"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,8 +50,10 @@ def test_overfit_reads_the_same_samples_over_and_over(debugged: dict[str, Finish
 
 
 def test_profiler_leaves_a_table_in_the_run_directory(debugged: dict[str, Finished]) -> None:
-    (table,) = debugged["profiler"].run_dir.glob("fit-profile*.txt")
+    run = debugged["profiler"]
+    (table,) = run.run_dir.glob("fit-profile*.txt")
     assert "run_training_batch" in table.read_text()
+    assert re.search(rf"^profile +.*runs/plainmodel/{run.run_dir.name}/{table.name}", run.out, re.MULTILINE)
 
 
 def _steps(run_dir: Path) -> list[list[int]]:

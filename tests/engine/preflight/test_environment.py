@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from importlib.metadata import version
 
 import pytest
 from lightning.fabric.utilities.rank_zero import _get_rank
 
+from lightswitch import versions
 from lightswitch.cluster import environments, placement
 from lightswitch.errors import RefusedRequest
 from lightswitch.preflight import environment, launchers, packages
@@ -216,3 +218,8 @@ def test_a_torchvision_of_another_torch_is_told_in_a_line(torch: str, torchvisio
     requirements = ["numpy", f"torch=={required}", "pillow!=8.3.*,>=5.3.0"]
     told = [*packages.apart({"torch": torch, "torchvision": torchvision}, requirements)]
     assert told == list(filter(None, [PAIRS[torch, torchvision, required]]))
+
+
+def test_packages_beyond_what_the_engine_is_for_are_told() -> None:
+    told = versions.unmet(["torch<2.1,>=2", "torch>=2", "a-package-of-no-one>=9", "torch<1; extra == 'x'"])
+    assert told == [f"torch {version('torch')}, and this engine is for torch<2.1,>=2"]

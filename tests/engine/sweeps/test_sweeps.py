@@ -64,6 +64,13 @@ def rows(out: str) -> list[list[str]]:
     return [line.split() for line in table.strip().split("\n\n")[0].splitlines()]
 
 
+def test_the_table_leaves_out_what_all_jobs_have() -> None:
+    jobs = [
+        record.Record(number, ["+trainer.max_steps=2", f"++model.lr={lr}"], "x") for number, lr in enumerate((1, 2))
+    ]
+    assert [row[1] for row in rows(record.table(jobs, "val/loss"))] == ["model.lr=1", "model.lr=2"]
+
+
 def test_a_grid_trains_each_job_on_processes_of_its_own(sweep: Sweep, tmp_path: Path) -> None:
     is_a_grid(
         sweep(*FAST, "strategy=ddp_fork", "global_batch_size=24,0", script=CHECKOUT / "train.py"), tmp_path, "fork"
