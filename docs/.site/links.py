@@ -15,6 +15,7 @@ def on_page_markdown(markdown: str, config: Any, page: Any, **_: Any) -> str:
     if "/" in page.file.src_uri:  # of a folder in docs/, from where ../ is docs/ itself
         return markdown
     if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["toc"]  # of a page without headings, where the widest output of a terminal is
         readme = Path(config.docs_dir).with_name("README.md").read_text()
         markdown = _RELATIVE.sub(lambda link: "](" if link[1] else "](../", readme)
     address = (config.repo_url or "").rstrip("/")

@@ -37,6 +37,7 @@ def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
     home = (copy / "site" / "index.html").read_text()
     assert 'href="https://example.org/us/lightswitch/blob/main/CONTRIBUTING.md"' in home
     assert 'href="strategies.html"' in home
+    assert "md-tabs" not in home  # with which the first page's sidebar would have a single line
     assert "what each device holds" in home
     assert "fonts.googleapis" not in home
     assert '<html lang="en"' in home
