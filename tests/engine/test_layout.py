@@ -51,7 +51,7 @@ WITHOUT_TORCH = (
     "lightswitch.preflight.root_keys",
     "lightswitch.runs.finished",
     "lightswitch.preflight.targets",
-    "lightswitch.preflight.compilation",
+    "lightswitch.preflight.devices",
     "lightswitch.preflight.devices",
     "lightswitch.preflight.launchers",
     "lightswitch.preflight.signatures",

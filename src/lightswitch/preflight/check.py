@@ -21,13 +21,10 @@ from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
 from lightswitch.preflight import (
-    checked,
-    compilation,
     devices,
+    environment,
     launchers,
-    packages,
     planned,
-    precision,
     root_keys,
     strategies,
     targets,
@@ -56,9 +53,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement, groups.files(run.hydra, "precision")))
         plain = planned.on_its_device(plain)
-    if is_checked := plain["mode"] == checked.MODE:
-        _raise(checked.problems(plain, run.placement, groups.files(run.hydra, "strategy")))
-    _raise(packages.problems())
+    if is_checked := plain["mode"] == planned.CHECK:
+        _raise(planned.checked_problems(plain, run.placement, groups.files(run.hydra, "strategy")))
+    _raise(environment.unfit_packages())
     _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes, _choices(run.hydra)),
@@ -69,7 +66,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _loggers(plain),
         _run_directory(run.run_dir),
         _files(plain, run.run_dir),
-        precision.problems(plain, devices.accelerator(plain["trainer"])),
+        trainer.precision_problems(plain, devices.accelerator(plain["trainer"])),
         *([] if is_planned or is_checked else _machine(plain, run)),
     )
     if not (is_planned or is_checked):
@@ -111,7 +108,7 @@ def _nodes(typed: list[str]) -> set[str]:
 def _machine(cfg: dict[str, Any], run: RunContext) -> Iterator[Iterator[str]]:
     """Yield the checks of what this machine has."""
     yield devices.absent(cfg["trainer"], run.placement)
-    yield compilation.problems(cfg, devices.accelerator(cfg["trainer"]))
+    yield devices.compiler_problems(cfg, devices.accelerator(cfg["trainer"]))
 
 
 def _raise(*checks: Iterator[str]) -> None:
@@ -228,7 +225,7 @@ def _checkpoints(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:
             "every checkpoint callback was removed, and Lightning would add one of its own; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"
         )
-    if cfg["mode"] not in ("fit", checked.MODE, *planned.MODES) and not cfg["ckpt_path"]:
+    if cfg["mode"] not in ("fit", planned.CHECK, *planned.MODES) and not cfg["ckpt_path"]:
         yield f"mode={cfg['mode']} needs ckpt_path=PATH of a checkpoint"
 
 

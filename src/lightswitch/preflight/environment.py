@@ -1,4 +1,4 @@
-"""Environment variables of launchers: those whose value means nothing, and those that lack others."""
+"""The environment of a process: launchers' variables that mean nothing or lack others, and packages that do not fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from lightswitch import versions
 from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
 
@@ -52,6 +53,8 @@ _MEND = {
     "slurm": "start it by srun --distribution=block",
 }
 _OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its children
+_INDEX = "https://download.pytorch.org/whl"
+_BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # PyTorch's own, behind the + of a version
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:
@@ -183,3 +186,34 @@ def _unset(launcher: str, environ: Mapping[str, str]) -> str:
 def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
     shown = (f"{environ[name]}" if re.fullmatch(r"[\w.:-]+", environ[name]) else repr(environ[name]) for name in names)
     return " and ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))
+
+
+def unfit_packages() -> Iterator[str]:
+    """Yield a line for a torchvision that is built for another torch: torchmetrics imports it in every run."""
+    found = versions.of(("torch", "torchvision"))
+    if len(found) == 2:
+        yield from apart(found, versions.required_by("torchvision"))
+
+
+def apart(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
+    """Yield a line where torch and torchvision are not built for one another.
+
+    Args:
+        found: their versions.
+        requirements: torchvision's.
+    """
+    torch, _, build = found["torch"].partition("+")
+    build_of_vision = found["torchvision"].partition("+")[2]
+    needed = next((one[1] for text in requirements if (one := re.match(r"torch *\(?== *([\d.]+)", text))), None)
+    of_another = needed is not None and torch.split(".")[:2] != needed.split(".")[:2]
+    is_known = all(not one or _BUILD.fullmatch(one) for one in (build, build_of_vision))
+    if not of_another and (not is_known or build == build_of_vision):
+        return
+    major, minor = (int(number) for number in torch.split(".")[:2])
+    wanted = f"torchvision==0.{minor + 15}.*" if major == 2 else "torchvision"  # 2.8 and 0.23, and so on
+    index = f" --index-url {_INDEX}/{build}" if _BUILD.fullmatch(build) else ""
+    kind = f"torch {needed}" if of_another else f"a torch {f'of {build_of_vision}' if build_of_vision else 'of PyPI'}"
+    yield (
+        f"torchvision {found['torchvision']} is built for {kind}, and torch {found['torch']} is installed; type "
+        f"pip install --force-reinstall --no-deps '{wanted}'{index}"
+    )

@@ -1,8 +1,8 @@
-"""Checks of a run that is only planned: one process does it, and its devices need not be here."""
+"""Checks of a run that is only planned, or of a module that is only checked: one process does it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from lightswitch.cluster.placement import Placement
@@ -15,6 +15,9 @@ _KEYS = {
     "plan": ("device", "memory_gib", "deepspeed", "disk_gb_per_second", "tokens_per_sample"),
     "dry_run": ("rank", "steps", "weak_devices"),
 }
+CHECK = "check"
+_CHECK_KEYS = ("steps", "devices", "strategies")
+_LEAST_STEPS, _LEAST_DEVICES = 2, 2  # one before a kill, and one after it
 
 
 def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, object]) -> Iterator[str]:
@@ -92,3 +95,34 @@ def on_its_device(cfg: dict[str, Any]) -> dict[str, Any]:
     if not str(node.get("_target_")).endswith(".Device"):
         return cfg
     return {**cfg, "trainer": {**cfg["trainer"], "accelerator": node.get("kind", "cuda")}}
+
+
+def checked_problems(cfg: dict[str, Any], place: Placement, strategies: Collection[str]) -> Iterator[str]:
+    """Yield why a module can't be checked, a line each.
+
+    Args:
+        strategies: that the config folders have.
+    """
+    if place.is_external:
+        yield (
+            f"mode=check starts its own processes, and {place.launcher} started this one beside others; "
+            "type python train.py mode=check"
+        )
+    node = cfg.get(CHECK)
+    if not isinstance(node, dict):
+        yield "check: the config has no such key, and mode=check reads it; add it to config.yaml"
+        return
+    for key in (key for key in _CHECK_KEYS if key not in node):
+        yield f"check.{key}: the config has no such key, and mode=check reads it; add it to config.yaml"
+        return
+    for key, least in (("steps", _LEAST_STEPS), ("devices", _LEAST_DEVICES)):
+        if type(node[key]) is not int or node[key] < least:
+            yield f"check.{key}={node[key]}: use a number from {least}"
+    asked = node["strategies"]
+    if asked not in (None, "all"):
+        for name in asked if isinstance(asked, list) else [asked]:
+            if str(name) not in strategies:
+                other = aliases.choice("strategy", str(name))
+                hint = f" Did you mean {other}?" if other in strategies else nearest(str(name), strategies)
+                known = ", ".join(strategies)
+                yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {known}"

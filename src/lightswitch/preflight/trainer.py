@@ -1,9 +1,12 @@
-"""Arguments of Lightning's Trainer that the engine sets, or that a run can't follow."""
+"""Arguments of the Trainer that the engine sets, that a run can't follow, or a precision that does not suit it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
+
+from lightswitch.preflight.planned import MODES
+from lightswitch.preflight.signatures import signature
 
 _DERIVED = {  # what sets it
     "accumulate_grad_batches": "the batch: set micro_batch_size",
@@ -19,6 +22,7 @@ _REFUSED = {
     "use_distributed_sampler": "the engine cuts batches, so that their order is the same at any number of devices; "
     "leave it out",
 }
+_SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal one, 6.1e-5
 
 
 def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
@@ -45,3 +49,56 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
 
 def _shown(value: object) -> str:
     return "true" if value is True else str(value)
+
+
+def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
+    """Yield why a precision can't be used.
+
+    Args:
+        cfg: the whole config, resolved.
+        accelerator: the one in use: cpu, cuda, mps or tpu.
+    """
+    precision = cfg["trainer"].get("precision")
+    if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
+        yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
+    if accelerator == "mps" and precision in (64, "64", "64-true"):
+        yield f"precision={precision}: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
+    keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
+    trains = cfg["mode"] in ("fit", *MODES)
+    if precision == "16-true" and not keeps_float32 and trains:
+        yield from _vanishing_eps(cfg)
+    if precision in (16, "16", "16-mixed") and cfg["trainer"].get("gradient_clip_val") and trains:
+        yield from _unscaled_too_late(cfg)
+
+
+def _unscaled_too_late(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield optimizers that unscale gradients in their step, after they are clipped: torch's with ``fused=True``."""
+    for key, node in cfg["model"].items():
+        if isinstance(node, dict) and node.get("fused") is True:
+            path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
+            yield (
+                f"{path}.fused=true: under precision=16-mixed such an optimizer unscales gradients after they are "
+                f"clipped; leave it out, and Adam is fused in another way, or type trainer.gradient_clip_val=null"
+            )
+
+
+def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield optimizers that divide by √v + eps where both are 0 in float16, as Adam's: NaN at step 2."""
+    for key, node in cfg["model"].items():
+        if not isinstance(node, dict) or not _has_eps_below(_SMALLEST_FLOAT16, node):
+            continue
+        path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
+        found = f"eps={node['eps']:g}" if "eps" in node else "default eps"
+        yield (
+            f"precision=16-true: {node['_target_'].rpartition('.')[2]} divides by its eps, and the {found} is below "
+            f"float16's smallest number, 6.1e-05; use {path}.eps=1e-4, or precision=bf16-true"
+        )
+
+
+def _has_eps_below(smallest: float, node: dict[str, Any]) -> bool:
+    """Return whether a node makes an optimizer with a single eps below a number; torch's defaults all are small."""
+    accepted = signature(node["_target_"]) if isinstance(node.get("_target_"), str) else None
+    if accepted is None or not {"lr", "eps"} <= accepted.parameters.keys():
+        return False
+    kinds = accepted.parameters["eps"].kinds
+    return (kinds is None or float in kinds) and node.get("eps", 0.0) < smallest

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightswitch.cluster.placement import Placement
-from lightswitch.preflight import devices, precision, strategies
+from lightswitch.preflight import devices, strategies, trainer
 from lightswitch.preflight.devices import Present
 
 EIGHT_GPUS, ONE_GPU, APPLE, NONE = Present(cuda=8), Present(cuda=1), Present(mps=1), Present()
@@ -136,6 +136,6 @@ def test_gpus_that_deepspeed_would_not_take_are_refused(named: Any) -> None:
 
 def test_apples_gpus_have_no_double_precision() -> None:
     cfg = {"trainer": {"precision": "64-true"}, "mode": "fit", "model": {}, "optimizer": {}}
-    (told,) = precision.problems(cfg, "mps")
+    (told,) = trainer.precision_problems(cfg, "mps")
     assert told == "precision=64-true: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
-    assert list(precision.problems(cfg, "cuda")) == []
+    assert list(trainer.precision_problems(cfg, "cuda")) == []

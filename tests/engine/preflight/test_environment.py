@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightswitch import versions
 from lightswitch.cluster import environments, placement
 from lightswitch.errors import RefusedRequest
-from lightswitch.preflight import environment, launchers, packages
+from lightswitch.preflight import environment, launchers
 from tests.engine.cluster.test_placement import BATCH_SHELL, EXPORTED, SRUN, TORCHRUN
 from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN
@@ -216,7 +216,7 @@ PAIRS = {  # torch, torchvision and the torch that it requires
 @pytest.mark.parametrize(("torch", "torchvision", "required"), PAIRS)
 def test_a_torchvision_of_another_torch_is_told_in_a_line(torch: str, torchvision: str, required: str) -> None:
     requirements = ["numpy", f"torch=={required}", "pillow!=8.3.*,>=5.3.0"]
-    told = [*packages.apart({"torch": torch, "torchvision": torchvision}, requirements)]
+    told = [*environment.apart({"torch": torch, "torchvision": torchvision}, requirements)]
     assert told == list(filter(None, [PAIRS[torch, torchvision, required]]))
 
 

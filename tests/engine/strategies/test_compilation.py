@@ -18,7 +18,7 @@ from torch import nn
 from torch._logging import _internal as torch_logs
 
 import lightswitch
-from lightswitch.preflight import compilation as limits
+from lightswitch.preflight import devices
 from lightswitch.strategies.compilation import Compilation, CompiledForward
 from lightswitch.strategies.recompilations import tell_recompilations
 from tests.engine.conftest import PLAIN, Train
@@ -185,7 +185,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 def _problems(keys: dict[str, object], **strategy: object) -> list[str]:
-    return list(limits.problems({"compile": keys, "trainer": {"strategy": strategy}}, "cpu"))
+    return list(devices.compiler_problems({"compile": keys, "trainer": {"strategy": strategy}}, "cpu"))
 
 
 def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

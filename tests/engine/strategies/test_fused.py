@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints import optimizers
-from lightswitch.preflight import precision
 from lightswitch.strategies.fused import fuse
 from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
 from tests.engine.models.language import LanguageModel
@@ -56,10 +55,10 @@ def test_what_scales_gradients_refuses_it_before_a_start() -> None:
     optimizer = {"_target_": "torch.optim.AdamW", "_partial_": True, "fused": True}
     trainer = {"precision": "16-mixed", "gradient_clip_val": 1.0}
     cfg = {"trainer": trainer, "model": {"optimizer": optimizer}, "optimizer": optimizer, "mode": "fit"}
-    (problem,) = precision.problems(cfg, "gpu")
+    (problem,) = trainer.precision_problems(cfg, "gpu")
     assert problem.startswith("optimizer.fused=true: under precision=16-mixed")
-    assert not list(precision.problems({**cfg, "trainer": {**trainer, "gradient_clip_val": None}}, "gpu"))
-    assert not list(precision.problems({**cfg, "trainer": {**trainer, "precision": "bf16-mixed"}}, "gpu"))
+    assert not list(trainer.precision_problems({**cfg, "trainer": {**trainer, "gradient_clip_val": None}}, "gpu"))
+    assert not list(trainer.precision_problems({**cfg, "trainer": {**trainer, "precision": "bf16-mixed"}}, "gpu"))
 
 
 # Which groups

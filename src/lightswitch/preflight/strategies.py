@@ -1,0 +1,277 @@
+"""Limits of each strategy, told in a line before a process is started. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.deepspeed import config as zero_config
+from lightswitch.deepspeed import ops
+from lightswitch.errors import BatchError
+from lightswitch.preflight import devices
+
+
+@dataclass(frozen=True)
+class Request:
+    """Parts of a run's config by which its strategy can take it or not.
+
+    Attributes:
+        strategy, model, trainer: nodes of the config, resolved.
+        devices: of a node.
+        accelerator: the one in use: cpu, cuda, mps or tpu.
+        batch: global_batch_size and micro_batch_size, in samples.
+    """
+
+    strategy: dict[str, Any]  # the config node trainer.strategy
+    model: dict[str, Any]  # the config node model
+    trainer: dict[str, Any]  # the config node trainer
+    nodes: int
+    devices: int  # a node
+    accelerator: str
+    batch: tuple[int, int | None] = (1, None)  # global_batch_size and micro_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the run, over all nodes."""
+        return self.nodes * self.devices
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the run is on GPUs that NCCL connects, or AMD's RCCL."""
+        return self.accelerator == "cuda"
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision, as typed."""
+        return str(self.trainer.get("precision"))
+
+
+def problems(request: Request) -> Iterator[str]:
+    """Yield why a strategy of the engine's refuses the run; nothing for one of the user's own."""
+    name = str(request.strategy.get("_target_")).rpartition(".")[2]
+    if name in _CHECKS and name != "Single" and request.accelerator == "mps":
+        yield (
+            f"strategy {name} runs on CUDA devices and on the CPU, and the run is on one of Apple's GPUs; "
+            "use strategy=single, or trainer.accelerator=cpu"
+        )
+    elif name in _CHECKS:
+        yield from _CHECKS[name](request)
+
+
+def _single(request: Request) -> Iterator[str]:
+    if request.world_size > 1:
+        yield (
+            f"strategy=single is one device, and {request.nodes} × {request.devices} are asked for; use strategy=ddp"
+        )
+
+
+def _ddp(request: Request) -> Iterator[str]:
+    """Yield why DistributedDataParallel can't take the run, a line each."""
+    options = request.strategy
+    method = options.get("start_method")
+    if request.nodes > 1 and method in ("spawn", "fork"):
+        yield (
+            f"strategy ddp_{method} starts processes on one node, and trainer.num_nodes={request.nodes}; "
+            "use strategy=ddp"
+        )
+    if options.get("static_graph") and options.get("find_unused_parameters"):
+        yield "trainer.strategy.static_graph finds unused parameters itself; leave find_unused_parameters out"
+    if (options.get("bucket_cap_mb") or 1) <= 0:
+        yield f"trainer.strategy.bucket_cap_mb={options['bucket_cap_mb']}: use a number greater than 0, or leave it out"
+    yield from _process_group(request)
+    yield from _powersgd(request)
+
+
+def _powersgd(request: Request) -> Iterator[str]:
+    options = request.strategy
+    if options.get("comm_hook") != "powersgd":
+        for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
+            if name in options:
+                yield f"trainer.strategy.{name} is PowerSGD's; also type trainer.strategy.comm_hook=powersgd"
+        return
+    if options.get("matrix_approximation_rank", 1) < 1:
+        yield f"trainer.strategy.matrix_approximation_rank={options['matrix_approximation_rank']}: use 1 or more"
+    if options.get("start_powerSGD_iter", 2) < 2:
+        yield (
+            f"trainer.strategy.start_powerSGD_iter={options['start_powerSGD_iter']}: ddp rebuilds its buckets after "
+            "the first step, and PowerSGD can start after that; use 2 or more"
+        )
+    if request.precision == "16-mixed":
+        yield (
+            "trainer.strategy.comm_hook=powersgd carries errors on from step to step, and the infinities of 16-mixed "
+            "with them; use precision=bf16-mixed"
+        )
+
+
+def _fsdp1(request: Request) -> Iterator[str]:
+    """Yield why FullyShardedDataParallel can't take the run, a line each."""
+    options = request.strategy
+    yield from _mesh(options.get("sharding_strategy", "FULL_SHARD"), options.get("device_mesh"), request)
+    yield from _dtypes(options.get("mixed_precision") or {})
+    yield from _process_group(request)
+
+
+def _mesh(sharding: str, mesh: list[int] | None, request: Request) -> Iterator[str]:
+    if "HYBRID" not in sharding:
+        if mesh is not None:
+            yield f"trainer.strategy.device_mesh is for HYBRID_SHARD, and sharding_strategy={sharding}; leave it out"
+        return
+    shape = mesh or [request.nodes, request.devices]
+    if len(shape) != 2 or shape[0] * shape[1] != request.world_size:
+        yield (
+            f"trainer.strategy.device_mesh={shape}: [replicas, devices of each] has to make the {request.world_size} "
+            "devices of the run"
+        )
+    elif shape[1] == 1 and shape[0] > 1:
+        yield (
+            f"sharding_strategy={sharding} with {shape[0]} replicas of 1 device each shards nothing; "
+            "use strategy=ddp, or give trainer.strategy.device_mesh=[replicas,devices of each]"
+        )
+
+
+def _dtypes(mixed_precision: dict[str, str]) -> Iterator[str]:
+    for key, dtype in mixed_precision.items():
+        if key not in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            yield f"trainer.strategy.mixed_precision.{key}: use param_dtype, reduce_dtype or buffer_dtype"
+        elif dtype not in ("float32", "bfloat16", "float16"):
+            yield f"trainer.strategy.mixed_precision.{key}={dtype}: use float32, bfloat16 or float16"
+
+
+def _fsdp(request: Request) -> Iterator[str]:
+    """Yield why fully_shard can't take the run, a line each."""
+    options = request.strategy
+    sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
+    devices = request.world_size // options.get("tensor_parallel_size", 1)
+    if shard_size is not None and sharding != "HYBRID_SHARD":
+        yield "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid, or leave it out"
+    elif shard_size is not None and (shard_size < 1 or devices % shard_size):
+        sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
+    elif sharding == "HYBRID_SHARD" and devices > 1 and (shard_size or request.devices) == 1:
+        yield "HYBRID_SHARD over one device of each node shards nothing; use strategy=fsdp, or strategy=ddp"
+    if options.get("accumulate_gradients") == "within_replica" and sharding != "HYBRID_SHARD":
+        yield "trainer.strategy.accumulate_gradients=within_replica is HYBRID_SHARD's; use unsharded, or leave it out"
+    if options.get("prefetch") is not None and options["prefetch"] < 1:
+        yield f"trainer.strategy.prefetch={options['prefetch']}: it counts units, so use 1 or more, or leave it out"
+    if options.get("param_dtype") and request.precision != "32-true":
+        yield (
+            f"trainer.strategy.param_dtype and precision={request.precision} both say what to compute in; "
+            "leave one of them out"
+        )
+    if request.precision == "16-mixed" and request.on_gpu:
+        yield "strategy=fsdp does not scale the loss as 16-mixed needs it; use precision=bf16-mixed, or strategy=ddp"
+    yield from _process_group(request)
+
+
+def _tensor_parallel(request: Request) -> Iterator[str]:
+    """Yield why tensor parallelism can't take the run, a line each; also what fully_shard refuses."""
+    size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
+    if request.precision == "16-true":
+        # torch's fused Adam, which computes in 32 bits, takes no parameters of two meshes, as cut and uncut layers are
+        yield "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
+    if size < 1 or request.world_size % size:
+        yield (
+            f"trainer.strategy.tensor_parallel_size={size} does not divide {request.nodes} × {request.devices} "
+            f"devices; use trainer.devices={max(1, size)} or a multiple of it"
+        )
+        return
+    model = str(request.model.get("_target_")).rpartition(".")[2]
+    if model not in plans:
+        only = f", only for {', '.join(plans)}" if plans else ""
+        yield (
+            f"strategy=fsdp_tp has no plan for {model}{only}; use strategy=fsdp, or "
+            f"trainer.strategy.plans.{model}=FUNCTION that returns torch's parallel styles by the paths of its modules"
+        )
+    yield from _fsdp(request)
+
+
+def _deepspeed(request: Request) -> Iterator[str]:
+    """Yield why DeepSpeed can't take the run, a line each."""
+    if importlib.util.find_spec("deepspeed") is None:
+        yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
+        return
+    named = devices.indices(request.trainer["devices"])
+    if named is not None and named != list(range(len(named))):  # it takes LOCAL_RANK for the GPU's number (0.19)
+        visible = ",".join(map(str, named))
+        yield (
+            f"trainer.devices={request.trainer['devices']}: DeepSpeed takes the first GPUs that it sees; "
+            f"export CUDA_VISIBLE_DEVICES={visible}, and use trainer.devices={len(named)}"
+        )
+    if isinstance(plugin := request.trainer.get("precision"), dict):
+        name = str(plugin.get("_target_")).rpartition(".")[2]
+        yield f"precision {name} is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"
+    if request.precision in ("64", "64-true"):
+        yield "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
+    if request.precision == "16-true" and not request.on_gpu:
+        yield "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"
+    if request.trainer.get("gradient_clip_algorithm") == "value":
+        yield "DeepSpeed clips gradients by norm alone; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
+    if request.strategy.get("config") is not None:
+        yield from _deepspeed_file(request)
+    yield from _compiled(request)
+    if "nvme" in str(request.strategy) and request.trainer.get("enable_checkpointing", True):
+        yield (
+            "DeepSpeed's state on NVMe can't be brought into a checkpoint yet; use deepspeed_stage_3_offload, or also "
+            "type ~callbacks.best_checkpoint ~callbacks.last_checkpoint trainer.enable_checkpointing=false"
+        )
+
+
+def _deepspeed_file(request: Request) -> Iterator[str]:
+    config = request.strategy["config"]
+    kept = {"_target_", "config", "logging_level", "process_group_backend", "timeout"}
+    for key in request.strategy.keys() - kept:
+        yield f"trainer.strategy.{key} is ignored beside trainer.strategy.config; leave one of them out"
+    try:
+        found = config if isinstance(config, dict) else zero_config.read(config)
+    except (OSError, ValueError) as error:
+        yield f"trainer.strategy.config={config} can't be read: {error}"
+        return
+    try:
+        plan = BatchPlan.derive(*request.batch, request.world_size)
+    except BatchError:  # reported by the check of the batch
+        run = None
+    else:
+        clip_norm = float(request.trainer.get("gradient_clip_val") or 0)
+        run = zero_config.Run(request.precision, plan.micro_batch, plan.accumulation, plan.replicas, clip_norm)
+    for problem in zero_config.problems(found, run):
+        yield f"trainer.strategy.config: {problem}"
+
+
+def _compiled(request: Request) -> Iterator[str]:
+    """Yield what the run can't do before an operator of DeepSpeed's is compiled."""
+    options, optimizer = request.strategy, str((request.model.get("optimizer") or {}).get("_target_"))
+    if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
+        path = Path(options.get("nvme_path", "/local_nvme"))
+        if not os.access(path, os.W_OK):
+            yield f"trainer.strategy.nvme_path={path}: there is no such folder to write to; give one on an NVMe drive"
+        yield from ops.problems("async_io", "offloading to NVMe")
+    for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
+        if optimizer == f"deepspeed.ops.adam.{name}":
+            yield from ops.problems(op, f"optimizer {name}")
+
+
+def _process_group(request: Request) -> Iterator[str]:
+    """Yield why torch can't form the process group that is asked for."""
+    backend = request.strategy.get("process_group_backend")
+    if backend == "nccl" and not request.on_gpu:
+        yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
+    if backend == "mpi":
+        from torch.distributed import is_mpi_available
+
+        if not is_mpi_available():
+            yield "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; use gloo or nccl"
+
+
+_CHECKS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
+    "Single": _single,
+    "DDP": _ddp,
+    "FSDP1": _fsdp1,
+    "FSDP": _fsdp,
+    "TensorParallel": _tensor_parallel,
+    "DeepSpeed": _deepspeed,
+}
