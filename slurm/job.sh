@@ -1,26 +1,110 @@
 # What the job scripts share: where a job runs, over how many processes, and what is done when it ends.
 # shellcheck shell=bash disable=SC2034 # some of it the scripts alone use
 
+: "${scripts:?is set by the script that reads this}"
+checkout=$(cd "$scripts/.." && pwd)
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-${SLURM_JOB_ID:?is not set; submit this by sbatch}} # the SLURM_JOB_ID of an array's last task means all tasks of the array
+details=$(scontrol --details show job "$job" 2> /dev/null) || details=""
+
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+# Where nobody has chosen an --output, what a job prints is beside its run; before that place is known, in a file of its own.
+printed=""
+if [[ /dev/stdout -ef /dev/null ]]; then
+  printed=$(mktemp)
+  exec > "$printed"
+  [[ ! /dev/stderr -ef /dev/null ]] || exec 2>&1
+fi
+open_log() {
+  local place
+  trap - EXIT
+  mkdir -p runs 2> /dev/null || true
+  for place in "$PWD/runs" "$PWD" "$HOME" /tmp; do [[ ! -w $place ]] || break; done
+  failures=$place/slurm-$job.failures
+  [[ -n $printed ]] || return 0
+  exec >> "$place/slurm-$job.out"
+  [[ ! /dev/stderr -ef $printed ]] || exec 2>&1
+  cat "$printed"
+  rm "$printed"
+  [[ $details == *" Comment="* ]] || scontrol update JobId="$job" Comment="log: $place/slurm-$job.out" 2> /dev/null || true
+}
+trap open_log EXIT
+
 # what slurm/site.sh may set otherwise
-python=(python)
-[[ ! -x .venv/bin/python ]] || python=(.venv/bin/python)
+python=()
+workdir=$PWD # where runs/ goes: the folder of sbatch, or its --chdir
 srun_options=()
 torchrun_options=() # --max-restarts=3 starts processes again before the job is
 max_failures=3 # after which a job is not started again
 # shellcheck source=slurm/site.example.sh
-[[ ! -e slurm/site.sh ]] || source slurm/site.sh
+[[ ! -e $checkout/slurm/site.sh ]] || source "$checkout/slurm/site.sh"
+mkdir -p "$workdir" && cd "$workdir" || exit
+open_log
+train=$checkout/train.py
+[[ ! $PWD -ef $checkout ]] || train=train.py
+export PYTHONPATH=$checkout/src${PYTHONPATH:+:$PYTHONPATH} # the code of this checkout, whichever one was installed
 
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-job=${job:-$SLURM_JOB_ID} # the SLURM_JOB_ID of an array's last task means all tasks of the array
-gpus_per_node=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
-gpus_per_node=${gpus_per_node##*:} # h100:8 is 8
+choice="python of slurm/site.sh"
+if ((!${#python[@]})); then
+  if [[ -n ${VIRTUAL_ENV:-} ]]; then
+    python=("$VIRTUAL_ENV/bin/python") choice="the virtual environment that sbatch was typed in"
+  elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-} != base ]]; then
+    python=("$CONDA_PREFIX/bin/python") choice="the conda environment that sbatch was typed in"
+  elif [[ -x $checkout/.venv/bin/python ]]; then
+    python=("$checkout/.venv/bin/python") choice=".venv of the checkout"
+  else
+    python=(python) choice="the first in PATH"
+  fi
+fi
+found=$(type -P "${python[0]}" || type -t "${python[0]}") || refuse "found no ${python[0]}, $choice; set python=(/path/to/python) in slurm/site.sh"
+echo "python     $found${python[1]+ ${python[*]:1}} ($choice)"
+
+# count GPUS: 3 of a100:1,h100:2
+count() {
+  local kind sum=0
+  for kind in ${1//,/ }; do
+    kind=${kind##*:}
+    [[ $kind =~ ^[0-9]+$ ]] || kind=1
+    sum=$((sum + kind))
+  done
+  echo "$sum"
+}
+
+# per_node: the GPUs of each group of nodes, as in "2 on node[1-3]"
+per_node() {
+  local nodes gres
+  sed -nE 's/\([^)]*\)//g; s/^ *Nodes=(\S+) .*GRES=(\S*)$/\1 \2/p' <<< "$details" | while read -r nodes gres; do
+    echo "$(count "$(tr ',' '\n' <<< "$gres" | grep '^gpu:')") on $nodes"
+  done
+}
+
+((${SLURM_HET_SIZE:-1} == 1)) || refuse "found a job of $SLURM_HET_SIZE components, and a run has one; submit it without \":\""
+gpus_per_node=$(count "${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}")
+# a node that is shared gives what was asked of it, which --gres may have been beside the script's --gpus-per-node
+[[ $details == *OverSubscribe=NO* ]] || gpus_per_node=${SLURM_GPUS_ON_NODE:-$gpus_per_node}
+if [[ -z ${SLURM_GPUS_PER_NODE:-} ]]; then
+  given=$(per_node)
+  [[ $(cut -d ' ' -f 1 <<< "$given" | sort -u | wc -l) == 1 ]] ||
+    refuse "found GPUs ${given//$'\n'/, }, and each node must have as many; use --gpus-per-node=N, or --constraint"
+fi
+[[ -z ${SLURM_GPUS:-} ]] || (($(count "$SLURM_GPUS") == gpus_per_node * SLURM_NNODES)) ||
+  refuse "found --gpus=$SLURM_GPUS over $SLURM_NNODES nodes, and each node must have as many; use --gpus-per-node=N"
+((${SLURM_NTASKS:-0} % SLURM_NNODES == 0)) ||
+  refuse "found $SLURM_NTASKS tasks on $SLURM_NNODES nodes, and each node must have as many; use --ntasks-per-node=N"
+
+((gpus_per_node)) || gpus_per_node=""
 tasks_per_node=${SLURM_NTASKS:+$((SLURM_NTASKS / SLURM_NNODES))}
 tasks_per_node=${tasks_per_node:-${gpus_per_node:-1}}
-cpus_per_task=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / tasks_per_node))}
+cpus_per_node=$(tr ',' '\n' <<< "${SLURM_JOB_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}" | sed 's/(.*//' | sort -n | head -n 1)
+cpus_per_task=${SLURM_CPUS_PER_TASK:-$((cpus_per_node > tasks_per_node ? cpus_per_node / tasks_per_node : 1))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_task}
 
 # each task sees all GPUs of its node and takes its own; a step of an exclusive job gets none unless it asks
-unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU
+unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
 srun_options+=(${gpus_per_node:+"--gpus-per-node=$gpus_per_node"} --kill-on-bad-exit=1)
 srun_options+=(--wait=10) # ranks end together: one that stays is on a node that was lost, and srun would wait for ever
 
@@ -39,17 +123,20 @@ launch() {
 
 # a run that was given notice requeues its job by itself; here are left those that were not, or have no scontrol
 requeue_after() {
-  local failures=slurm-$job.failures count
+  local count
   case $1 in
-    0 | 2 | 130) rm -f "$failures" ;; # 2: a mistake in the command, which would be made again; 130: Ctrl+C
+    0 | 2 | 130) rm -f "$failures" || true ;; # 2: a mistake in the command, which would be made again; 130: Ctrl+C
     75) requeue ;; # it was given notice by SIGUSR1 or SIGUSR2, and has no scontrol in its container
     *)
       if is_preempted; then
         requeue
         return
       fi
-      echo "exit code $1" >> "$failures"
-      count=$(wc -l < "$failures")
+      if { echo "exit code $1" >> "$failures"; } 2> /dev/null; then
+        count=$(wc -l < "$failures")
+      else # where nothing can be written: of all starts
+        count=$((${SLURM_RESTART_COUNT:-0} + 1))
+      fi
       if ((count > max_failures)); then
         echo "failed $count times: not started again" >&2
       else

@@ -1,19 +1,29 @@
 #!/usr/bin/env bash
-# Trains over several nodes. Submit it from the checkout; sbatch's options decide where it runs:
+# As single.sh, over several nodes, each of which is taken whole:
 #   sbatch slurm/multinode.sh strategy=ddp
 #   sbatch --nodes=4 --gpus-per-node=8 --time=12:00:00 slurm/multinode.sh strategy=fsdp model=gpt2
-# Whole nodes are taken. A node runs one task for each of its GPUs, or as many as --ntasks-per-node says.
+# A node runs one task for each of its GPUs, or as many as --ntasks-per-node says.
 #SBATCH --job-name=lightswitch
 #SBATCH --nodes=2
 #SBATCH --exclusive
 #SBATCH --mem=0
+#SBATCH --time=04:00:00
 #SBATCH --signal=SIGUSR1@120
 #SBATCH --requeue
+#SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?is not set; submit this by sbatch}" # this script itself runs as a copy in Slurm's spool folder
-[[ -e slurm/job.sh ]] || { echo "found no slurm/job.sh in $PWD; run sbatch in the checkout's folder" >&2; exit 2; }
-source slurm/job.sh
+# Slurm runs a copy of this script, and knows where the script is
+scripts=${BASH_SOURCE[0]%/*}
+[[ -e $scripts/job.sh ]] || scripts=$(scontrol show job "${SLURM_JOB_ID:?is not set; submit this by sbatch}" |
+  sed -nE 's#^ *Command=##; T; s#/[^/ ]+\.sh( .*)?$##p' | sort -u)
+[[ -e $scripts/job.sh ]] || {
+  echo "error: found no job.sh in $scripts; submit the script where it is, by sbatch CHECKOUT/slurm/NAME.sh" |
+    tee "slurm-$SLURM_JOB_ID.out" >&2
+  exit 2
+}
+# shellcheck source=slurm/job.sh
+source "$scripts/job.sh"
 
 # the trainer takes its nodes and devices from what srun tells each task
-launch "$tasks_per_node" "${python[@]}" train.py "$@"
+launch "$tasks_per_node" "${python[@]}" "$train" "$@"

@@ -1,14 +1,21 @@
 # What only this site needs. Copy it to slurm/site.sh, which git ignores, and keep what applies.
 # Your shell reads it before sbatch (`source slurm/site.sh`), and the job scripts read it again inside the job.
-# shellcheck shell=bash disable=SC2034 # slurm/job.sh reads the arrays
+# shellcheck shell=bash disable=SC2034,SC2154 # slurm/job.sh reads what is set, and sets $checkout
 
 export SBATCH_ACCOUNT=my-project
 export SBATCH_PARTITION=gpu
 
 # inside the job alone
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
-  module load cuda
+  workdir=/scratch/$USER/lightswitch # where runs/ goes; without it, the folder that sbatch was typed in
+
+  # which Python a job takes: one of these lines; without any, the environment that sbatch was typed in, or .venv
+  python=(~/miniconda3/envs/mine/bin/python) # conda
+  module load python/3.12 cuda && python=(python) # environment modules
+  python=("$checkout/.venv/bin/python") # made by make, or by uv
+  python=(apptainer exec --nv --bind "$checkout,$workdir" image.sif python)
+  srun_options=(--container-image=image.sqsh "--container-mounts=$checkout,$workdir") # pyxis
+
   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-  python=(apptainer exec --nv image.sif python)   # or, with pyxis:
-  srun_options=(--container-image=image.sqsh)
+  export WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_HOME=/scratch/$USER/huggingface # nodes without internet
 fi

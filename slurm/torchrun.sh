@@ -5,13 +5,23 @@
 #SBATCH --nodes=2
 #SBATCH --exclusive
 #SBATCH --mem=0
+#SBATCH --time=04:00:00
 #SBATCH --signal=SIGUSR1@120
 #SBATCH --requeue
+#SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?is not set; submit this by sbatch}" # this script itself runs as a copy in Slurm's spool folder
-[[ -e slurm/job.sh ]] || { echo "found no slurm/job.sh in $PWD; run sbatch in the checkout's folder" >&2; exit 2; }
-source slurm/job.sh
+# Slurm runs a copy of this script, and knows where the script is
+scripts=${BASH_SOURCE[0]%/*}
+[[ -e $scripts/job.sh ]] || scripts=$(scontrol show job "${SLURM_JOB_ID:?is not set; submit this by sbatch}" |
+  sed -nE 's#^ *Command=##; T; s#/[^/ ]+\.sh( .*)?$##p' | sort -u)
+[[ -e $scripts/job.sh ]] || {
+  echo "error: found no job.sh in $scripts; submit the script where it is, by sbatch CHECKOUT/slurm/NAME.sh" |
+    tee "slurm-$SLURM_JOB_ID.out" >&2
+  exit 2
+}
+# shellcheck source=slurm/job.sh
+source "$scripts/job.sh"
 
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a head node
@@ -19,4 +29,4 @@ port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a head node
 export TORCH_LOGS=${TORCH_LOGS:--torch.distributed.elastic}
 launch 1 "${python[@]}" -m torch.distributed.run "${torchrun_options[@]}" --nnodes="$SLURM_NNODES" \
   --nproc-per-node="$tasks_per_node" --rdzv-backend=c10d --rdzv-endpoint="$head_node:$port" \
-  --rdzv-id="$SLURM_JOB_ID" train.py "$@"
+  --rdzv-id="$SLURM_JOB_ID" "$train" "$@"

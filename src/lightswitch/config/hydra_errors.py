@@ -129,7 +129,7 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's are OSErrors
         typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
         told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error has the variable's value
-        return [f"the run directory can't be made: {told}"]
+        return [f"the run directory can't be made: {told}; type hydra.run.dir=FOLDER"]
     if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
         return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightswitch.planning.fakes import World
 
-SCRIPT = Path("slurm/multinode.sh")
+SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
 
 
 def told(folder: Path, world: World, kind: str, program: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:
@@ -21,21 +21,25 @@ def told(folder: Path, world: World, kind: str, program: Sequence[str], override
         program: the words that start one process.
         overrides: of the run, without nodes and devices, which it takes from the job.
     """
-    if not (folder / SCRIPT).is_file():
+    script = OF_ONE_NODE if world.nodes == 1 and (folder / OF_ONE_NODE).is_file() else SCRIPT  # older forks have one
+    if not (folder / script).is_file():
         return {}
     options = submitted(world, kind)
     per_node = [f"--ntasks-per-node={world.devices_per_node}", *_gpus(world, kind)]
     tasks = [f"--nodes={world.nodes}", f"--ntasks={world.size}", *per_node]
     return {
-        "submit": shlex.join(["sbatch", *options, str(SCRIPT), *overrides]),
-        "#SBATCH": shlex.join(_merged(_options_in(folder / SCRIPT), options)),
+        "submit": shlex.join(["sbatch", *options, str(script), *overrides]),
+        "#SBATCH": shlex.join(_merged(_options_in(folder / script), options)),
         "srun": shlex.join([*tasks, *program, *overrides]),
     }
 
 
 def submitted(world: World, kind: str) -> list[str]:
     """Return sbatch's options that a world needs: a task for each device."""
-    return [f"--nodes={world.nodes}", *(_gpus(world, kind) or [f"--ntasks-per-node={world.devices_per_node}"])]
+    if kind == "cuda":
+        return [f"--nodes={world.nodes}", *_gpus(world, kind)]
+    none = ["--gpus-per-node=0"] if world.nodes == 1 else []  # single.sh asks for one
+    return [f"--nodes={world.nodes}", *none, f"--ntasks-per-node={world.devices_per_node}"]
 
 
 def _gpus(world: World, kind: str) -> list[str]:

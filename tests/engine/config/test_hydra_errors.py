@@ -178,7 +178,8 @@ MISTAKES = {
     "~init_from": "~init_from: it is null already; leave that out",
     "+watch.lost_after=3": "watch.lost_after: there is no such key. Did you mean lost_after_seconds?",
     "+lr_scaling.reference=3": "lr_scaling.reference: there is no such key. Did you mean reference_batch_size?",
-    "hydra.run.dir=/proc/run": "the run directory can't be made: [Errno 2] No such file or directory: '/proc/run'",
+    "hydra.run.dir=/proc/run": "the run directory can't be made: [Errno 2] No such file or directory: '/proc/run'; "
+    "type hydra.run.dir=FOLDER",
 }
 
 
@@ -333,7 +334,7 @@ FROM_ENVIRONMENT = {
     "-m seed=${oc.env:PIN} model.width=2,3": "error: seed=${oc.env:PIN}: found str, expected int",
     "-m run_id=${oc.env:PIN} seed=1,2": "error: run_id=${oc.env:PIN} is no valid name",
     "hydra.run.dir=/proc/${oc.env:PIN}234": "error: the run directory can't be made: "
-    "hydra.run.dir=/proc/${oc.env:PIN}234: No such file or directory",
+    "hydra.run.dir=/proc/${oc.env:PIN}234: No such file or directory; type hydra.run.dir=FOLDER",
 }
 # What a file of the config may hold that can't be read, and the line
 FILES = {

@@ -1,4 +1,4 @@
-"""What a dry run says of a job is what slurm/multinode.sh starts."""
+"""What a dry run says of a job is what the script of slurm/ starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_the_script_starts_what_a_dry_run_says(tmp_path: Path, kind: str, of_slu
     given = _given_to_srun(tmp_path, SLURM_NNODES="2", SLURM_CPUS_ON_NODE="16", **of_slurm)
     options = {word for word in shlex.split(told["srun"]) if word.startswith("--")}
     assert options == {word for word in given if word.startswith(("--nodes", "--ntasks", "--gpus"))}
-    assert given[-3:] == shlex.split(told["srun"])[-3:] == ["train.py", *WORDS]
+    assert shlex.split(told["srun"])[-3:] == ["train.py", *WORDS]
+    assert given[-3:] == [str(CHECKOUT / "train.py"), *WORDS]
 
 
 def test_what_is_typed_counts_before_what_the_script_says() -> None:
@@ -33,6 +34,15 @@ def test_what_is_typed_counts_before_what_the_script_says() -> None:
     options = shlex.split(told["#SBATCH"])
     assert {"--nodes=128", "--gpus-per-node=8", "--exclusive", "--requeue"} <= set(options)
     assert "--nodes=2" not in options
+
+
+def test_one_node_is_shared() -> None:
+    told = job_script.told(CHECKOUT, World(1, 2), "cuda", ["python", "train.py"], WORDS)
+    assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=2 slurm/single.sh strategy=fsdp ")
+    assert "--exclusive" not in told["#SBATCH"]
+    assert "--time=04:00:00" in told["#SBATCH"]
+    told = job_script.told(CHECKOUT, World(1, 2), "cpu", ["python", "train.py"], WORDS)
+    assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=0 --ntasks-per-node=2 slurm/single.sh ")
 
 
 def test_without_a_script_there_is_no_job(tmp_path: Path) -> None:
@@ -45,6 +55,6 @@ def _given_to_srun(folder: Path, **environment: str) -> list[str]:
     srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$GIVEN"\n')
     srun.chmod(0o755)
     given = {"PATH": f"{folder}:{os.environ['PATH']}", "GIVEN": str(folder / "given")}
-    given |= {"SLURM_SUBMIT_DIR": str(CHECKOUT), "SLURM_JOB_ID": "1", **environment}
+    given |= {"SLURM_JOB_ID": "1", "HOME": str(folder), **environment}
     subprocess.run(["bash", CHECKOUT / "slurm/multinode.sh", *WORDS], check=True, env=given, cwd=folder)
     return (folder / "given").read_text().splitlines()

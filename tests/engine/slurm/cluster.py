@@ -58,10 +58,12 @@ SlurmdSpoolDir={root}/spool-%n
 SlurmctldLogFile={root}/head.log
 SlurmdLogFile={root}/%n.log
 NodeName=node[1-{nodes}] NodeAddr={subnet}.[1-{nodes}] CPUs={cpus} Gres=gpu:{gpus}
+NodeName=node{large} NodeAddr={subnet}.{large} CPUs={cpus} Gres=gpu:{gpus_of_large} Feature=large
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
+PartitionName=debug Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=node[1-{nodes}] State=UP PriorityTier=2
+PartitionName=large Nodes=ALL State=UP PriorityTier=1
 """
 
 HEAD = """\
@@ -100,12 +102,16 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """A running cluster: node1, node2, … Its GPUs are fake, but CUDA_VISIBLE_DEVICES is set for them."""
+    """A running cluster: node1, node2, … Its GPUs are fake, but CUDA_VISIBLE_DEVICES is set for them.
+
+    After the nodes of the default partition comes one with twice as many GPUs, in the partition `large` alone, which
+    has the others as well.
+    """
 
     head_script, node_script = HEAD, NODE  # what each host runs
 
     def __init__(self, nodes: int = 4, cpus_per_node: int = 8, gpus_per_node: int = 2) -> None:
-        self.nodes = range(1, nodes + 1)
+        self.nodes = range(1, nodes + 2)  # the large one is the last
         self.cpus_per_node = cpus_per_node
         self.gpus_per_node = gpus_per_node
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -185,13 +191,21 @@ class Cluster:
 
     def _write_files(self) -> None:
         conf = SLURM_CONF.format(
-            subnet=SUBNET, root=self.root, nodes=len(self.nodes), cpus=self.cpus_per_node, gpus=self.gpus_per_node
+            subnet=SUBNET,
+            root=self.root,
+            nodes=len(self.nodes) - 1,
+            large=self.nodes[-1],
+            cpus=self.cpus_per_node,
+            gpus=self.gpus_per_node,
+            gpus_of_large=2 * self.gpus_per_node,
         )
         (self.root / "slurm.conf").write_text(conf)
-        gpus = [self.root / f"nvidia{index}" for index in range(self.gpus_per_node)]
+        gpus = [self.root / f"nvidia{index}" for index in range(2 * self.gpus_per_node)]
         for gpu in gpus:
             os.mknod(gpu, stat.S_IFCHR, os.makedev(1, 3))  # /dev/null
-        (self.root / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
+        names = {f"node[1-{len(self.nodes) - 1}]": gpus[: self.gpus_per_node], f"node{self.nodes[-1]}": gpus}
+        gres = [f"NodeName={name} Name=gpu File={gpu}\n" for name, there in names.items() for gpu in there]
+        (self.root / "gres.conf").write_text("".join(gres))
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)

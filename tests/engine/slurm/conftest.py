@@ -18,7 +18,7 @@ def slurm() -> None:
 
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[Cluster]:
-    """Four nodes of 8 processors and 2 fake GPUs."""
+    """Four nodes of 8 processors and 2 fake GPUs, and one of 4 GPUs."""
     with Cluster(nodes=4) as cluster:
         yield cluster
 

@@ -44,13 +44,27 @@ class Job:
             assert time.monotonic() < deadline, (self.details()["JobState"], self.output())
             time.sleep(0.2)
 
+    def log(self) -> Path:
+        """Where what it prints is: in the file of --output, or in that which its script has chosen and told."""
+        shown = self.cluster.run("scontrol", "show", "job", self.id).stdout
+        chosen = re.search(r"^ *Comment=log: (.*?) *$", shown, re.MULTILINE)
+        return Path(chosen[1] if chosen else self.details()["StdOut"])
+
     def output(self) -> str:
-        path = Path(self.details()["StdOut"])
-        return path.read_text() if path.exists() else ""
+        path = self.log()
+        return path.read_text() if path.is_file() else ""
+
+    def printed(self) -> str:
+        """What it prints after the line that names its Python."""
+        return re.sub(r"^python     .*\n", "", self.output(), count=1)
 
 
 def submit(cluster: Cluster, script: Path, *arguments: str, cwd: Path, **options: str | int) -> Job:
-    """Runs sbatch in `cwd`; ntasks_per_node=2 becomes --ntasks-per-node=2, and no_requeue=True --no-requeue."""
+    """Runs sbatch in `cwd`; ntasks_per_node=2 becomes --ntasks-per-node=2, and no_requeue=True --no-requeue.
+
+    A checkout in `cwd` has the script of that name itself.
+    """
+    script = own if (own := cwd / "slurm" / script.name).exists() else script
     flags = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in options.items()]
     submitted = cluster.run("sbatch", "--parsable", *flags, str(script), *arguments, cwd=cwd)
     assert submitted.returncode == 0, submitted.stderr
@@ -62,5 +76,6 @@ def with_site(folder: Path, settings: str) -> None:
     if (folder / "slurm").is_symlink():
         (folder / "slurm").unlink()
     (folder / "slurm").mkdir()
-    (folder / "slurm/job.sh").symlink_to(SLURM / "job.sh")
+    for script in (path for path in SLURM.glob("*.sh") if path.stem != "site"):
+        (folder / "slurm" / script.name).symlink_to(script)
     (folder / "slurm/site.sh").write_text(settings)

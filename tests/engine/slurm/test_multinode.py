@@ -44,9 +44,3 @@ def trains_the_run(
         expected, found = alone.column(metric), spread.column(metric)
         assert expected
         assert found == pytest.approx(expected, abs=1e-5), metric
-
-
-def test_a_folder_without_train_py_is_refused(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=tmp_path)
-    assert job.wait() == "FAILED"
-    assert job.output() == f"found no slurm/job.sh in {tmp_path}; run sbatch in the checkout's folder\n"

@@ -64,7 +64,7 @@ def test_a_job_that_fails_is_started_again_and_goes_on(
     job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *fails_at, cwd=checkout, nodes=1, ntasks=1)
     assert job.wait() == "COMPLETED", job.output()
     assert "failed with exit code 1, time 1 of at most 3: requeued" in job.output()
-    assert not list(checkout.glob("*.failures"))
+    assert not list(checkout.rglob("*.failures"))
     is_whole(checkout, job, uninterrupted)
 
 

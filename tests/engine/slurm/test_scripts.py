@@ -29,7 +29,8 @@ SITE = """
 unset OMP_NUM_THREADS
 srun() {
   echo "srun $*" |
-    sed "s#[^ ]*/python #python #; s/node[0-9]:2[0-9]\\{4\\}/FIRST:PORT/; s/--rdzv-id=[0-9]*/--rdzv-id=JOB/"
+    sed "s#[^ ]*/python #python #; s#[^ ]*/train.py#train.py#" |
+    sed "s/node[0-9]:2[0-9]\\{4\\}/FIRST:PORT/; s/--rdzv-id=[0-9]*/--rdzv-id=JOB/"
   echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"
 }
 """
@@ -52,8 +53,8 @@ def reaches_srun(scripts: Sequence[str], cluster: Cluster, folder: Path) -> None
     for golden, job in jobs.items():
         assert job.wait() == "COMPLETED", job.output()
         if "LIGHTSWITCH_WRITE_GOLDEN" in os.environ:
-            golden.write_text(job.output())
-        assert job.output() == golden.read_text(), golden.name
+            golden.write_text(job.printed())
+        assert job.printed() == golden.read_text(), golden.name
 
 
 def test_tasks_see_what_their_node_has(slurm_cluster: Cluster, checkout: Path) -> None:
@@ -62,7 +63,7 @@ def test_tasks_see_what_their_node_has(slurm_cluster: Cluster, checkout: Path) -
     (checkout / "train.py").write_text(shown)
     job = submit(slurm_cluster, SLURM / "multinode.sh", cwd=checkout, nodes=2, ntasks_per_node=2)
     assert job.wait() == "COMPLETED", job.output()
-    assert job.output() == 4 * "0,1 4\n"
+    assert job.printed() == 4 * "0,1 4\n"
 
 
 def test_a_site_can_start_python_in_a_container(slurm_cluster: Cluster, tmp_path: Path) -> None:
@@ -70,4 +71,4 @@ def test_a_site_can_start_python_in_a_container(slurm_cluster: Cluster, tmp_path
     (tmp_path / "train.py").touch()
     job = submit(slurm_cluster, SLURM / "multinode.sh", "seed=1", cwd=tmp_path, nodes=1)
     assert job.wait() == "COMPLETED", job.output()
-    assert set(job.output().splitlines()) == {"inside image.sif python train.py seed=1"}
+    assert set(job.printed().splitlines()) == {"inside image.sif python train.py seed=1"}

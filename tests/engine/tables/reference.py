@@ -24,7 +24,8 @@ from tests.engine.tables.page import code, page, table
 FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"
 SCRIPTS = CHECKOUT / "slurm"
-_VARIABLE = re.compile(r"[$](?:{#?)?(\w+)(?:\[@\])?(?::-\w+)?}?")  # of a shell
+_VARIABLE = re.compile(r"[$](?:{#?)?(\w+)(?:\[\w+\]|\[@\])?(?:(?::-|//)[^}]*)?}?")  # of a shell
+_TOLD_BY_SCRIPT = re.compile(r'(?<=refuse ").*?(?="\n)|(?<=echo ").*?(?=" (?:>&2|\|\s*tee))')
 # Exceptions whose text is told in a line: the engine's own, and those by which constructors refuse an argument
 SENTENCE = re.compile(r"use \S|(?![,;])(?=.*[a-z]{2}(?![^{]*\}))(?:\S* ){3,}")  # no lone word, and not all is filled in
 OF_PYTHON = ("len", "repr", "sorted", "str", "type", "listed", "one_line", "quoted")
@@ -148,7 +149,8 @@ def _of_scripts() -> str:
     lines = [
         f"- {code(_VARIABLE.sub(_word, told))} ({path.name})"
         for path in sorted(SCRIPTS.glob("*.sh"))
-        for told in re.findall(r'echo "(.*?)" >&2', path.read_text())
+        for told in _TOLD_BY_SCRIPT.findall(re.sub(r'\\(\n|(?="))', "", path.read_text()))
+        if told != "error: $1"
     ]
     return "\n".join(("## The job scripts\n", *lines))
 

@@ -48,7 +48,7 @@ def test_an_array_task_without_overrides_is_refused(slurm_cluster: Cluster, chec
     script = CHECKOUT / "slurm/sweep.sh"
     job = Job(slurm_cluster, f"{submit(slurm_cluster, script, '--', 'seed=1', cwd=checkout, nodes=1, array=1).id}_1")
     assert job.wait() == "FAILED"
-    assert job.output() == "found array task 1, and 1 lines of overrides after --; use --array=0-N\n"
+    assert job.printed() == "error: found array task 1, and 1 lines of overrides after --; use --array=0-N\n"
 
 
 def test_a_quote_that_is_not_closed_is_an_error(slurm_cluster: Cluster, checkout: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_quote_that_is_not_closed_is_an_error(slurm_cluster: Cluster, checkout
     lines = ("seed=1", "seed=2 x=it's optimizer.lr=1e-3")
     job = Job(slurm_cluster, f"{submit(slurm_cluster, script, '--', *lines, cwd=checkout, **options).id}_1")
     assert (job.wait(), job.details()["ExitCode"]) == ("FAILED", "2:0")
-    assert job.output() == (
-        "found a quote that is not closed in line 1 (from 0) of the overrides after --: "
+    assert job.printed() == (
+        "error: found a quote that is not closed in line 1 (from 0) of the overrides after --: "
         "seed=2 x=it's optimizer.lr=1e-3; close it, or put a backslash before it\n"
     )
-    assert not (checkout / "runs").exists()
+    assert not list(checkout.glob("runs/*/"))
 
 
 @pytest.fixture
