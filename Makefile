@@ -15,8 +15,16 @@ LOWEST_INSTALLED := .venv-lowest/installed
 SCHEMAS := .vscode/schemas/config.json
 LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/tours \
   tests/engine/checkpoints tests/engine/launch tests/engine/strategies
+# packages come from this folder, and nothing is asked of the internet: make train WHEELHOUSE=wheelhouse
+WHEELHOUSE ?=
+ifneq ($(WHEELHOUSE),)
+export PIP_NO_INDEX := 1
+export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
+endif
 PIP_INSTALL = $(PYTHON) -m pip install -qq --disable-pip-version-check
-HASHED = $(PIP_INSTALL) --require-hashes --no-deps --no-build-isolation --requirement $(VENV)/hashed.txt
+OF_HASHES = --require-hashes --no-deps --no-build-isolation --requirement $(VENV)/hashed.txt
+HASHED = $(PIP_INSTALL) $(OF_HASHES)
+PIP_DOWNLOAD = $(PYTHON) -m pip download -qq --disable-pip-version-check --dest wheelhouse
 # pins,NAMES and pins_but,NAMES: their entries in the pins, with the lines of hashes that follow each
 pins = awk '/^[^ ]/ { is_named = /^($(1))==/ } is_named' $(PINS) > $(VENV)/hashed.txt
 pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' $(PINS) > $(VENV)/hashed.txt
@@ -29,7 +37,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-nightly test-lowest lint types format bench gpu constraints tables pictures completion docs clean
+.PHONY: help train fork test test-nightly test-lowest lint types format bench gpu constraints wheelhouse tables pictures completion docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -84,6 +92,11 @@ constraints: $(INSTALLED) ## pin the newest and the lowest versions that pyproje
 	@echo '# made by `make constraints`: the lowest versions that pyproject.toml allows, for `make test-lowest`' > .venv/constraints-lowest.txt
 	printf '%s\n' 'pip>=24' 'setuptools>=77' 'wheel>=0.45' | $(call compile,--no-config --resolution lowest-direct \
 	  --extra deepspeed --extra digits --extra dev,constraints-lowest.txt)
+
+# for a machine of the same kind and Python; what torch alone needs is not pinned
+wheelhouse: $(INSTALLED) ## download all packages, for machines without internet: make train WHEELHOUSE=wheelhouse
+	@$(call pins_but,torch) && DS_BUILD_OPS=0 $(PIP_DOWNLOAD) $(OF_HASHES)
+	@$(PIP_DOWNLOAD) $$(grep '^torch==' $(PINS))
 
 tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for docs/ (an hour)
 	$(PYTHON) -m tests.engine.tables.matrix

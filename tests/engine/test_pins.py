@@ -51,6 +51,17 @@ def test_make_installs_nothing_by_name_alone_but_torch(venv: str) -> None:
     ]
 
 
+def test_a_wheelhouse_is_filled_by_the_hashes_and_then_nothing_else_is_asked() -> None:
+    """All of it, in a bare root without a network: tests/nightly/slurm/test_without_internet.py."""
+    planned = subprocess.check_output(["make", "--dry-run", "wheelhouse"], cwd=CHECKOUT, text=True)
+    downloads = [line for line in planned.splitlines() if "pip download" in line]
+    assert ["--require-hashes --no-deps" in line for line in downloads] == [True, False]
+    assert "grep '^torch=='" in downloads[1]
+    shows = ["make", "--silent", "--eval=shown: ; @env", "shown", "WHEELHOUSE=wheelhouse"]
+    exported = subprocess.check_output(shows, cwd=CHECKOUT, text=True).splitlines()
+    assert {"PIP_NO_INDEX=1", f"PIP_FIND_LINKS={CHECKOUT}/wheelhouse"} <= {*exported}
+
+
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_another_file_of_the_same_name_is_refused(is_pinned: bool, tmp_path: Path) -> None:
     entry = re.search(r"^sniffio==(\S+) (\\\n    --hash=\S+ ?)+", PINS, re.MULTILINE)

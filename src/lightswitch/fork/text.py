@@ -156,7 +156,10 @@ def _makefile(text: str, fork: Fork) -> str:
     if fork.pin:
         text = text.replace("--all-extras", "--all-extras --no-emit-package lightswitch")
         pin = "$$(sed -nE 's/^ +\"(lightswitch[ =].*)\",$$/\\1/p' pyproject.toml)"
-        install = f'\t@$(PIP_INSTALL) --no-deps --no-build-isolation "{pin}"'
+        engine = f'$(if $(WHEELHOUSE),lightswitch,"{pin}")'
+        install = f"\t@$(PIP_INSTALL) --no-deps --no-build-isolation {engine}"
+        wheel = f'\t@$(PYTHON) -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir wheelhouse "{pin}"'
+        text = _replaced(text, r"^\t@\$\(PIP_DOWNLOAD\) .*$", lambda line: f"{line[0]}\n{wheel}")
         text = _replaced(text, r"^(\t@\$\(PIP_INSTALL\).*--editable \.)$", lambda line: f"{install}\n{line[0]}")
     return text
 

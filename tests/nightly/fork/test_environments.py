@@ -29,6 +29,11 @@ def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_p
     planned = run(["make", "--dry-run", "--always-make", ".venv/installed"], folder)
     pin = next(line for line in planned.splitlines() if "sed -nE" in line).partition('"')[2].rpartition('"')[0]
     assert run(["sh", "-c", f'printf %s "{pin}"'], folder) == f"lightswitch @ {wheel.as_uri()}"
+    planned = run(["make", "--dry-run", "--always-make", "wheelhouse"], folder)
+    run(["sh", "-euc", next(line for line in planned.splitlines() if "pip wheel" in line)], folder)
+    assert (folder / "wheelhouse" / wheel.name).is_file()
+    planned = run(["make", "--dry-run", "--always-make", ".venv/installed", "WHEELHOUSE=wheelhouse"], folder)
+    assert "--no-deps --no-build-isolation lightswitch\n" in planned
     run(["make", "lint"], folder)
     assert f"engine     lightswitch @ {wheel.as_uri()}" in run(
         [str(python), "-m", "lightswitch.fork.update", str(wheel)], folder
