@@ -40,8 +40,12 @@ workdir=$PWD # where runs/ goes: the folder of sbatch, or its --chdir
 srun_options=()
 torchrun_options=() # --max-restarts=3 starts processes again before the job is
 max_failures=3 # after which a job is not started again
-# shellcheck source=slurm/site.example.sh
-[[ ! -e $checkout/slurm/site.sh ]] || source "$checkout/slurm/site.sh"
+if [[ -e $checkout/slurm/site.sh ]]; then
+  set +u # modules and conda read variables that are not set
+  # shellcheck source=slurm/site.example.sh
+  source "$checkout/slurm/site.sh"
+  set -u
+fi
 mkdir -p "$workdir" && cd "$workdir" || exit
 open_log
 train=$checkout/train.py
@@ -83,10 +87,13 @@ per_node() {
 }
 
 ((${SLURM_HET_SIZE:-1} == 1)) || refuse "found a job of $SLURM_HET_SIZE components, and a run has one; submit it without \":\""
-gpus_per_node=$(count "${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}")
-# a node that is shared gives what was asked of it, which --gres may have been beside the script's --gpus-per-node
-[[ $details == *OverSubscribe=NO* ]] || gpus_per_node=${SLURM_GPUS_ON_NODE:-$gpus_per_node}
-if [[ -z ${SLURM_GPUS_PER_NODE:-} ]]; then
+# asked of each node by --gpus-per-node or --gres, the more of both where there are two; an exclusive node gives all it has
+asked=$(sed -nE 's/^ *TresPerNode=//p' <<< "$details" | tr ',' '\n' | sed '/gpu/!d' | paste -s -d ,)
+gpus_per_node=$(count "${SLURM_GPUS_PER_NODE:-}")
+by_gres=$(($(count "$asked") - gpus_per_node))
+((by_gres <= gpus_per_node)) || gpus_per_node=$by_gres
+if ((!gpus_per_node)) && [[ -z ${SLURM_GPUS_PER_NODE:-} ]]; then
+  gpus_per_node=${SLURM_GPUS_ON_NODE:-0}
   given=$(per_node)
   [[ $(cut -d ' ' -f 1 <<< "$given" | sort -u | wc -l) == 1 ]] ||
     refuse "found GPUs ${given//$'\n'/, }, and each node must have as many; use --gpus-per-node=N, or --constraint"
@@ -130,6 +137,10 @@ requeue_after() {
     *)
       if is_preempted; then
         requeue
+        return
+      fi
+      if [[ $details == *" Requeue=0 "* ]]; then
+        echo "failed with exit code $1: not started again, by --no-requeue" >&2
         return
       fi
       if { echo "exit code $1" >> "$failures"; } 2> /dev/null; then

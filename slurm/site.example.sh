@@ -3,7 +3,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # slurm/job.sh reads what is set, and sets $checkout
 
 export SBATCH_ACCOUNT=my-project
-export SBATCH_PARTITION=gpu
+export SBATCH_PARTITION=gpu,gpu-large # the first that has room
+export SBATCH_CONSTRAINT=a100 # where GPUs differ: each node of a job must have as many
 
 # inside the job alone
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
@@ -13,9 +14,13 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
   python=(~/miniconda3/envs/mine/bin/python) # conda
   module load python/3.12 cuda && python=(python) # environment modules
   python=("$checkout/.venv/bin/python") # made by make, or by uv
-  python=(apptainer exec --nv --bind "$checkout,$workdir" image.sif python)
-  srun_options=(--container-image=image.sqsh "--container-mounts=$checkout,$workdir") # pyxis
+  python=(apptainer exec --nv --bind "$checkout,$workdir" "$checkout/image.sif" python) # container/apptainer.def
+  python=(env python) # by pyxis, whose PYTHONPATH is the checkout's, and not the image's
+  srun_options=(--container-image="$checkout/image.sqsh" --container-mounts="$checkout,$workdir" --container-env=PYTHONPATH)
 
-  export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-  export WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_HOME=/scratch/$USER/huggingface # nodes without internet
+  export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 # the network that the nodes share
+
+  # nodes without internet, or with a proxy
+  export WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_HOME=/scratch/$USER/huggingface
+  export HTTP_PROXY=http://proxy:3128 HTTPS_PROXY=http://proxy:3128 NO_PROXY=localhost,.cluster
 fi

@@ -44,7 +44,7 @@ def listed(*names: str) -> list[Mutant]:
 
 def code_of(checkout: Path = CHECKOUT) -> dict[Path, str]:
     """Return the texts of the code that mutants change, by path in the checkout."""
-    paths = [checkout / "train.py", *sorted(checkout.glob("src/**/*.py"))]
+    paths = [checkout / "train.py", *sorted(checkout.glob("src/**/*.py")), *sorted(checkout.glob("slurm/*.sh"))]
     return {path.relative_to(checkout): path.read_text() for path in paths}
 
 

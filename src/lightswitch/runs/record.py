@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
 import shlex
 import subprocess
@@ -162,6 +163,7 @@ class RunRecord(Callback):
         for path in (*files, *(self.run_dir / name for name in _IN_PLACE), *run_log.files()):
             regular_files.check_own(path)
         _write_all(files)
+        _link_log_of_job(self.run_dir)
         if self.mode == "fit":
             finished.forget(self.run_dir)
             starts.forget_reached(self.run_dir)
@@ -230,14 +232,24 @@ def _write_all(files: dict[Path, str]) -> None:
         raise Refused(f"the run directory can't be written: {error}") from error
 
 
+def _link_log_of_job(run_dir: Path) -> None:
+    """Link the file that the job scripts print to, for all starts of a Slurm job, from above the run directory."""
+    name = f"slurm-{claim.slurm_job()}.out"
+    for file in (folder / name for folder in run_dir.absolute().parents):
+        if file.is_file():
+            with contextlib.suppress(OSError):  # it is there since an earlier start, or the file system has no links
+                (run_dir / name).symlink_to(os.path.relpath(file, run_dir))
+            return
+
+
 def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
     hydra = run.hydra
     origin = Origin(
         command=shlex.join([sys.executable, *sys.argv]),
         overrides=typed_overrides(hydra),
         folder=str(Path.cwd()),
-        commit=_git("rev-parse", "HEAD"),
-        uncommitted_changes=bool(_git("status", "--porcelain", "--untracked-files=no")),
+        commit=git_of_code("rev-parse", "HEAD"),
+        uncommitted_changes=bool(git_of_code("status", "--porcelain", "--untracked-files=no")),
         python=platform.python_version(),
         host=platform.node(),
         packages=versions.of(_PACKAGES),
@@ -257,12 +269,13 @@ def _set_checkpoints_aside(run_dir: Path) -> None:
         set_aside(checkpoints)
 
 
-def _git(*arguments: str) -> str | None:
+def git_of_code(*arguments: str) -> str | None:
+    """Return what git prints of the repository that train.py lies in; None where there is none, or no git."""
     code = Path(sys.argv[0]).resolve().parent
+    others_too = ("-c", "safe.directory=*")  # a checkout of someone else's, whose code this process runs anyway
+    git = ["git", "--no-optional-locks", *others_too, "-C", str(code)]
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(code), *arguments], capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run([*git, *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from lightswitch.runs import lock
+from lightswitch.runs import lock, record
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.failures.pace import FAILS_ONCE
 from tests.night import at_night
@@ -198,3 +201,14 @@ def test_a_start_that_goes_on_keeps_the_log_of_what_it_said_first(earlier: Finis
         told = [line.split(": ", 1)[1] for line in logged.splitlines() if " INFO lightswitch." in line]
         assert len(told) > 3
         assert [line for line in run.out.splitlines() if line and line in told] == [line for line in told if line]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to someone else")
+def test_the_commit_of_a_checkout_of_someone_else_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git[:3], "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=All"], check=True)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, 12345, 12345)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    assert re.fullmatch("[0-9a-f]{40}", record.git_of_code("rev-parse", "HEAD") or "none")

@@ -1,4 +1,5 @@
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +31,18 @@ def checkout(tmp_path: Path, python: Path) -> Path:
         (tmp_path / name).symlink_to(CHECKOUT / name)
     (tmp_path / ".venv").symlink_to(python.parents[1])
     return tmp_path
+
+
+@pytest.fixture
+def read_only(slurm_cluster: Cluster) -> Iterator[Path]:
+    """The checkout, which no node may write."""
+    for node in slurm_cluster.nodes:
+        _mount(slurm_cluster, node, "mount", "--bind", str(CHECKOUT), str(CHECKOUT))
+        _mount(slurm_cluster, node, "mount", "-o", "remount,bind,ro", str(CHECKOUT))
+    yield CHECKOUT
+    for node in slurm_cluster.nodes:
+        _mount(slurm_cluster, node, "umount", str(CHECKOUT))
+
+
+def _mount(cluster: Cluster, node: int, *command: str) -> None:
+    subprocess.run(["nsenter", f"--target={cluster.first_pids[f'node{node}']}", "--mount", *command], check=True)

@@ -58,14 +58,17 @@ def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
 
 
 def test_a_job_that_fails_is_started_again_and_goes_on(
-    slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
+    slurm_cluster: Cluster, read_only: Path, tmp_path: Path, uninterrupted: Finished
 ) -> None:
-    fails_at = (FAILS_ONCE, "callbacks.fails.step=23")
-    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *fails_at, cwd=checkout, nodes=1, ntasks=1)
+    """Of a checkout that nobody may write, and submitted in another folder."""
+    run = (*RUN, FAILS_ONCE, "callbacks.fails.step=23")
+    job = submit(slurm_cluster, read_only / "slurm/single.sh", *run, cwd=tmp_path, gpus_per_node=0)
     assert job.wait() == "COMPLETED", job.output()
     assert "failed with exit code 1, time 1 of at most 3: requeued" in job.output()
-    assert not list(checkout.rglob("*.failures"))
-    is_whole(checkout, job, uninterrupted)
+    assert job.log() == tmp_path / f"runs/slurm-{job.id}.out"
+    assert {path.name for path in tmp_path.glob("runs/*")} == {"plain", job.log().name}
+    assert (tmp_path / "runs/plain" / job.id / job.log().name).samefile(job.log())
+    is_whole(tmp_path, job, uninterrupted)
 
 
 def test_a_mistake_is_not_made_again(slurm_cluster: Cluster, checkout: Path) -> None:

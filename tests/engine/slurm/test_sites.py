@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import CHECKOUT
-from tests.engine.fault_tolerance.pace import FAILS_ONCE
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, Job, submit, with_site
@@ -42,34 +39,7 @@ def test_jobs_of_one_gpu_share_a_node(slurm_cluster: Cluster, checkout: Path) ->
     assert [len(job.printed().splitlines()) for job in (both, gres, none)] == [2, 2, 1]
 
 
-@pytest.fixture
-def read_only(slurm_cluster: Cluster) -> Iterator[Path]:
-    """The checkout, which no node may write."""
-    for node in slurm_cluster.nodes:
-        _mount(slurm_cluster, node, "mount", "--bind", str(CHECKOUT), str(CHECKOUT))
-        _mount(slurm_cluster, node, "mount", "-o", "remount,bind,ro", str(CHECKOUT))
-    yield CHECKOUT
-    for node in slurm_cluster.nodes:
-        _mount(slurm_cluster, node, "umount", str(CHECKOUT))
-
-
-def _mount(cluster: Cluster, node: int, *command: str) -> None:
-    subprocess.run(["nsenter", f"--target={cluster.first_pids[f'node{node}']}", "--mount", *command], check=True)
-
-
-def test_a_job_of_a_checkout_that_nobody_may_write_is_started_again_in_the_folder_that_it_was_submitted_in(
-    slurm_cluster: Cluster, read_only: Path, tmp_path: Path
-) -> None:
-    run = (*jobs.RUN, "trainer.max_steps=6", FAILS_ONCE, "callbacks.fails.step=3")
-    job = submit(slurm_cluster, read_only / "slurm/single.sh", *run, cwd=tmp_path, gpus_per_node=0)
-    assert job.wait() == "COMPLETED", job.output()
-    assert job.log() == tmp_path / f"runs/slurm-{job.id}.out"
-    assert "failed with exit code 1, time 1 of at most 3: requeued" in job.output()
-    assert {path.name for path in tmp_path.glob("runs/*")} == {"plain", job.log().name}
-    assert (tmp_path / "runs/plain" / job.id / "results.json").is_file()
-
-
-def test_where_nothing_can_be_written_starts_are_counted_and_a_line_says_what_to_do(
+def test_where_no_run_can_be_written_a_line_says_what_to_do(
     slurm_cluster: Cluster, read_only: Path, tmp_path: Path
 ) -> None:
     options = {"gpus_per_node": 0, "export": f"ALL,HOME={tmp_path}"}
@@ -117,6 +87,39 @@ def test_a_job_says_which_python_it_takes(slurm_cluster: Cluster, tmp_path: Path
         assert command == f"{tmp_path}/{python} train.py seed=1"
 
 
+# what an administrator's modules do, which read variables that nobody has set
+MODULES = """
+module() {
+  [[ "$*" == "load python/3.12 cuda" && -z $NOT_SET ]] || return 1
+  PATH=$HOME/modules:$PATH
+}
+"""
+
+
+def test_a_site_can_take_each_python_of_the_example(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    lines = re.findall(r"^ +(.*python=.*?) #", (SLURM / "site.example.sh").read_text(), re.MULTILINE)
+    for there in ("miniconda3/envs/mine/bin/python", "modules/python", "modules/apptainer", "3/.venv/bin/python"):
+        (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / there).symlink_to(sys.executable)
+    jobs = []
+    for number, line in enumerate(lines, 1):
+        checkout = tmp_path / str(number)
+        checkout.mkdir(exist_ok=True)
+        with_site(checkout, f"{SITE}{MODULES}PATH=$PATH:$HOME/modules\nworkdir=$checkout/scratch\n{line}\n")
+        options = {"gpus_per_node": 0, "export": f"ALL,{BY_HAND},HOME={tmp_path}"}
+        jobs.append(submit(slurm_cluster, SLURM / "single.sh", "seed=1", cwd=checkout, **options))
+    assert [job.wait() for job in jobs] == 5 * ["COMPLETED"], [job.output() for job in jobs]
+    mounted = f"{tmp_path}/4,{tmp_path}/4/scratch"
+    assert [job.output().splitlines()[0].removesuffix(" (python of slurm/site.sh)") for job in jobs] == [
+        f"python     {tmp_path}/miniconda3/envs/mine/bin/python",
+        f"python     {tmp_path}/modules/python",
+        f"python     {tmp_path}/3/.venv/bin/python",
+        f"python     {tmp_path}/modules/apptainer exec --nv --bind {mounted} {tmp_path}/4/image.sif python",
+        "python     /usr/bin/env python",
+    ]
+    assert jobs[3].printed().endswith(f"{tmp_path}/4/image.sif python {tmp_path}/4/train.py seed=1\n")
+
+
 def test_a_python_that_is_not_there_is_a_line_as_is_what_site_sh_prints(slurm_cluster: Cluster, tmp_path: Path) -> None:
     with_site(tmp_path, f"echo from the site\nworkdir={tmp_path}/scratch/mine\npython=(pyhton)\n")
     job = submit(slurm_cluster, SLURM / "single.sh", cwd=tmp_path, gpus_per_node=0)
@@ -140,6 +143,8 @@ PASSED_ON = {
     "--partition=debug,large --nodes=2": "--nodes=2 --ntasks=4",
     "--partition=large --nodelist=node4,node5 --gpus-per-node=2": "--nodes=2 --ntasks=4",
     "--gpus=4": "--nodes=2 --ntasks=4",
+    "--gres=gpu:1": "--nodes=2 --ntasks=2",
+    "--gpus-per-node=1 --gres=gpu:2": "--nodes=2 --ntasks=4",
 }
 
 
@@ -157,6 +162,13 @@ def test_what_nodes_can_not_share_alike_is_refused_and_not_rounded(slurm_cluster
     for options, given in PASSED_ON.items():
         assert ids[options].wait() == "COMPLETED", options
         assert ids[options].printed() == f"{given}\n", options
+
+
+def test_a_job_that_is_not_to_be_started_again_says_so(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    with_site(tmp_path, "srun() { return 3; }\n")
+    job = submit(slurm_cluster, SLURM / "single.sh", cwd=tmp_path, gpus_per_node=0, no_requeue=True)
+    assert (job.wait(), job.details()["ExitCode"]) == ("FAILED", "3:0")
+    assert job.printed() == "failed with exit code 3: not started again, by --no-requeue\n"
 
 
 def test_a_copy_of_a_script_is_refused(slurm_cluster: Cluster, tmp_path: Path) -> None:

@@ -77,4 +77,4 @@ def _of_python(path: Path) -> Iterator[str]:
 
 
 def _of_shell(path: Path) -> Iterator[str]:
-    yield from re.findall(r"(?:\$\{?|\(\()((?:SLURM|TORCH|OMP)_[A-Z_]+)", path.read_text())
+    yield from re.findall(r"(?:\$\{?|\(\()((?:SLURM|TORCH|OMP|CONDA|VIRTUAL)_[A-Z_]+)", path.read_text())

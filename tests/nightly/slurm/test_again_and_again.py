@@ -54,6 +54,14 @@ def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout:
         assert losses == pytest.approx({step: expected[step] for step in range(STEPS // 2)}, abs=1e-5)
 
 
+def test_where_failures_can_not_be_written_down_all_starts_are_counted(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    with_site(tmp_path, 'max_failures=1\nsrun() { mkdir -p "$failures" && return 3; }\n')
+    job = submit(slurm_cluster, SLURM / "single.sh", cwd=tmp_path, gpus_per_node=0)
+    assert (job.wait(), job.details()["Restarts"]) == ("FAILED", "1")
+    told = [line for line in job.output().splitlines() if line.startswith("failed")]
+    assert told == ["failed with exit code 3, time 1 of at most 1: requeued", "failed 2 times: not started again"]
+
+
 def test_ctrl_c_ends_a_job(slurm_cluster: Cluster, checkout: Path) -> None:
     job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *PACE, cwd=checkout, nodes=1, ntasks=1)
     wait_until_training(checkout, job)
