@@ -29,8 +29,8 @@ from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.loop import replace_loops
 from lightswitch.monitoring.grad_norm import GradNorm
-from lightswitch.strategies.callbacks import KnownCallbacks
-from lightswitch.strategies.fused import FusedStep
+from lightswitch.strategies.kernels import FusedStep
+from lightswitch.strategies.known_callbacks import KnownCallbacks
 from lightswitch.strategies.single import Single
 from tests.engine.data.pictures import Pictures
 from tests.engine.data.text import Text

@@ -29,10 +29,9 @@ from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights
 from lightswitch.deepspeed.writes import EngineWrites
 from lightswitch.errors import Refused
 from lightswitch.strategies.averaging import laid_out_anew
-from lightswitch.strategies.callbacks import is_on_nvme
 from lightswitch.strategies.compilation import is_compiled
-from lightswitch.strategies.trained import Trained
-from lightswitch.strategies.unused import Unused
+from lightswitch.strategies.known_callbacks import is_on_nvme
+from lightswitch.strategies.trained import Trained, Unused
 from lightswitch.strategies.writes import CarriesWrites
 
 

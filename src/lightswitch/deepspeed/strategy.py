@@ -31,12 +31,9 @@ from lightswitch.deepspeed.regrouping import Regrouping
 from lightswitch.errors import Refused, listed
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
-from lightswitch.strategies.fused import fuse
-from lightswitch.strategies.placeholders import fill_with_nothing, placeholders
-from lightswitch.strategies.rank_0 import broadcast_in_place
-from lightswitch.strategies.reversible import Reversible
-from lightswitch.strategies.sharded import in_full_shape
-from lightswitch.strategies.timeouts import set_timeouts
+from lightswitch.strategies.kernels import fuse
+from lightswitch.strategies.rank_0 import broadcast_in_place, fill_with_nothing, placeholders
+from lightswitch.strategies.sharded import Reversible, in_full_shape, set_timeouts
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)

@@ -28,9 +28,8 @@ from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
-from lightswitch.strategies.callbacks import KnownCallbacks
-from lightswitch.strategies.fused import FusedStep
-from lightswitch.strategies.matmul import MatmulPrecision
+from lightswitch.strategies.kernels import FusedStep, MatmulPrecision
+from lightswitch.strategies.known_callbacks import KnownCallbacks
 from lightswitch.strategies.replicas import EqualReplicas
 
 _VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}

@@ -18,7 +18,7 @@ from lightswitch.errors import Refused
 from lightswitch.launch import callbacks, rate_finder
 from lightswitch.launch.instantiation import instantiated
 from lightswitch.lightning_types import callbacks_of
-from lightswitch.strategies import callbacks as known_callbacks
+from lightswitch.strategies import known_callbacks
 
 _CLIPPING = "trainer.gradient_clip_val"
 

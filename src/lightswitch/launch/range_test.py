@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.launch.loop import EpochLoop
-from lightswitch.strategies.reversible import Reversible
+from lightswitch.strategies.sharded import Reversible
 
 _SMOOTHING = 0.98  # Lightning's share of the losses before in the smoothed loss
 

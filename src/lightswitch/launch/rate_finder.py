@@ -20,7 +20,7 @@ from lightswitch.launch.learning_rate import LearningRate, learning_rate_of
 from lightswitch.launch.range_test import RangeTest, initial_rates
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.fused import fuse
+from lightswitch.strategies.kernels import fuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

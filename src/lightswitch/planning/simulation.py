@@ -45,8 +45,8 @@ from lightswitch.planning.fakes import (
 from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
 from lightswitch.planning.values import Values
-from lightswitch.strategies.fused import FusedStep
-from lightswitch.strategies.unused import Unused
+from lightswitch.strategies.kernels import FusedStep
+from lightswitch.strategies.trained import Unused
 
 _NEEDS_VALUES = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _IN_C = "data is not allocated"  # of torch, where C++ reads a fake tensor

@@ -32,13 +32,17 @@ from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.clipping import clip_by_norm
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.gathered_writes import GatheredWrites, WholeBesideShards, let_data_be_assigned, of_fsdp
-from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
-from lightswitch.strategies.replicated import replicated_parameters
-from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations
-from lightswitch.strategies.timeouts import set_timeouts
+from lightswitch.strategies.rank_0 import broadcast_metric_states, broadcast_weights
+from lightswitch.strategies.sharded import (
+    Sharded,
+    average_replicated,
+    checkpoint_activations,
+    clip_by_norm,
+    replicated_parameters,
+    set_timeouts,
+)
 from lightswitch.strategies.trained import Trained, WatchedForward
 from lightswitch.strategies.units import called_parts, find_units
 

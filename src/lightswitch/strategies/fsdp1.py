@@ -31,17 +31,21 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.clipping import clip_shards_by_norm
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
 from lightswitch.strategies.gathered_writes import GatheredWrites, of_fsdp1, write_back
-from lightswitch.strategies.initial_weights import broadcast_metric_states, broadcast_weights
-from lightswitch.strategies.replicated import replicated_parameters
-from lightswitch.strategies.sharded import Sharded, average_replicated, checkpoint_activations, in_full_shape
-from lightswitch.strategies.timeouts import set_timeouts
-from lightswitch.strategies.trained import Trained, WatchedForward
+from lightswitch.strategies.rank_0 import broadcast_metric_states, broadcast_weights
+from lightswitch.strategies.sharded import (
+    Sharded,
+    average_replicated,
+    checkpoint_activations,
+    clip_shards_by_norm,
+    in_full_shape,
+    replicated_parameters,
+    set_timeouts,
+)
+from lightswitch.strategies.trained import Trained, Unused, WatchedForward
 from lightswitch.strategies.units import find_units
-from lightswitch.strategies.unused import Unused
 
 log = logging.getLogger(__name__)
 

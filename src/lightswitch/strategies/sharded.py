@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
-from torch import nn
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed import Backend, ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout, _world
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
 
 from lightswitch import patches
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.initial_weights import left_on_meta
-from lightswitch.strategies.rank_0 import broadcast_in_place
-from lightswitch.strategies.replicated import average_gradient
-from lightswitch.strategies.reversible import Reversible
+from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
+from lightswitch.strategies.rank_0 import broadcast_in_place, left_on_meta
 from lightswitch.strategies.writes import CarriesWrites
+
+
+class Reversible(Strategy):
+    """Base of strategies that hold more than the tensors of the module, or hold these in another form at times."""
+
+    @abstractmethod
+    def restored(self) -> AbstractContextManager[None]:
+        """Return a context that leaves what is held beside the module as it was, and nothing of the module gathered.
+
+        The optimizer is left to the caller, who makes it anew by `setup_optimizers`.
+        """
 
 
 class Sharded(CarriesWrites, Reversible, ParallelStrategy):
@@ -157,3 +173,92 @@ def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
             parameter.requires_grad_(True)  # torch registers none else, and a callback may unfreeze it later
             parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
             parameter.requires_grad_(is_trained)
+
+
+def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the parameters of a unit that every device has to hold whole.
+
+    Scalars and empty ones can't be cut; complex ones, and those of another dtype than most of the unit, can't be
+    gathered with the others; a metric's network runs outside of the model's forward pass.
+
+    Args:
+        others: parameters of units inside of it, and of any that are replicated already.
+    """
+    own = [parameter for parameter in unit.parameters() if parameter not in others]
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in own:
+        counts[parameter.dtype] += 0 if parameter.is_complex() else parameter.numel()
+    most = max(counts, key=counts.__getitem__, default=torch.float32)
+    whole = {parameter for parameter in own if parameter.dtype != most or parameter.is_complex()}
+    whole |= {parameter for parameter in own if parameter.ndim == 0 or parameter.numel() == 0}
+    metrics = (part for part in unit.modules() if isinstance(part, Metric))
+    return whole.union(*(metric.parameters() for metric in metrics))
+
+
+def average_gradient(parameter: Tensor) -> None:
+    """Average a parameter's gradient over all ranks: a hook after a backward pass. Collective.
+
+    What earlier passes of the step have averaged is equal on all ranks, so that its mean is itself.
+    """
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+
+
+@torch.no_grad()
+def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
+    """Clip the gradients of an optimizer's parameters by their norm over all devices. Collective.
+
+    `torch.nn.utils.clip_grad_norm_` does the same for parameters of one device mesh alone.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    total = gradient_norm(parameters)
+    for of_mesh in by_mesh(parameters).values():
+        clip_grads_with_norm_(of_mesh, max_norm, total)
+
+
+@torch.no_grad()
+def clip_shards_by_norm(
+    parameters: Iterable[nn.Parameter],
+    sharded: Container[nn.Parameter],
+    max_norm: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Clip gradients of which some are sharded over a process group as plain tensors. Collective.
+
+    Args:
+        parameters: all that are clipped together.
+        sharded: those of which each rank of the group holds a part of the gradient; it holds others whole.
+        device: where the norm is summed, in double precision where the device has it.
+    """
+    present = [parameter for parameter in parameters if parameter.grad is not None]
+    squares = [
+        get_total_norm([p.grad for p in present if p.grad is not None and (p in sharded) == is_sharded])
+        .to(device, torch.float64 if device.type != "mps" else torch.float32)
+        .square()
+        for is_sharded in (True, False)
+    ]
+    dist.all_reduce(squares[0], group=group)
+    clip_grads_with_norm_(present, max_norm, (squares[0] + squares[1]).sqrt())
+
+
+def set_timeouts(timeout: timedelta | None) -> None:
+    """Give a time-out to each process group that has its back-end's default.
+
+    Device meshes and DeepSpeed make groups without naming one. NCCL's default is 10 minutes, after which it ends the
+    ranks that wait, and not the one they wait for.
+
+    Args:
+        timeout: None to leave them as they are.
+    """
+    if timeout is None:
+        return
+    for group, (backend, _) in list(_world.pg_map.items()):
+        if any(found == _get_default_timeout(Backend(backend)) for found in timeouts(group)):
+            _set_pg_timeout(timeout, group)
+
+
+def timeouts(group: ProcessGroup) -> list[timedelta]:
+    """Return the time-outs of a process group's back-ends, one for each kind of device."""
+    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
+    return [backend.options._timeout for backend in backends.values() if getattr(backend, "options", None)]

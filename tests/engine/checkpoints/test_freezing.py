@@ -18,7 +18,7 @@ from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.launch.loop import replace_loops
-from lightswitch.strategies.callbacks import KnownCallbacks
+from lightswitch.strategies.known_callbacks import KnownCallbacks
 from tests.engine.fits import local_trainer
 
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.callbacks import KnownCallbacks
+from lightswitch.strategies.known_callbacks import KnownCallbacks
 from lightswitch.strategies.single import Single
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.engine.curves import largest_difference

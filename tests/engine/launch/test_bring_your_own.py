@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import callbacks
 
 from lightswitch.config.overrides import GROUPS, key_and_value
-from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS
+from lightswitch.strategies.known_callbacks import NOWHERE, OF_ONE_PROCESS
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT
 from tests.engine.launch import habits

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, SpikeDe
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.directory import read_state
 from lightswitch.hooked_strategy import hooked
+from lightswitch.strategies.known_callbacks import resume_spikes
 from lightswitch.strategies.single import Single
-from lightswitch.strategies.spikes import resume_spikes
 from tests.engine.conftest import PLAIN, Finished, Train
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainData, PlainModel

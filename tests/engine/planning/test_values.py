@@ -22,7 +22,7 @@ from lightswitch.planning.simulation import Work, simulate
 from lightswitch.planning.timeline import Peak
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.fused import FusedStep
+from lightswitch.strategies.kernels import FusedStep
 from lightswitch.strategies.single import Single
 from tests.engine.planning.modules import WaitsForAValue
 

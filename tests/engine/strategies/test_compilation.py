@@ -19,8 +19,7 @@ from torch._logging import _internal as torch_logs
 
 import lightswitch
 from lightswitch.preflight import devices
-from lightswitch.strategies.compilation import Compilation, CompiledForward
-from lightswitch.strategies.recompilations import tell_recompilations
+from lightswitch.strategies.compilation import Compilation, CompiledForward, tell_recompilations
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints import optimizers
-from lightswitch.strategies.fused import fuse
+from lightswitch.strategies.kernels import fuse
 from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
 from tests.engine.models.language import LanguageModel
 from tests.night import at_night

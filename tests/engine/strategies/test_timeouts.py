@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from lightswitch.deepspeed.strategy import DeepSpeed
-from lightswitch.strategies.timeouts import set_timeouts, timeouts
+from lightswitch.strategies.sharded import set_timeouts, timeouts
 from tests.engine.fits import LANGUAGE, PLAIN, TENSOR_PARALLEL, Fits
 
 
