@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.epoch_metrics import EpochMetrics
+from lightswitch.batches.metrics import EpochMetrics
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.portable import TransientBuffers

@@ -1,20 +1,27 @@
-"""Accumulation by schedule: Lightning's GradientAccumulationScheduler, which counts global batches here."""
+"""The micro batches of an optimizer step: how many there are, their samples, and the mean over them."""
 
 from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
+from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
 
 from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
+from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.monitoring.progress import Progress
+from lightswitch.monitoring.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -97,3 +104,79 @@ class Accumulation:
 class _Served(Mixin, GradientAccumulationScheduler):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do without Lightning's check, which refuses DeepSpeed, and micro batches."""
+
+
+class StepLoss:
+    """Sum of a step's losses so far, each weighted by the share of its micro batch; on this rank."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    def add(self, outputs: Any, weight: float | Tensor) -> None:
+        """Add what `training_step` has returned for a micro batch; nothing where there is no loss in it."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if isinstance(loss, Tensor):  # Lightning has divided it by the accumulation
+            share = loss.detach() * weight
+            self._sum = share if self._sum is None else self._sum + share
+
+    def take(self) -> Tensor | None:
+        """Return the sum, and begin another step; None where there was no loss."""
+        taken, self._sum = self._sum, None
+        return taken
+
+
+def weight(loaders: Combined, plan: BatchPlan, micro_batch: int, batches_a_step: int) -> float:
+    """Return the weight of a micro batch's mean in the mean over its optimizer step; 1.0 for an even cut.
+
+    Args:
+        micro_batch: of the epoch, from 0.
+        batches_a_step: global batches that an optimizer step takes.
+    """
+    if not (loaders.slices and loaders.is_single):  # of several loaders, each is cut evenly
+        return 1.0
+    slices = loaders.slices[0]
+    batch, micro = divmod(micro_batch, plan.accumulation)
+    of_batch = slices.weight(batch, micro)
+    if batches_a_step == 1:
+        return of_batch
+    first = batch // batches_a_step * batches_a_step
+    samples = [slices.step_samples(one) for one in range(first, min(first + batches_a_step, slices.steps))]
+    return of_batch * samples[batch - first] * batches_a_step / sum(samples)
+
+
+class ToldSamples:
+    """Number of samples of an optimizer step, over all devices, that throughput and progress were told last.
+
+    Args:
+        plan: of the run, by which they were made.
+    """
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self._plan = plan
+        self._samples = plan.global_batch
+        self._is_counted = False
+
+    def tell(self, trainer: Trainer, samples: int) -> bool:
+        """Tell another number of samples; return whether it is another."""
+        if samples == self._samples:
+            return False
+        self._samples = samples
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, Throughput | Progress):
+                callback.count(samples)
+        return True
+
+    def count(self, trainer: Trainer, batch: Any) -> None:
+        """Count the samples of the first micro batch of a loader whose batches are its own, and tell a step's."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        try:
+            micro = extract_batch_size(batch)
+        except MisconfigurationException:  # a batch without tensors
+            return
+        own = micro * self._plan.slices
+        if micro and self.tell(trainer, own) and trainer.global_rank == 0:
+            log.info(
+                "batch      %s, as the data loader makes them", replace(self._plan, global_batch=own, micro_batch=micro)
+            )

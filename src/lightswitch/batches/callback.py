@@ -15,12 +15,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightswitch.batches import step_mean
-from lightswitch.batches.accumulation import Accumulation
+from lightswitch.batches import accumulation
+from lightswitch.batches.accumulation import Accumulation, ToldSamples
+from lightswitch.batches.combined import Fractions
 from lightswitch.batches.counter import PositionCounter
-from lightswitch.batches.fractions import Fractions
 from lightswitch.batches.items import Items
+from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.metrics import LogsOfRanks
+from lightswitch.batches.order import RepeatedSamples, is_repeated
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import (
     STREAMS,
@@ -31,10 +33,7 @@ from lightswitch.batches.position import (
     set_logged_steps,
 )
 from lightswitch.batches.randomness import mix, seed_generators
-from lightswitch.batches.repeated import RepeatedSamples, is_repeated
-from lightswitch.batches.shared import SharedLoaders, data_rank
 from lightswitch.batches.step_logs import StepLogs
-from lightswitch.batches.told_samples import ToldSamples
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.lightning_types import callbacks_of
@@ -68,7 +67,7 @@ class GlobalBatch(Callback):
         self._accumulation = Accumulation(plan)
         self._fractions = Fractions(plan)
         self._counter = PositionCounter(plan, self._loaders, self._accumulation, self._resumed)
-        self._loss = step_mean.StepLoss()
+        self._loss = accumulation.StepLoss()
         self._items = Items()
         self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
         self._told = ToldSamples(plan)
@@ -199,7 +198,7 @@ class GlobalBatch(Callback):
 
     @property
     def _share_of_samples(self) -> float:
-        return step_mean.weight(
+        return accumulation.weight(
             self._loaders.training, self.plan, self._counter.micro_batches, self._accumulation.batches_a_step
         )
 

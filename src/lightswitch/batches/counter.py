@@ -8,9 +8,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightswitch.batches.accumulation import Accumulation
+from lightswitch.batches.loaders import SharedLoaders
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
-from lightswitch.batches.shared import SharedLoaders
 from lightswitch.errors import listed
 
 

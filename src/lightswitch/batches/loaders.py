@@ -1,21 +1,173 @@
-"""DataLoaders re-made from outside, whoever wrote them, so that they read this rank's share of the samples."""
+"""The data loaders of a run, re-made from outside, so that each rank reads its share of the samples."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.order import EvaluationSlices, TrainingSlices
+from lightswitch.batches.order import EvaluationSlices, TrainingSlices, sampler_of, samples_of, unwrapped
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
 from lightswitch.batches.randomness import EvaluatedSamples, SeededSamples
 from lightswitch.batches.rank_loader import RankLoader, made_anew
-from lightswitch.batches.sampling import sampler_of, samples_of, unwrapped
+from lightswitch.batches.stream_loader import evaluation_stream, training_stream
 from lightswitch.errors import Refused
 
+log = logging.getLogger(__name__)
 _OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
+
+
+class SharedLoaders:
+    """Data loaders of a run: re-made, so that each rank reads its share of the samples, or left as they are.
+
+    Args:
+        seed: of the sample order and of augmentation.
+        shares_streams: an IterableDataset is one stream for all ranks; else it splits itself, and its loaders are left
+            as they are.
+    """
+
+    def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._shares_streams = shares_streams
+        self._start = Position()
+        self._states: Sequence[Any] = ()  # of the streams that a checkpoint was saved of
+        self._is_complete = True  # the set of training loaders: the next one begins another
+        self._earlier: Any = None  # what Lightning had combined before this set; it may make loaders anew at any time
+        self.training = Combined()
+
+    def start_at(self, position: Position, states: Sequence[Any]) -> None:
+        """Set the position at which training loaders begin, including those that are made later.
+
+        Args:
+            states: those of streams, which `states_at` has returned there, in the order of loaders.
+        """
+        self._start, self._states = position, states
+        self._start_streams()
+
+    def start_epoch(self, epoch: int) -> None:
+        """Give the epoch to the datasets of loaders that run as they are; the training loaders are complete."""
+        self._is_complete = True
+        for loader in self.training.others:
+            _set_epoch(loader, epoch)
+
+    def states_at(self, step: int) -> list[Any]:
+        """Return what training streams need to go on at a step of this epoch; None for what needs nothing."""
+        return [slices.state_at(step) for slices in self.training.slices]
+
+    def share(self, trainer: Trainer, loader: Any) -> object:
+        """Return a copy of a loader that reads this rank's share of the samples; itself where it can't be re-made.
+
+        Raises:
+            Refused: there are too few samples, or a schedule needs the length of a stream that has none.
+        """
+        is_training = trainer.state.stage == RunningStage.TRAINING
+        if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
+            self.training, self._is_complete = Combined(lambda: _mode(trainer)), False
+            self._earlier = trainer.fit_loop._combined_loader
+        if (reason := obstacle(loader) or self._split(loader)) is not None:
+            if is_training:
+                self.training.add_other(loader)
+                _set_epoch(loader, self._start.epoch)
+            _say_what_does_not_hold(trainer, reason, is_training, splits=obstacle(loader) is None)
+            return loader
+        return self._made_anew(trainer, loader, is_training)
+
+    def _split(self, loader: Any) -> str | None:
+        """Return why a stream is taken to split itself by ranks; None where it does not."""
+        if not is_stream(loader):
+            return None
+        if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
+            return "its dataset splits itself by ranks"
+        return None if self._shares_streams else "its dataset splits itself by ranks (data.sharded_by=dataset)"
+
+    def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
+        plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
+        pins = trainer.strategy.root_device.type == "cuda"
+        if not is_training:
+            if is_stream(loader):
+                return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
+            return evaluation_loader(loader, plan, rank, self._seed, pins)
+        if not is_stream(loader):
+            return training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
+        shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)
+        self._start_streams()
+        self._check_length(trainer)
+        if trainer.global_rank == 0 and (readers := plan.replicas * max(1, loader.num_workers)) > 1:
+            log.info(
+                "stream     %d readers, %d for each device, read all of it, and keep a part each",
+                readers, max(1, loader.num_workers),
+            )  # fmt: skip
+        return shared
+
+    def _check_length(self, trainer: Trainer) -> None:
+        if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
+            raise Refused(
+                "the module asks how long the run is, for a schedule, and the training stream has no len(): "
+                "trainer.max_epochs does not bound its steps; type trainer.max_steps=N, or give the dataset a __len__"
+            )
+
+    def _start_streams(self) -> None:
+        states = [*self._states, *(None for _ in self.training.slices)]
+        for slices, state in zip(self.training.slices, states, strict=False):
+            slices.start_at(self._start.epoch, self._start.step, state)
+
+
+def data_rank(trainer: Trainer) -> int:
+    """Return this process's rank among those that read different samples.
+
+    Ranks that hold one layer together (tensor parallelism) have the same one: they read the same samples and drop
+    the same units.
+    """
+    return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
+
+
+def _gather(trainer: Trainer, number: int) -> list[int]:
+    """Return what each rank has, in the order of ranks."""
+    if trainer.world_size == 1:
+        return [number]
+    own = torch.tensor(number, device=trainer.strategy.root_device)
+    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
+    torch.distributed.all_gather(gathered, own)
+    return [int(one) for one in gathered]
+
+
+def _set_epoch(loader: object, epoch: int) -> None:
+    """Tell a dataset that shuffles by the epoch which one it is."""
+    set_epoch = getattr(getattr(loader, "dataset", None), "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def _mode(trainer: Trainer) -> str:
+    assert trainer.fit_loop._combined_loader is not None
+    return trainer.fit_loop._combined_loader._mode
+
+
+def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
+    if splits:
+        lost = (
+            "which samples a step takes follows it and the number of devices, a resumed run starts its epoch anew, and "
+            "ranks must end at the same batch; weights and checkpoints are as always"
+            if training
+            else "what each rank evaluates follows it"
+        )
+    elif training:
+        lost = "batch size and order are its own, and a resumed run starts its epoch anew"
+        shared = "; every rank reads the same samples unless it splits them itself" if trainer.world_size > 1 else ""
+        lost += shared
+    else:
+        lost = "samples may be counted twice" if trainer.world_size > 1 else ""
+    if lost and trainer.global_rank == 0:
+        log.warning("a data loader runs as it is, because %s: %s", reason, lost)
 
 
 def obstacle(loader: object) -> str | None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torchmetrics import Metric
 
+from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.randomness import mix
-from lightswitch.batches.sampling import epoch_order
+from lightswitch.batches.randomness import mix, seed_generators
+from lightswitch.errors import Refused
 
 
 class TrainingSlices(Sampler[Any]):
@@ -167,7 +176,7 @@ class EvaluationSlices(Sampler[Any]):
         seed: of the order, where the sampler draws one.
 
     Attributes:
-        is_repeated: this rank has no sample of its own; see `lightswitch.batches.repeated`.
+        is_repeated: this rank has no sample of its own; see `lightswitch.batches.order`.
     """
 
     def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
@@ -190,3 +199,163 @@ class EvaluationSlices(Sampler[Any]):
         share = self.order[self.begin : self.end]
         for index in range(self.batches):
             yield list(share[len(share) * index // self.batches : len(share) * (index + 1) // self.batches])
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a map-style loader, as of one device.
+
+    torch puts one that a BatchSampler was given nowhere else; one that deals out shares by rank gives all of them.
+    """
+    sampler = unwrapped(loader.batch_sampler).sampler
+    return sampler if type(sampler) is DistributedSampler else _undivided(sampler, loader.dataset)
+
+
+def unwrapped(batch_sampler: Any) -> Any:
+    """Return the batch sampler inside of the wrapper that Lightning puts around it for prediction."""
+    return getattr(batch_sampler, "_batch_sampler", batch_sampler)
+
+
+def samples_of(sampler: Any, dataset: Any) -> int:
+    """Return the samples of an epoch over all ranks; a DistributedSampler's length is one rank's share."""
+    return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
+
+
+def epoch_order(sampler: Any, samples: int, seed: int, key: int, epoch: int | None = None) -> Sequence[Any]:
+    """Return the sample indices of an epoch as a sampler draws them under (seed, key), the same on every rank.
+
+    Args:
+        sampler: any; of a DistributedSampler only whether it shuffles counts.
+        samples: of an epoch, over all ranks.
+        key: the epoch's number, or what stands for it.
+        epoch: that a sampler is told which shuffles by it; None for the key.
+
+    Raises:
+        Refused: the sampler draws another number than its `len()` tells.
+    """
+    generator = torch.Generator().manual_seed(mix(seed, key) >> 1)
+    if type(sampler) is DistributedSampler:  # its shares have another size: only its shuffling counts
+        return _permutation(samples, generator) if sampler.shuffle else range(samples)
+    if type(sampler) is SequentialSampler:
+        return range(samples)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+        return _permutation(samples, generator)
+    return _drawn(sampler, samples, mix(seed, key), key if epoch is None else epoch)
+
+
+def _undivided(sampler: Any, dataset: Any) -> Any:
+    """Return a sampler that yields the samples of all ranks: a copy of one that deals them out."""
+    replicas = getattr(sampler, "num_replicas", None)
+    if replicas is None or not hasattr(sampler, "rank"):
+        return sampler
+    undivided = copy.copy(sampler)
+    undivided.num_replicas, undivided.rank = 1, 0
+    if hasattr(sampler, "total_size"):
+        padding = abs(sampler.total_size - len(dataset))  # or what drop_last leaves out, for shares of one size
+        undivided.num_samples = undivided.total_size = len(dataset) if padding < replicas else sampler.total_size
+    return undivided
+
+
+def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
+    # kept as an array: ten million python ints take 1.5 s and 400 MB
+    return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # a Sequence in all but name
+
+
+def _drawn(sampler: Any, samples: int, seed: int, epoch: int) -> list[Any]:
+    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+        set_epoch(epoch)
+    for own in getattr(sampler, "__dict__", {}).values():
+        _seed(own, seed)
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(seed)
+        order = list(sampler)
+    if len(order) != samples:
+        raise Refused(
+            f"the sampler {type(sampler).__name__} draws {len(order)} samples, and its len() is {samples}; let its "
+            "__len__ return the number that it draws"
+        )
+    return order
+
+
+def _seed(generator: object, seed: int) -> None:
+    """Seed what a sampler keeps, if it is a generator: each rank, and a run that goes on, would have another."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+
+
+class RepeatedSamples:
+    """Undoer of what a batch of a repeated sample changes in logged values and metrics, once its hooks have run.
+
+    What a module collects by itself, as in a list, keeps it.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._metrics: dict[Metric, dict[str, Any]] | None = None  # their states before the batch
+        self._logged: dict[str, _ResultMetric] = {}
+
+    def install(self) -> None:
+        """Undo from now on."""
+        connector = self._trainer._logger_connector
+        end = connector.on_batch_end
+
+        def ended() -> None:
+            end()
+            self._undo()
+
+        patches.replace(connector, "on_batch_end", ended)
+
+    def remove(self) -> None:
+        """Let batches count again."""
+        patches.restore(self._trainer._logger_connector, "on_batch_end")
+
+    def begin(self, dataloader_idx: int) -> None:
+        """Note what there is before a batch of an evaluation, if it repeats a sample."""
+        if not is_repeated(self._trainer._evaluation_loop._combined_loader, dataloader_idx):
+            return
+        metrics = (module for module in self._module.modules() if isinstance(module, Metric))
+        self._metrics = {metric: metric._copy_state_dict() for metric in metrics}
+        self._logged = {key: copy.copy(item) for key, item in self._results.items() if item.is_tensor}
+
+    @property
+    def _results(self) -> _ResultCollection:
+        results = self._trainer._results
+        assert results is not None
+        return results
+
+    def _undo(self) -> None:
+        if self._metrics is None:
+            return
+        for metric, states in self._metrics.items():
+            for name, before in states.items():
+                setattr(metric, name, _without(getattr(metric, name), before))
+        for key, item in self._results.items():
+            if item.is_tensor and not item.has_reset:
+                _set_back(item, self._logged.get(key))
+        self._metrics = None
+
+
+def is_repeated(loaders: Any, dataloader_idx: int) -> bool:
+    """Return whether this rank has no sample of its own of one of an evaluation's loaders."""
+    slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
+    return isinstance(slices, EvaluationSlices) and slices.is_repeated
+
+
+def _without(state: Any, before: Any) -> Any:
+    """Return a metric's state without what was added to it: rows that are kept leave none, of their shape."""
+    if not isinstance(state, list):
+        return before
+    return [*before, *(rows[:0] for rows in state[len(before) :] if isinstance(rows, Tensor) and rows.ndim)]
+
+
+def _set_back(item: _ResultMetric, before: _ResultMetric | None) -> None:
+    """Let a logged value be what it was; one that is new, or was of an earlier evaluation, is of no sample."""
+    if before is not None and not before.has_reset:
+        vars(item).update(vars(before))
+    else:
+        Metric.reset(item)  # past Lightning's, which would take it for one that was never logged

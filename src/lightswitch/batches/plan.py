@@ -67,7 +67,7 @@ class BatchPlan:
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
         """Return the Trainer's arguments that count steps, as micro batches, which is what Lightning counts.
 
-        Fractions, which mean a share of an epoch, are left out: they are `lightswitch.batches.fractions.Fractions`'.
+        Fractions, which mean a share of an epoch, are left out: they are `lightswitch.batches.combined.Fractions`'.
         """
         given = {name: trainer.get(name) for name in _COUNTED_IN_MICRO_BATCHES}
         return {

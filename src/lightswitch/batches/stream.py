@@ -18,12 +18,13 @@ from torch.utils.data import Dataset, _utils, get_worker_info
 from lightswitch import patches
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.randomness import mix, seed_generators
-from lightswitch.batches.stream_state import packed, unpacked
 
 _COMPARED_SAMPLES = 16  # of the first that a reader meets, whose digest is compared among readers
 _STATE_SHARE = 0.05  # of the time, at most, that a reader spends on asking the dataset for its state
 
 Groups = Callable[[Iterator[Any]], Iterator[list[Any]]]
+_PLAIN = (bool, int, float, str, bytes)
+_ARRAY = "numpy"  # key of a dict that stands for an array, which a checkpoint would give back as a tensor
 
 
 class Resume(NamedTuple):
@@ -263,3 +264,35 @@ def _content(leaf: Any) -> bytes:
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
         return repr(leaf).encode()
     return type(leaf).__name__.encode()
+
+
+def packed(state: Any) -> Any:
+    """Return a state in plain types and tensors, as it is now.
+
+    Raises:
+        TypeError: it holds something else; the text is the name of its type.
+    """
+    if state is None or type(state) in _PLAIN:
+        return state
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu().clone()
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, np.ndarray) and state.dtype.kind in "biuf" and state.dtype.isnative:
+        return {_ARRAY: torch.from_numpy(state.copy()), "dtype": state.dtype.str}
+    if isinstance(state, dict):
+        return {packed(key): packed(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(packed(value) for value in state)
+    raise TypeError(type(state).__name__)
+
+
+def unpacked(state: Any) -> Any:
+    """Return the state that was packed."""
+    if isinstance(state, dict):
+        if state.keys() == {_ARRAY, "dtype"}:
+            return state[_ARRAY].numpy().astype(state["dtype"])
+        return {key: unpacked(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(unpacked(value) for value in state)
+    return state

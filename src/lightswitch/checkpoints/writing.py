@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch.distributed.constants import default_pg_timeout
 
-from lightswitch.batches.epoch_metrics import OF_RANKS
+from lightswitch.batches.metrics import OF_RANKS
 from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps

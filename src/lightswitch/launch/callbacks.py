@@ -9,9 +9,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.ending import Ending
-from lightswitch.batches.epoch_metrics import EpochMetrics
-from lightswitch.batches.plateau import PlateauState
+from lightswitch.batches.ending import Ending, PlateauState
+from lightswitch.batches.metrics import EpochMetrics
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers

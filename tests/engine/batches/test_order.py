@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightswitch.batches.order import EvaluationSlices, TrainingSlices
+from lightswitch.batches.order import EvaluationSlices, TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.sampling import epoch_order
 
 
 def slices(plan: BatchPlan, samples: int, rank: int, drop_last: bool = False, epoch: int = 0, step: int = 0):

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
+from lightswitch.batches.stream import packed, unpacked
 from lightswitch.batches.stream_loader import evaluation_stream, training_stream
-from lightswitch.batches.stream_state import packed, unpacked
 from lightswitch.errors import Refused
 from lightswitch.planning.samples import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
