@@ -38,6 +38,7 @@ class HookedStrategy(Mixin, Strategy):
         on_data: called before the user's data are prepared, and before they are set up; None for nothing.
         on_batch: called before a batch of training is handed to hooks that move it; None for nothing.
         on_output: called with what `training_step` has returned; None for nothing.
+        loss_weight: returns the weight of this rank's loss in the mean over a step; None where all have the same.
         on_start: called where training starts, after the module's `on_train_start`; None for nothing.
         on_step: called after each step of an optimizer; None for nothing.
     """
@@ -48,6 +49,7 @@ class HookedStrategy(Mixin, Strategy):
     on_data: Callable[[], None] | None = None
     on_batch: Callable[[], None] | None = None
     on_output: Callable[[Any], None] | None = None
+    loss_weight: Callable[[], float | Tensor] | None = None
     on_start: Callable[[], None] | None = None
     on_step: Callable[[], None] | None = None
     _has_told_of_filled_rows = False
@@ -154,7 +156,7 @@ class HookedStrategy(Mixin, Strategy):
                 local.mul_(factor.to(local.device))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "world_size", 1) > 1 and _goes_by_loss(optimizer):
+        if getattr(self, "world_size", 1) > 1 and goes_by_loss(optimizer):
             closure = partial(self._of_all_ranks, closure)
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         if self.on_step is not None:
@@ -162,12 +164,19 @@ class HookedStrategy(Mixin, Strategy):
         return output
 
     def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        """Return the mean of a loss over the ranks, which would else not evaluate it equally often. Collective."""
+        """Return the mean of a loss over what all ranks have read, by which they step alike and evaluate it equally
+        often. Collective."""
         loss = closure()
-        return self.reduce(loss.detach(), reduce_op="mean") if isinstance(loss, Tensor) else loss
+        if not isinstance(loss, Tensor):
+            return loss
+        weight = torch.as_tensor(
+            1.0 if self.loss_weight is None else self.loss_weight(), dtype=loss.dtype, device=loss.device
+        )
+        weighted, weights = self.reduce(torch.stack([loss.detach() * weight, weight]), reduce_op="mean")
+        return weighted / weights
 
 
-def _goes_by_loss(optimizer: Optimizer) -> bool:
+def goes_by_loss(optimizer: Optimizer) -> bool:
     """Return whether an optimizer can't step without a function that evaluates the loss, as LBFGS can't."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

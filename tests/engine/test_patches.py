@@ -57,6 +57,7 @@ ALLOWED = {
     "unused.world_size": "of Unused, the engine's",
     "self._step_logs.weight": "of StepLogs, the engine's",
     "strategy.on_data": "of HookedStrategy, the engine's",
+    "strategy.loss_weight": "of HookedStrategy, the engine's",
     "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
     "undivided.num_replicas": "of a copy of the user's sampler",

@@ -18,6 +18,7 @@ from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import goes_by_loss
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.progress import Progress
@@ -55,12 +56,21 @@ class Accumulation:
         """Micro batches of an optimizer step, on each device."""
         return self._plan.accumulation * self.batches_a_step
 
-    def check(self, loaders: Combined) -> None:
-        """Check that the last step of an epoch is known before it is read, as steps take several batches.
+    def check(self, trainer: Trainer, loaders: Combined) -> None:
+        """Check that the last step of an epoch is known before it is read, as steps take several batches, and that the
+        optimizer can step by several.
 
         Raises:
-            Refused: a stream, several loaders, or one that runs as it is.
+            Refused: a stream, several loaders, or one that runs as it is; an optimizer that evaluates the loss itself.
         """
+        for optimizer in trainer.optimizers:
+            if (self.is_scheduled or self._plan.accumulation > 1) and goes_by_loss(optimizer):
+                raise Refused(
+                    f"{type(optimizer).__name__} evaluates the loss several times a step, which of several micro "
+                    "batches would be that of the last one alone; leave micro_batch_size and "
+                    "GradientAccumulationScheduler out, or type "
+                    f"global_batch_size={self._plan.micro_batch * self._plan.replicas} for steps of one"
+                )
         known = loaders.is_single and any(type(slices) is TrainingSlices for slices in loaders.slices)
         if self.is_scheduled and not known:
             raise Refused(

@@ -87,6 +87,7 @@ class GlobalBatch(Callback):
         strategy.share = partial(self._share, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
+        strategy.loss_weight = self._weight
         # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
@@ -100,7 +101,7 @@ class GlobalBatch(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
-        strategy.share = strategy.on_batch = strategy.on_output = None
+        strategy.share = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
         for installed in (self._logs, self._step_logs, self._repeated):
             if installed is not None:
                 installed.remove()
@@ -122,7 +123,7 @@ class GlobalBatch(Callback):
                 f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
                 f"type init_from={trainer.ckpt_path} and another run_id"
             )
-        self._accumulation.check(loaders)
+        self._accumulation.check(trainer, loaders)
         self._accumulation.start_epoch(at.epoch)
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.auto import auto
@@ -86,3 +88,36 @@ def test_unused_parameters_are_found_where_that_is_asked_for(option: str, fits: 
 def test_auto_counts_devices_and_nodes() -> None:
     names = [type(auto("cpu", devices, nodes)).__name__ for devices, nodes in ((1, 1), ("auto", 1), (2, 1), (1, 2))]
     assert names == ["Single", "Single", "DDP", "DDP"]
+
+
+class GoesByItsLoss(PlainModel):
+    """Evaluates the loss several times a step, and goes as far as it falls."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+
+class OverItems(GoesByItsLoss):
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Any:
+        weights = batch[1].float() + 1
+        losses = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return {"loss": (losses * weights).sum() / weights.sum(), "items": weights.sum()}
+
+
+@pytest.mark.parametrize("module", [GoesByItsLoss, OverItems])
+def test_an_optimizer_that_goes_by_its_loss_has_that_of_all_samples(module: type[PlainModel], fits: Fits) -> None:
+    whole = replace(PLAIN, module=module, global_batch=25, micro_batch=None, arguments="gradient_clip_val=null")
+    (alone,), run = fits(whole), fits(replace(whole, strategy="ddp"), 2)[0]  # of 13 and of 12
+    assert largest_difference(run, alone) <= 1e-5
+    assert max(float((run.end[name] - tensor).abs().max()) for name, tensor in alone.end.items()) <= 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_refused_for_steps_of_several_micro_batches(ranks: int, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(SHORT, module=GoesByItsLoss, strategy="ddp" if ranks > 1 else "single"), ranks)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).endswith(
+        "would be that of the last one alone; leave micro_batch_size and GradientAccumulationScheduler out, or type "
+        f"global_batch_size={6 * ranks} for steps of one"
+    )

@@ -22,7 +22,7 @@ class Witness(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.end = _tensors(trainer, module)
         optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])  # DeepSpeed's has another within
-        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
         is_trained = {own_name(name): parameter.requires_grad for name, parameter in module.named_parameters()}
         self.held = {
             "parameters": sum(_local(parameter).numel() for parameter in module.parameters()),
