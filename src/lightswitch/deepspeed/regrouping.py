@@ -48,7 +48,9 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
     ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer]:
         """Make DeepSpeed's engine, which steps what is trained, and watch that it is used. Collective."""
         if optimizer is None:  # nothing is trained
-            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+            made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
+            self._watch_writes(made[0], model, self.broadcast(secrets.token_hex(8)))
+            return made
         with _trained_groups(model, optimizer, self.zero_stage_3):
             engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         if engine.managed_gradient_accumulation():
@@ -56,18 +58,25 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         else:  # by hand: also where a module steps past Lightning's wrapper
             patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
         self._trained, parameters = Trained(model), names.parameters(model)
-        seconds = (self._timeout or default_pg_timeout).total_seconds()
         key = self.broadcast(secrets.token_hex(8))
-        self._unused = Unused(parameters, seconds, key)
-        if not is_on_nvme(self):
-            is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
-            self._writes = EngineWrites(engine, model, self.looks, is_whole, key, seconds)
+        self._unused = Unused(parameters, self._patience_seconds, key)
+        self._watch_writes(engine, model, key)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
             for parameter in parameters.values()
             if parameter.requires_grad
         ]
         return engine, stepped
+
+    @property
+    def _patience_seconds(self) -> float:
+        return (self._timeout or default_pg_timeout).total_seconds()
+
+    def _watch_writes(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
+        """Have weights at hand where the module's hooks and steps touch them."""
+        if not is_on_nvme(self):
+            is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
+            self._writes = EngineWrites(engine, model, self.looks, is_whole, key, self._patience_seconds)
 
     def _step(self, engine: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by DeepSpeed's engine, which does more than its optimizer."""

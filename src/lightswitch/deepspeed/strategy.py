@@ -271,6 +271,21 @@ class DeepSpeed(Regrouping, Reversible):
         with self.looks.step(), self._writes.in_step(self.around_hook) if self._writes else nullcontext():
             return super().training_step(*args, **kwargs)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._in_evaluation("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._in_evaluation("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_evaluation("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    def _in_evaluation(self, step: str) -> AbstractContextManager[None]:
+        return self._writes.in_evaluation(step, self.around_hook) if self._writes else nullcontext()
+
     @property
     def handles_gradient_accumulation(self) -> bool:
         """Leave it to Lightning, which knows the accumulation of an epoch and of its last step.

@@ -8,10 +8,12 @@ gathered before that hook. What a hook has touched is carried to the copy that i
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from lightswitch.deepspeed.state import Part, parts
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
 _FIRST = 3  # calls of a hook after which ranks wait for one another, so that one rank alone may read a weight
@@ -66,9 +68,9 @@ class EngineWrites:
         self._calls: dict[str, int] = defaultdict(int)
         self._touched: set[str] = set()
         self._gathered: set[str] = set()
-        self._depth = 0  # of forward passes, in which weights are gathered, within the body of a training step
+        self._depth = 0  # of forward passes within the body of a training step
         self._touches_in_steps = False  # training steps touch weights outside of these
-        self._calls_under_way = 0  # of modules, for which DeepSpeed gathers weights itself, as in a hook that predicts
+        self._calls_under_way = 0  # of modules, as in a hook that predicts
         if self._is_in_parts:
             for part in module.modules():  # before DeepSpeed's hooks, and after them
                 part.register_forward_pre_hook(self._begin_call, prepend=True)
@@ -92,6 +94,17 @@ class EngineWrites:
                 break
             self._gather_first(hook, names)  # for another rank, which is at work in the hook
         self._let_go()
+
+    def in_evaluation(
+        self, step: str, at_hand: Callable[[str], AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a step of an evaluation, which may put averages in the place of weights.
+
+        Args:
+            step: its name.
+            at_hand: as for `in_step`.
+        """
+        return at_hand(step) if self._is_in_parts and self._looks_into_steps else nullcontext()
 
     @contextmanager
     def in_step(self, at_hand: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
@@ -120,7 +133,7 @@ class EngineWrites:
             yield
 
     def _begin_call(self, *_: Any) -> None:
-        if self._calls_under_way == 0 and not self._looks.is_at_work and self._touched:
+        if not self._looks.is_at_work and self._touched:
             self._let_go()
         self._calls_under_way += 1
 
@@ -133,7 +146,7 @@ class EngineWrites:
     def _begin_forward(self, module: nn.Module, *_: Any) -> None:
         """Let go of what the training step has touched: DeepSpeed gathers and frees what a module needs."""
         if self._looks.is_at_work and module not in (self.engine, self._module):
-            if self._depth == 0:
+            if self._depth == 0 or self._gathered:
                 self._let_go()
             self._depth += 1
 
@@ -187,19 +200,26 @@ class EngineWrites:
     # Weights that are touched
 
     def _touch(self, hook: str, name: str) -> None:
-        if hook.startswith(_STEP):
-            if self._depth:
-                return
-            if not self._touches_in_steps:
-                self._looks.refuse_late({name})
-                self._touches_in_steps = True
-        elif self._calls_under_way:
+        is_step = hook.startswith(_STEP)
+        if (self._depth if is_step else self._calls_under_way) and self._is_at_hand(name, is_step):
             return
+        if is_step and not self._touches_in_steps:
+            self._looks.refuse_late({name})
+            self._touches_in_steps = True
         self._touched.add(name)
         while not _is_there(self._parameters[name]):
             is_first = self._calls[hook] <= _FIRST
             seconds = self._rounds.timeout_seconds if is_first else min(_LATER_SECONDS, self._rounds.timeout_seconds)
             self._gather_first(hook, self._rounds.agree(hook, name, seconds))
+
+    def _is_at_hand(self, name: str, is_step: bool) -> bool:
+        """Return whether DeepSpeed has gathered a weight for a module that is called.
+
+        In a training step, which is looked into, small ones also count that DeepSpeed keeps whole.
+        """
+        parameter: Any = self._parameters[name]
+        is_there = _is_there(parameter) if is_step else bool(parameter.ds_active_sub_modules)
+        return is_there and name not in self._gathered
 
     def _gather_first(self, hook: str, names: set[str]) -> None:
         self._touched_before[hook] |= names
@@ -212,6 +232,11 @@ class EngineWrites:
             parameters: list[Any] = [self._parameters[name] for name in absent]
             parameters[0].all_gather(param_list=parameters)
             self._gathered.update(absent)
+            if not all(map(_is_there, parameters)):
+                raise Refused(
+                    f"{listed(absent)} is touched where DeepSpeed's stage 3 gathers it for the next module already; "
+                    "touch it before any module is called, or use strategy=deepspeed_stage_2"
+                )
 
     def _let_go(self) -> None:
         """Carry what was touched, and free what was gathered."""
@@ -267,12 +292,17 @@ class _Touches(TorchFunctionMode):
             names = self._names
             for value in (*args, *kwargs.values()) if kwargs else args:  # for each operation of a hook: kept short
                 if id(value) in names:
-                    self._touch(names[id(value)])
+                    self._tell(names[id(value)], sys._getframe(1))
                 elif type(value) in (list, tuple):
                     for one in value:
                         if id(one) in names:
-                            self._touch(names[id(one)])
+                            self._tell(names[id(one)], sys._getframe(1))
         return func(*args, **(kwargs or {}))
+
+    def _tell(self, name: str, frame: FrameType) -> None:
+        """Tell of a parameter, unless DeepSpeed itself is at work, which gathers and frees it."""
+        if not frame.f_globals.get("__name__", "").startswith("deepspeed."):
+            self._touch(name)
 
 
 class _Rounds:

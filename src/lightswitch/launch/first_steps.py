@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -42,6 +43,12 @@ def refusing(trainer: Trainer, steps: int) -> Iterator[None]:
         if (line := _refused(error, trainer, steps)) is not None:
             raise line from error
         raise
+
+
+def refusing_in_evaluation(trainer: Trainer) -> AbstractContextManager[None]:
+    """Return the same context for a step of an evaluation, whose first batches count as its first steps."""
+    loop: Any = trainer._active_loop
+    return refusing(trainer, loop.batch_progress.current.ready - 1)
 
 
 def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:

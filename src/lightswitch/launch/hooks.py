@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 
 from lightswitch import patches
+from lightswitch.launch import first_steps
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.writes import CarriesWrites
 
@@ -33,6 +34,7 @@ _KNOWN = ("lightning", "lightswitch")  # packages whose hooks leave weights alon
 _WITHOUT_WEIGHTS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 _OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 _EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
+_EVALUATION = ("validation_step", "test_step", "predict_step")
 _EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
 
 
@@ -137,12 +139,13 @@ def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str)
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    if is_observed(trainer):
-        return _call_strategy(trainer, hook_name, *args, **kwargs)
-    hook = getattr(trainer.strategy, hook_name)
-    if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY:
-        return None
-    return _call(hook, trainer.lightning_module, hook_name, args, kwargs)
+    with first_steps.refusing_in_evaluation(trainer) if hook_name in _EVALUATION else nullcontext():
+        if is_observed(trainer):
+            return _call_strategy(trainer, hook_name, *args, **kwargs)
+        hook = getattr(trainer.strategy, hook_name)
+        if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY:
+            return None
+        return _call(hook, trainer.lightning_module, hook_name, args, kwargs)
 
 
 def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
