@@ -74,6 +74,12 @@ class LastCheckpoints(Checkpoint):
         if is_own and trainer.is_global_zero:
             self._point_to(own)  # a run that was killed between the two left the link to the one before
 
+    def may_save_after_step(self, trainer: Trainer) -> bool:
+        """Return whether a checkpoint may be due once the step that is under way is over; the same on every rank."""
+        step = trainer.global_step + max(1, len(trainer.optimizers))  # by hand, a step may use each
+        ends = trainer.is_last_batch or 0 < trainer.max_steps <= step
+        return ends or step // self.every_n_steps > self._counted_step // self.every_n_steps
+
     def _end_batch(self, trainer: Trainer, end: Callable[[_DataFetcher], None], data_fetcher: _DataFetcher) -> None:
         if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
             self.save(trainer)

@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightswitch import patches
+from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch import first_steps, step_again
 from lightswitch.launch.hooks import is_observed
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
+from lightswitch.strategies.writes import CarriesWrites, Looks
 
 _ENDING = "ending"  # of the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -100,10 +102,14 @@ class EpochLoop(_TrainingEpochLoop):
         self._takes_index = False
         self._begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
+        self._looks: list[tuple[Looks, LastCheckpoints]] = []  # with what saves what they look at
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         trainer = self.trainer
+        saves = [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
+        carries_writes = isinstance(trainer.strategy, CarriesWrites)
+        self._looks = [(trainer.strategy.looks, one) for one in saves] if carries_writes else []
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         self._moves_by_hooks = (
             any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
@@ -216,6 +222,9 @@ class EpochLoop(_TrainingEpochLoop):
             return None, True
         progress.increment_started()
         arguments = self._arguments(batch, batch_idx)
+        for looks, saves in self._looks:
+            if saves.may_save_after_step(trainer):
+                looks.ask()
         with trainer.profiler.profile("run_training_batch"):
             if trainer.lightning_module.automatic_optimization:
                 return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments), False

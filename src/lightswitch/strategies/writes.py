@@ -23,7 +23,7 @@ from lightswitch.strategies.rank_0 import broadcast_in_place
 
 log = logging.getLogger(__name__)
 
-_FIRST, _EVERY = 3, 128  # training steps that are looked at: a look reads every weight
+_FIRST, EVERY = 3, 128  # training steps that are looked at, beside those before a save: a look reads every weight
 
 
 class CarriesWrites(Strategy):
@@ -81,7 +81,8 @@ _AFTER = ", after the step"
 class Looks:
     """Record of the training steps that are looked at, and of what was found in them.
 
-    The first steps are, and a few later: what begins to be written later is found, and refused.
+    The first steps are, those that a save may follow, and a few others: what begins to be written later is found, and
+    refused before it is saved.
 
     Attributes:
         is_at_work: within a training step.
@@ -95,6 +96,7 @@ class Looks:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._is_asked = False
         self.are_set_from_shares = False
         self.is_at_work, self.is_due, self.is_first = False, False, False
         self.written: set[str] = set()
@@ -106,6 +108,10 @@ class Looks:
         """Whether one of the first steps comes next, and has values, as one that is planned has not."""
         return self._steps < _FIRST and detect_fake_mode() is None
 
+    def ask(self) -> None:
+        """Have the next training step looked at, as what it leaves may be saved."""
+        self._is_asked = True
+
     def forget_step(self) -> None:
         """Count the last step out: it is made again."""
         self._steps -= 1
@@ -115,7 +121,7 @@ class Looks:
         """Context of a training step."""
         self._steps += 1
         self.are_set_from_shares = False
-        self.is_due = self._steps <= _FIRST or self._steps % _EVERY == 0
+        self.is_due, self._is_asked = self._is_asked or self._steps <= _FIRST or self._steps % EVERY == 0, False
         if self.is_due and detect_fake_mode() is not None:  # a step that is planned has no values
             self.is_due = False
         self.is_first = self.is_due and self._steps <= _FIRST

@@ -18,6 +18,7 @@ from lightswitch.failures.classify import Rank, failure_of
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
 from tests.engine.strategies import writing
+from tests.night import at_night
 from tests.pool import Pool, RankFailed
 
 pytest.importorskip("deepspeed")
@@ -26,6 +27,9 @@ STEPS = 8
 WAYS = ("ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 SHARDED = ("fsdp", "deepspeed_stage_3")  # where weights are elsewhere in a hook than in a forward pass
 COPIED = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")  # where another copy is stepped
+IN_PARTS = (
+    "deepspeed_stage_3 config.zero_optimization.stage=3 config.zero_optimization.stage3_param_persistence_threshold={}"
+)
 CELLS = [
     *(("AtBatchEnd", way) for way in WAYS),
     *((name, way) for name in ("AtBatchStart", "Late", "InOptimizerStep", "InBuffers") for way in SHARDED),
@@ -59,6 +63,15 @@ def test_what_is_written_is_as_in_one_process(idiom: str, strategy: str, fits: F
     assert largest_difference(ranks[0], alone) <= 1e-5
     assert distance(ranks[0].end, alone.end) <= 1e-5
     assert distance(ranks[1].end, ranks[0].end) == 0
+
+
+@pytest.mark.parametrize("threshold", ["0", "100000"])  # of elements up to which stage 3 keeps a weight whole
+def test_averages_of_a_module_that_is_called_stand_in_for_weights_in_an_evaluation(threshold: str, fits: Fits) -> None:
+    (alone,), run = fits(fit("Swapped")), fits(fit("Swapped", IN_PARTS.format(threshold)), 2)[0]
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(run, alone, metric) <= 1e-5
+    assert distance(run.end, alone.end) <= 1e-5
+    assert distance(alone.end, alone.start) > 0.01
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -162,6 +175,10 @@ def test_a_write_to_rows_that_are_a_copy_is_refused(fits: Fits) -> None:
 
 
 FAILING = {
+    (
+        "ReadsInEvaluation",
+        "fsdp",
+    ): "ReadsInEvaluation fails in its first steps under FSDP, which spreads parameters over",
     ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; use strategy=ddp, which keeps",
     ("InBuffers", "fsdp1"): "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp",
 }
@@ -185,10 +202,23 @@ class WritesLate(writing.PlainModel):
         return loss
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2"])
-def test_what_begins_to_be_written_later_where_it_is_lost_is_refused(strategy: str, fits: Fits) -> None:
-    units = "fsdp units=[net.3]" if strategy == "fsdp" else strategy  # net.0 is gathered throughout a training step
+COPIES = ("fsdp units=[net.3]", "deepspeed_stage_2")  # of net.0.bias, of which a training step has one of its own
+LATE = "net.0.bias was written within training_step, which it was not in the first steps, and the strategy has not kept"
+
+
+@pytest.mark.parametrize("strategy", COPIES)
+def test_what_begins_to_be_written_later_is_refused_before_the_next_save(
+    strategy: str, pool: Pool, tmp_path: Path
+) -> None:
     with pytest.raises(RankFailed) as failed:
-        fits(fit("Clamped", units, module=WritesLate, steps=130), 2)
+        pool(2)(saved, fit("Clamped", strategy, module=WritesLate), tmp_path)
     assert isinstance(failed.value.error, Refused)
-    assert str(failed.value.error).startswith("net.0.bias was written within training_step, which it was not in the")
+    assert str(failed.value.error).startswith(LATE)
+    assert {path.name for path in tmp_path.glob("step_*")} == {"step_3.ckpt"}
+
+
+@pytest.mark.parametrize("strategy", [COPIES[0], *at_night(COPIES[1])])
+def test_it_is_refused_where_no_save_comes(strategy: str, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(fit("Clamped", strategy, module=WritesLate, steps=130), 2)
+    assert str(failed.value.error).startswith(LATE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -111,6 +112,53 @@ class InBuffers(PlainModel):
             if self.global_step % 3 == 0:
                 for name, parameter in self.net.named_parameters():
                     parameter.data.copy_(shadows[self.shadows[name]].data)
+
+
+class Averaging(nn.Module):
+    """Averages of a network in a module of their own, which is called to move them."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.averages = deepcopy(net).requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, net: nn.Module) -> None:
+        follow_in_place(self.averages, net)
+
+    @contextmanager
+    def in_place_of(self, net: nn.Module) -> Iterator[None]:
+        weights = [parameter.clone() for parameter in net.parameters()]
+        for parameter, average in zip(net.parameters(), self.averages.parameters(), strict=True):
+            parameter.data.copy_(average.data)
+        yield
+        for parameter, weight in zip(net.parameters(), weights, strict=True):
+            parameter.data.copy_(weight.data)
+
+
+class Swapped(PlainModel):
+    """Is evaluated by averages of its weights, which stand in for them batch by batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaging = Averaging(self.net)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.averaging(self.net)
+
+    @torch.no_grad()
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        with self.averaging.in_place_of(self.net):
+            super()._evaluate(stage, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2)
+
+
+class ReadsInEvaluation(PlainModel):
+    """Computes with a weight outside of what holds it, in evaluations alone."""
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        self.log(f"{stage}/norm", (torch.ones(4, 16) * self.net[3].weight).norm())
 
 
 class Clamped(PlainModel):
