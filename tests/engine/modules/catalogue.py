@@ -25,7 +25,8 @@ class Entry:
         reference: the run that it is held to, one process with whole batches unless ``because`` says why not.
         cuts: there is a plan for tensor parallelism.
         resumes: all of its state is in a checkpoint.
-        is_clipped: gradients are clipped by their norm, if it does not do so itself; torch has none of sparse ones.
+        is_clipped: gradients are clipped by their norm, if it does not do so itself; torch has none of sparse ones, and
+            LBFGS goes by their differences.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -56,7 +57,7 @@ class Field:
 s, g, q, t, o = vision_ssl, generative, sequence, structured, optimization
 _PLAIN = (
     *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.WeightNorm, o.Distillation, o.MultiTask, o.Sharpness),
-    *(o.LBFGS, o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.WarmRestarts, o.Plateau),
+    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.WarmRestarts, o.Plateau),
     *(o.Warmup, o.Averaged, o.GradientHooks, o.SkipsBatches, o.StepsByHand, o.LogsOfEveryKind, o.ShowsPictures),
     o.ArcFace,
 )
@@ -112,6 +113,7 @@ FIELDS = [
         "Optimization and logging",
         [
             *(Entry(m, data.IMAGES) for m in _PLAIN),
+            Entry(o.LBFGS, data.IMAGES, is_clipped=False),
             Entry(o.LooksAhead, data.IMAGES, because=OWN_PYTHON, resumes=False),
             Entry(o.BatchNorm, data.IMAGES, TWO_RANKS, "a batch norm has the statistics of the device's own batch"),
             Entry(o.Dropout, data.IMAGES, TWO_RANKS, NOISE),

@@ -5,12 +5,4 @@ The night expects each of them to fail: one that is mended has to be taken out o
 
 from __future__ import annotations
 
-OPEN: dict[str, tuple[str, ...]] = {  # ways, by module
-    # averages in buffers that a step reads within the forward pass of a module without DeepSpeed's hooks: a traceback
-    "LatentDiffusion": ("ZeRO 3",),
-    "DDPM": ("ZeRO 3",),
-    # goes by its loss, whose mean over ranks is not weighted by their samples
-    "LBFGS": ("ddp",),
-    # refused by train.py, which this runner passes by: clipping of the module's own
-    "GradientHooks": ("ZeRO 1", "ZeRO 2", "ZeRO 3"),
-}
+OPEN: dict[str, tuple[str, ...]] = {}  # ways, by module

@@ -216,7 +216,7 @@ class LBFGS(Classifier):
     """A closure that is called several times a step."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=3)
+        return torch.optim.LBFGS(self.parameters(), max_iter=2, line_search_fn="strong_wolfe")
 
 
 class AccumulatesByHand(Classifier):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import OmegaConf
 from torch import Tensor
 
 import lightswitch
@@ -22,6 +23,7 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.export.__main__ import main as export
 from lightswitch.launch.build import in_order
+from lightswitch.launch.compatibility import trainer_problems
 from lightswitch.monitoring.metrics import MetricsFile
 from tests.engine.fits import Fit
 from tests.engine.modules.catalogue import CATALOGUE, MICRO, SINGLE, Entry
@@ -147,7 +149,10 @@ def trained(name: str, way: str, folder: Path, checkpoint: Path | None) -> Ended
         arguments=f"gradient_clip_val={0.5 if is_clipped else 'null'} max_epochs=4",
     )
     saves = LastCheckpoints(str(folder / "checkpoints"), every_n_steps=SAVED, keep=9)
-    fit.trainer(saves, logger=_default_loggers(folder)).fit(module, data, ckpt_path=checkpoint)
+    trainer = fit.trainer(saves, logger=_default_loggers(folder))
+    if told := list(trainer_problems(trainer, module, OmegaConf.create({"mode": "fit"}))):  # as train.py asks
+        raise Refused("\n".join(told))
+    trainer.fit(module, data, ckpt_path=checkpoint)
     if dist.is_initialized():
         dist.barrier()  # the pool ends a rank that has used DeepSpeed, which may be the one that has the others' store
     return Ended(_columns(folder / "metrics.csv"), folder / "checkpoints")
