@@ -1,5 +1,7 @@
 """Time of a training step of two processes through train.py, against the same step of plain DistributedDataParallel.
 
+And what the guards of every run take of a step: the comparison of replicas, and looks at weights that are written.
+
 python -m benchmarks.ddp
 """
 
@@ -12,21 +14,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import mlp
 from benchmarks.contenders import CHECKPOINT_STEPS, CLIP_NORM, LOG_STEPS, Turns, raw_steps
 from benchmarks.results import options, publish, row
 from lightswitch.strategies.replicas import EqualReplicas
+from lightswitch.strategies.writes import EVERY
 
 CHECKOUT = Path(__file__).parents[1]
 BATCH, PROCESSES = 32, 2
 DDP, RAW, GUARDS = "MLP, two processes", "plain DDP", "replicas compared, two processes"
+FSDP, LOOKS = "MLP, two processes, fsdp", "weights looked at, two processes, fsdp"
 
 
 class DDPTurns(Turns):
@@ -59,10 +64,40 @@ def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
     return (saved - begin) / saves / CHECKPOINT_STEPS + (time.perf_counter() - saved) / steps
 
 
+class LookedAt(Callback):
+    """Steps of which every other block is looked at, as those before a save are.
+
+    Args:
+        blocks: pairs of them.
+        steps: of a block.
+        file: to write to, on rank 0, the seconds of a step of each pair's other block, and what looks take of a step.
+    """
+
+    def __init__(self, blocks: int, steps: int, file: str) -> None:
+        self.blocks, self.steps, self.file = blocks, steps, Path(file)
+        self._begins: list[float] = []  # of blocks
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        block, step = divmod(batch_idx - self.steps, self.steps)  # the first steps are not measured
+        if block >= 0 and step == 0:
+            self._begins.append(time.perf_counter())
+        if block % 2:
+            trainer.strategy.looks.ask()  # type: ignore[attr-defined]  # one of the engine's strategies
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = [(end - begin) / self.steps for begin, end in pairwise(self._begins)]
+        plain, looked = seconds[::2], seconds[1::2]
+        share = 1 / CHECKPOINT_STEPS + 1 / EVERY  # of steps that are looked at
+        taken = [max(1e-9, with_look - without) * share for without, with_look in zip(plain, looked, strict=True)]
+        if trainer.is_global_zero:
+            self.file.write_text(json.dumps({FSDP: plain, LOOKS: taken}))
+
+
 def main() -> None:
     given = options("ddp", __doc__.splitlines()[0])
     seconds = measured(given.quick)
-    publish([row(DDP, RAW, seconds, "≤ 1.3"), row(GUARDS, DDP, seconds, "≤ 0.01")], given, per="a step")
+    rows = [row(DDP, RAW, seconds, "≤ 1.3"), row(GUARDS, DDP, seconds, "≤ 0.01"), row(LOOKS, FSDP, seconds, "≤ 0.01")]
+    publish(rows, given, per="a step")
 
 
 def measured(quick: bool) -> dict[str, list[float]]:
@@ -70,12 +105,10 @@ def measured(quick: bool) -> dict[str, list[float]]:
     turns, steps = (2, 5) if quick else (12, CHECKPOINT_STEPS)
     samples = BATCH * (turns * steps + 100)  # one epoch holds them
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "seconds.json")
-        arguments = {
+        arguments: dict[str, Any] = {
             "model._target_": "benchmarks.mlp.MLP",
             "data._target_": "benchmarks.mlp.PointsData",
             "data.samples": samples,
-            "strategy": "ddp",
             "trainer.accelerator": "cpu",
             "trainer.devices": PROCESSES,
             "global_batch_size": BATCH,
@@ -85,21 +118,25 @@ def measured(quick: bool) -> dict[str, list[float]]:
             "trainer.limit_val_batches": 0,
             "trainer.limit_test_batches": 0,
             "callbacks.last_checkpoint.every_n_steps": CHECKPOINT_STEPS,
-            "callbacks.turns._target_": "benchmarks.ddp.DDPTurns",
-            "callbacks.turns.samples": samples,
-            "callbacks.turns.count": turns,
-            "callbacks.turns.steps_each": steps,
-            "callbacks.turns.file": file,
         }
-        _train([f"{key}={value}" for key, value in arguments.items()], folder)
-        seconds: dict[str, list[float]] = json.loads(file.read_text())
-    return seconds
+        turned = {"samples": samples, "count": turns, "steps_each": steps}
+        seconds = _train({"strategy": "ddp", **arguments}, folder, "DDPTurns", turned)
+        blocks = {"blocks": turns, "steps": steps}
+        arguments["trainer.max_steps"] = steps * (2 + 2 * turns)
+        return seconds | _train({"strategy": "fsdp", **arguments}, folder, "LookedAt", blocks)
 
 
-def _train(overrides: list[str], folder: str) -> None:
+def _train(arguments: dict[str, Any], folder: str, callback: str, options: dict[str, Any]) -> dict[str, list[float]]:
+    """Train with a callback of this file that writes seconds to `file`, and return these."""
+    file = Path(folder, f"{callback}.json")
+    given = {"_target_": f"benchmarks.ddp.{callback}", "file": file, **options}
+    overrides = [f"{key}={value}" for key, value in arguments.items()]
+    overrides += [f"callbacks.measured.{key}={value}" for key, value in given.items()]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"}
     command = [sys.executable, str(CHECKOUT / "train.py"), *overrides]
     subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, check=True)
+    seconds: dict[str, list[float]] = json.loads(file.read_text())
+    return seconds
 
 
 def _raw(samples: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ ROWS = {
         "train.py to its first step, all extras installed",
     ],
     "step": ["MLP", "MLP", "the peer's way", "GPT", "GPT", "GPT, compiled as a whole"],
-    "ddp": ["MLP, two processes"],
+    "ddp": ["MLP, two processes", "replicas compared, two processes", "weights looked at, two processes, fsdp"],
     "plan": ["two layers on one device"],
     "save": ["a save", "a save"],
     "shards": ["training, 64 × 64", "loading alone, 64 × 1024"],
