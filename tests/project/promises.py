@@ -23,7 +23,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 # fails once its line is removed. A model with one of these still has to resume, by its own curve.
 EXPECTED = (
     "batch norm",  # whose mean and variance are those of the samples of a device
-    "noise",  # that a training step draws, as the latents of a GAN; dropout is switched off here
+    "noise by rank",  # that a training step draws, as the latents of a GAN; dropout is switched off here
 )
 # Models of yours that may break a promise, and why that is accepted, as {"simclr": "compares the samples of a device"}
 ACCEPTED: dict[str, str] = {}

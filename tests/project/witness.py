@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
+
+from lightswitch.checking.causes import REMEDIES
+from lightswitch.checking.probe import batch_norms, generators
 
 WITNESS = (
     "+callbacks.witness._target_=tests.project.witness.Witness",
@@ -40,34 +39,30 @@ class Witness(Callback):
         self.before = dict(_kept(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.states = _generators()
+        self.states = generators(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.draws |= {name for name, state in _generators().items() if state != self.states[name]}
+        self.draws |= {name for name, state in generators(pl_module.device).items() if state != self.states[name]}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             after = dict(_kept(pl_module))
             changed = sorted(name for name, digest in after.items() if self.before.get(name) != digest)
-            found = {"batch_norms": _batch_norms(pl_module), "draws": sorted(self.draws), "keeps": changed}
+            found = {"batch_norms": batch_norms(pl_module), "draws": sorted(self.draws), "keeps": changed}
             self.file.write_text(json.dumps(found | _held(trainer, pl_module)))
 
 
 def causes(run_dir: Path) -> dict[str, str]:
     """What was seen of a run whose curve may depend on the number of devices or on a restart, by the kind of cause."""
     found = json.loads((run_dir / "witness.json").read_text())
-    told = {
-        "batch norm": "mean and variance are those of the samples of a device, not of the global batch; use a "
-        "GroupNorm or a LayerNorm; on GPUs, trainer.sync_batchnorm=true takes them over all devices",
-        "noise": "the training step draws from it, and every device draws numbers of its own; draw in the dataset, "
-        "where each sample has a seed of its own",
-        "state": "the model keeps it by itself, it changes while it trains, and no checkpoint holds it; use "
-        "register_buffer, or on_save_checkpoint and on_load_checkpoint",
+    seen = {
+        "batch norm": found["batch_norms"],
+        "noise by rank": found["draws"],
+        "state in Python objects": found["keeps"],
     }
-    seen = {"batch norm": found["batch_norms"], "noise": found["draws"], "state": found["keeps"]}
-    return {cause: f"{_named(names)}: {told[cause]}" for cause, names in seen.items() if names}
+    return {cause: f"{_named(names)}: {cause}; {REMEDIES[cause]}" for cause, names in seen.items() if names}
 
 
 def _named(names: list[str]) -> str:
@@ -93,17 +88,6 @@ def _held(trainer: Trainer, module: nn.Module) -> dict[str, Any]:
         "trained_elements": sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained),
         "frozen_gradients": frozen,
     }
-
-
-def _batch_norms(module: nn.Module) -> list[str]:
-    normed = [(name, part) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-    return [f"{name} ({type(part).__name__})" for name, part in normed if not isinstance(part, nn.SyncBatchNorm)]
-
-
-def _generators() -> dict[str, str]:
-    """A digest of the state of each generator of the process."""
-    states = {"Python's random": random.getstate(), "numpy.random": np.random.get_state()}
-    return {name: _digest(state) for name, state in states.items()} | {"torch": _digest(torch.get_rng_state().numpy())}
 
 
 def _kept(module: LightningModule) -> Iterator[tuple[str, str]]:

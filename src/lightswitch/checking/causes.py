@@ -67,8 +67,8 @@ REMEDIES = {
     "tokens; a sum, or a loss divided by the batch, becomes a mean over samples",
     "loss over the local batch": "gather what the loss compares over all devices (self.all_gather, sync_grads=True), "
     "or give the same micro_batch_size everywhere",
-    "noise by rank": "set dropout and other noise to 0 and check again: devices draw other numbers than one process, "
-    "which changes no promise but this equality",
+    "noise by rank": "draw it in the dataset, where each sample has a seed of its own, or set dropout and other noise "
+    "to 0 and check again: devices draw other numbers than one process, which changes no promise but this equality",
     "weights written outside of the optimizer": "write to parameters in place (mul_, lerp_, copy_) in a hook, keep "
     "averages in parameters that are frozen, or use strategy=ddp",
     "buffers that ranks change each for itself": "gather what goes into the buffer over all devices first "

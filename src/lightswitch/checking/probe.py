@@ -61,7 +61,7 @@ class Probe(Callback):
         self._every_moment = every_moment
         self._kill_after_step = kill_after_step
         self._nudge = nudge
-        self._generators: tuple[Any, ...] = ()
+        self._generators: Mapping[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in callbacks_of(trainer):
@@ -78,11 +78,11 @@ class Probe(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if _batch(trainer) % trainer.accumulate_grad_batches == 0:
             self._note_start(trainer, pl_module, _batch(trainer))
-        self._generators = _generators(pl_module.device)
+        self._generators = generators(pl_module.device)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._every_moment:
-            draws = self._generators != _generators(pl_module.device)
+            draws = self._generators != generators(pl_module.device)
             self._note(trainer, pl_module, FORWARD, draws=draws, loss=loss.detach().double().item())
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,6 +148,24 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def generators(device: torch.device) -> dict[str, Any]:
+    """Return the states of the generators that a module may draw from, by name."""
+    _, numbers, position, *_ = np.random.get_state()
+    found = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy.random": (np.asarray(numbers).tobytes(), position),
+        "Python's random": random.getstate(),
+    }
+    others = {} if device.type == "cpu" else {device.type: torch.get_device_module(device).get_rng_state().tolist()}
+    return found | others
+
+
+def batch_norms(module: nn.Module) -> list[str]:
+    """Return the names of the batch norms whose statistics are those of a device's own samples."""
+    parts = ((name, part) for name, part in module.named_modules() if not isinstance(part, nn.SyncBatchNorm))
+    return [names.own_name(name) for name, part in parts if isinstance(part, _BatchNorm)]
+
+
 def _batch(trainer: Trainer) -> int:
     """Return the number of the micro batch that is trained, over all epochs, from 0."""
     return trainer.fit_loop.epoch_loop.total_batch_idx
@@ -182,13 +200,6 @@ def _optimizer_states(trainer: Trainer) -> dict[str, Stored]:
     return {f"{OPTIMIZER}{n}.{name}": value for n, state in enumerate(states) for name, value in state.items()}
 
 
-def _generators(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of the generators that a module may draw from."""
-    _, numbers, position, *_ = np.random.get_state()
-    found = (torch.get_rng_state().numpy().tobytes(), np.asarray(numbers).tobytes(), position, random.getstate())
-    return found if device.type == "cpu" else (*found, torch.get_device_module(device).get_rng_state().tolist())
-
-
 @torch.no_grad()
 def _nudge(module: nn.Module, relative: float) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -199,7 +210,6 @@ def _nudge(module: nn.Module, relative: float) -> None:
 
 
 def _described(module: LightningModule) -> dict[str, Any]:
-    norms = [names.own_name(name) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
     hooks = [name for name in _HOOKS if is_overridden(name, module)]
-    told = {"class": type(module).__name__, "hooks": hooks, "batch_norms": norms}
+    told = {"class": type(module).__name__, "hooks": hooks, "batch_norms": batch_norms(module)}
     return {**told, "parameters": list(names.parameters(module))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,6 +12,8 @@ from lightswitch.checking.causes import REMEDIES, of_difference, of_one
 from tests.engine.checking import modules
 from tests.engine.checking.measured import trial
 from tests.pool import Pool
+from tests.project import witness
+from tests.project.promises import EXPECTED
 from tests.runs import CHECKOUT
 
 IN_ONE_PROCESS = {
@@ -37,6 +40,14 @@ def test_each_cause_has_a_module_and_a_remedy() -> None:
     assert len(named) == 10
     page = (CHECKOUT / "docs" / "check.md").read_text()
     assert [name for name, remedy in REMEDIES.items() if f"| {name} |" not in page or remedy not in page] == []
+
+
+def test_the_tests_of_a_fork_name_causes_as_a_check_does(tmp_path: Path) -> None:
+    seen = {"batch_norms": ["net.1"], "draws": ["torch"], "keeps": ["seen"]}
+    (tmp_path / "witness.json").write_text(json.dumps(seen))
+    told = witness.causes(tmp_path)
+    assert {*EXPECTED} < told.keys() < REMEDIES.keys()
+    assert told["batch norm"] == f"net.1: batch norm; {REMEDIES['batch norm']}"
 
 
 @pytest.mark.parametrize("module", UNDER_DDP, ids=lambda module: module.__name__)

@@ -11,9 +11,9 @@ from tests.project.promises import SAVED, SHORT, difference, expected, why
 
 DATA = "data._target_=tests.engine.plain.PlainData"
 BREAKING = {
-    "BatchNormed": ("at step 0 .*", "BatchNorm1d.* use a GroupNorm", ["batch norm"]),
-    "Random": ("at step 0 .*", "Python's random: the training step draws from it, and every", ["noise"]),
-    "Counting": ("at step 4 .*", "^seen: the model keeps it by itself", []),
+    "BatchNormed": ("at step 0 .*", "^net.1: batch norm; .* use a norm over", ["batch norm"]),
+    "Random": ("at step 0 .*", "^Python's random: noise by rank; draw it in the dataset", ["noise by rank"]),
+    "Counting": ("at step 4 .*", "^seen: state in Python objects; keep it in a persistent buffer", []),
 }
 
 
