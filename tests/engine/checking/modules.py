@@ -163,6 +163,11 @@ class ReadsDice(Dice):
         return super().training_step(batch, batch_idx) + 0.01 * penalty
 
 
+class OfGPUs(Good):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0].cuda()), batch[1].cuda())
+
+
 class Raises(Good):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         raise ValueError("the step of the user's own")

@@ -11,7 +11,6 @@ import torch
 
 from lightswitch.checking.table import PROMISES
 from lightswitch.cluster.placement import Placement
-from lightswitch.launch.promises import NEEDS_GPU
 from tests.engine.requests import composed, composing, problems
 from tests.runs import Finished, Train
 
@@ -69,11 +68,14 @@ def test_a_step_that_fails_in_one_process_is_the_modules_own(train: Train) -> No
     assert not (finished.run_dir / "check.json").exists()
 
 
-def test_a_module_that_needs_gpus_is_known_by_its_error() -> None:
-    for needs_gpu in (lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device="cuda")):
-        with pytest.raises((RuntimeError, AssertionError)) as failed:
-            needs_gpu()
-        assert NEEDS_GPU.search(str(failed.value))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it trains")
+def test_a_module_that_needs_gpus_is_refused_in_a_line_where_there_are_none(train: Train) -> None:
+    finished = train(*CHECK, _module("OfGPUs"), "strategy=ddp", check=False)
+    assert finished.returncode == 2
+    line = finished.err.splitlines()[-1]
+    assert line.startswith("error: tests.engine.checking.modules.OfGPUs needs a GPU, and this machine has fewer than ")
+    assert line.endswith("; check it on a machine that has them")
+    assert "Traceback" not in finished.err
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ class LogsOfEveryKind(Classifier):
 
 
 class ShowsPictures(Classifier):
-    """What Lightning's examples show by `self.logger.experiment`: a number, a histogram, images."""
+    """What Lightning's examples show by `self.logger.experiment`: a number, a histogram, images, a figure."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -405,6 +405,11 @@ class ShowsPictures(Classifier):
         board.add_scalar("by_hand", loss.item(), self.global_step)
         board.add_histogram("pixels", batch[0], self.global_step)
         board.add_image("first", batch[0][0].clamp(0, 1), self.global_step)
+        from matplotlib.figure import Figure  # an extra's
+
+        figure = Figure()
+        figure.subplots().hist(batch[1].cpu())
+        board.add_figure("classes", figure, self.global_step)
         return loss
 
 

@@ -75,7 +75,7 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     (events,) = (run.run_dir / "tensorboard").glob("events.*")
     tags = EventAccumulator(str(events)).Reload().Tags()
     assert {"by_hand", "train/loss"} <= set(tags["scalars"])
-    assert (tags["histograms"], tags["images"]) == (["pixels"], ["first"])
+    assert (tags["histograms"], tags["images"]) == (["pixels"], ["first", "classes"])
     assert list(run.column("train/loss")) == [0, 1]
     told = yaml.safe_load((run.run_dir / "tensorboard/hparams.yaml").read_text())
     assert (told["global_batch_size"], told["optimizer"]["lr"], told["trainer"]["max_steps"]) == (8, 3e-3, 2)
