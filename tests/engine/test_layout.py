@@ -67,7 +67,7 @@ WITHOUT_TORCH = (
     "lightswitch.patches",
     "lightswitch.batches.plan",
     "lightswitch.deepspeed.config",
-    "lightswitch.deepspeed.config_keys",
+    "lightswitch.deepspeed.config",
     "lightswitch.deepspeed.ops",
     "lightswitch.preflight.strategies",
     "lightswitch.figures",

@@ -14,7 +14,6 @@ from typing import Any
 from lightswitch.checking import digests
 from lightswitch.checking.comparison import Compared, Comparison, State, States, unequal
 from lightswitch.checking.digests import Digest
-from lightswitch.checking.measure import Measured
 from lightswitch.checking.probe import (
     BACKWARD,
     BEFORE_STEP,
@@ -26,6 +25,7 @@ from lightswitch.checking.probe import (
     START,
     STEPPED,
 )
+from lightswitch.checking.runs import Measured
 from lightswitch.errors import listed
 
 _REPRODUCED = 0.5  # of the strategy's difference, that micro batches in one process make as well

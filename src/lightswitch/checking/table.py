@@ -1,16 +1,17 @@
-"""The table of a check: each promise, under each way to train, with what shows it."""
+"""The table of a check, and its words: each promise, under each way to train, with what shows it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightswitch.checking.causes import Cause
 from lightswitch.checking.comparison import Compared, Comparison, States, unequal
-from lightswitch.checking.measure import EQUAL, Measured
-from lightswitch.checking.runs import Ended
+from lightswitch.checking.runs import EQUAL, Ended, Measured
 from lightswitch.errors import listed
+from lightswitch.monitoring.display import aligned
 
 SAME_RUN = ("train/loss", "logged", "parameters", "buffers", "optimizer state")
 RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED = (
@@ -29,6 +30,62 @@ DIAGNOSED = (
     RANKS,
 )  # whose cause is looked for in the moments of a step
 PROMISES = (*SAME_RUN, RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Findings of a check.
+
+    Attributes:
+        cells: the cells of each way, in the order of PROMISES; of single process first.
+        causes: of what differs, by way.
+    """
+
+    cells: Mapping[str, list[Cell]]
+    causes: Mapping[str, list[Cause]]
+    steps: int
+    devices: int
+
+
+def is_broken(found: Found) -> bool:
+    """Return whether a promise does not hold, or nothing could be checked beside one process."""
+    trained = [cells for way, cells in found.cells.items() if way != "single" and cells[0].status != "refused"]
+    return not trained or any(cell.is_broken for cells in found.cells.values() for cell in cells)
+
+
+def as_text(found: Found) -> str:
+    """Return a row for each way and a column for each promise: the largest relative difference, or that it differs."""
+    rows = [["strategy", *HEADINGS], *([way, *(cell.text for cell in cells)] for way, cells in found.cells.items())]
+    return "\n".join(aligned(rows, [0]))
+
+
+def lines(found: Found) -> Iterator[str]:
+    """Yield what differs, and probably why, way by way."""
+    for way, cells in found.cells.items():
+        if cells[0].status in ("refused", "failed"):
+            yield f"{cells[0].status:<10} {way}: {cells[0].told}"
+        else:
+            for cell in cells:
+                if cell.is_broken:
+                    yield f"{cell.status:<10} {way}, {cell.promise}: {cell.told}"
+        for cause in found.causes.get(way, ()):
+            if cause.when:
+                yield f"when       {way}: {cause.when}"
+            yield f"cause      {way}: {cause.name}. {cause.told}"
+            yield f"do         {cause.remedy}"
+    if not is_broken(found):
+        yield f"holds      {found.steps} steps, {found.devices} devices: no promise is broken"
+
+
+def check_as_data(found: Found) -> dict[str, Any]:
+    """Return what was found in plain types."""
+    return {
+        "steps": found.steps,
+        "devices": found.devices,
+        "holds": not is_broken(found),
+        "ways": {way: {cell.promise: as_data(cell) for cell in cells} for way, cells in found.cells.items()},
+        "causes": {way: [asdict(cause) for cause in causes] for way, causes in found.causes.items()},
+    }
 
 
 @dataclass(frozen=True)

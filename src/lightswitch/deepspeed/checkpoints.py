@@ -17,13 +17,14 @@ from lightswitch.checkpoints import names, optimizers, trainable
 from lightswitch.checkpoints.finetuning import unfreeze_again
 from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.deepspeed import loss_scale
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights, update_working_copy
+from lightswitch.mixins import Mixin, with_mixin
 
 log = logging.getLogger(__name__)
 
 States = Mapping[str, Mapping[str, Tensor]]  # of an optimizer, whole, by parameter
+LOSS_SCALE = "MixedPrecision"  # Lightning's, for the state of the GradScaler
 
 
 class PortableDeepSpeed(PortableCheckpoints):
@@ -72,8 +73,8 @@ class PortableDeepSpeed(PortableCheckpoints):
         return {"class": _class(optimizer), "state": {**self._idle, **states}, "param_groups": self._groups(optimizer)}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if scale := loss_scale.state_of(self._loss_scaler):
-            checkpoint[loss_scale.KEY] = scale
+        if scale := loss_scale_of(self._loss_scaler):
+            checkpoint[LOSS_SCALE] = scale
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
@@ -113,7 +114,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         scatter_states(self.model, module, state)
         frozen = [name for name, parameter in names.parameters(module).items() if not parameter.requires_grad]
         self._idle = {name: state(name) for name in frozen if name in keys}
-        scaler = loss_scale.resumed(self._loss_scaler, checkpoint.get(loss_scale.KEY, {}))
+        scaler = resumed_loss_scale(self._loss_scaler, checkpoint.get(LOSS_SCALE, {}))
         if scaler is not self._loss_scaler:
             patches.replace(self.model.optimizer, "loss_scaler", scaler)  # type: ignore[union-attr]  # an engine has one
         for group, saved in zip(
@@ -139,3 +140,47 @@ def _class(optimizer: Any) -> str:
 
 def _in_full_shape(parameter: nn.Parameter) -> Tensor:
     return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+
+
+def loss_scale_of(scaler: Any) -> dict[str, Any]:
+    """Return the `GradScaler.state_dict` that grows at the same step; empty where the scale is fixed, or there is none.
+
+    Args:
+        scaler: a `DynamicLossScaler`, which grows in a step with ``scale_window`` good ones, or a multiple, before it;
+            GradScaler grows in the one that completes them.
+    """
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+    return {
+        "scale": float(scaler.cur_scale),
+        "growth_factor": scaler.scale_factor,
+        "backoff_factor": 1 / scaler.scale_factor,
+        "growth_interval": scaler.scale_window,
+        "_growth_tracker": (good_steps - 1) % scaler.scale_window if good_steps else -1,
+        "hysteresis": scaler.cur_hysteresis,  # overflows to take before the scale falls: GradScaler takes none
+    }
+
+
+def resumed_loss_scale(scaler: Any, state: dict[str, Any]) -> Any:
+    """Return a scaler with a saved scale and progress to the next growth.
+
+    By how much and how often it grows, the run's config says.
+    """
+    if not state or not getattr(scaler, "dynamic", False):
+        return scaler
+    scaler = with_mixin(_Resumed, scaler)
+    scaler.load_state_dict(state)
+    return scaler
+
+
+class _Resumed(Mixin):
+    """A `DynamicLossScaler` that goes on from a checkpoint: DeepSpeed's own does from one of DeepSpeed's alone."""
+
+    cur_iter: int
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cur_scale = state["scale"]
+        self.last_overflow_iter = self.cur_iter - 2 - state["_growth_tracker"]
+        if "hysteresis" in state:
+            self.cur_hysteresis = state["hysteresis"]

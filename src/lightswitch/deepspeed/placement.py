@@ -1,4 +1,4 @@
-"""How a model that was built on the CPU comes to the devices: whole on each, or at stage 3 in parts."""
+"""The precision of a run under DeepSpeed, and how a model that was built on the CPU comes to the devices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
@@ -98,3 +100,32 @@ class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
         self._convert_to_deepspeed_param(param)
         broadcast_in_place([param])
         param.partition()  # type: ignore[attr-defined]  # DeepSpeed puts it there
+
+
+class ZeroPrecision(DeepSpeedPrecision):
+    """Precision that leaves inputs as they are where weights are in 32 bits and DeepSpeed casts each operation."""
+
+    autocasts = False
+    steps_by_hand = False  # as the module optimizes
+
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Leave it to DeepSpeed's engine, which clips by the Trainer's value in each step of its own.
+
+        Raises:
+            Refused: a module that optimizes by hand clips by itself what it does not see.
+        """
+        if self.steps_by_hand:
+            raise Refused(
+                "training_step clips gradients (self.clip_gradients), which DeepSpeed keeps to itself; use "
+                "strategy=ddp or fsdp"
+            )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return the module as it is, in 32 bits.
+
+        Lightning would cast its buffers as well, and make complex ones real.
+        """
+        return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
+
+    def convert_input(self, data: Any) -> Any:
+        return data if self.autocasts else super().convert_input(data)

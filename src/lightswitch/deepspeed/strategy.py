@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.deepspeed import beginning, placement
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed.precision import ZeroPrecision
+from lightswitch.deepspeed import placement, regrouping
+from lightswitch.deepspeed.placement import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.regrouping import Regrouping
 from lightswitch.errors import Refused, listed
@@ -176,7 +176,7 @@ class DeepSpeed(Regrouping, Reversible):
         # as if it were made before stage 3 has cut the parameters
         with in_full_shape({p: p.ds_shape for p in module.parameters() if hasattr(p, "ds_shape")}):
             optimizer, schedulers = _configured(module)
-        beginning.replace_optimizer(engine, optimizer)
+        regrouping.replace_optimizer(engine, optimizer)
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], schedulers
 
     def restored(self) -> AbstractContextManager[None]:
@@ -191,7 +191,7 @@ class DeepSpeed(Regrouping, Reversible):
                 f"{type(self.model.optimizer.optimizer).__name__} makes its state before the first step, where "  # type: ignore[union-attr]  # an engine has one
                 "DeepSpeed can't take it anew; use strategy=fsdp"
             )
-        return beginning.restored(self.model)
+        return regrouping.restored(self.model)
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:

@@ -20,7 +20,7 @@ from lightswitch.failures.launchers import install_launcher
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
-from lightswitch.launch import callbacks, compatibility, handshake, optimizers
+from lightswitch.launch import callbacks, compatibility, handshake, instantiation
 from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.launch.loop import replace_loops
@@ -46,7 +46,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     skip_empty_hooks()
     record = RunRecord(cfg, run, plan)  # before the learning rate is scaled: it records the request
     cfg = _with_scaled_learning_rate(cfg, plan)
-    refusals = optimizers.refused(cfg)
+    refusals = instantiation.refused_optimizers(cfg)
     model, data, named, loggers, cluster, compilation = (
         instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster", "compile")
     )
@@ -92,9 +92,9 @@ def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:
 
 def _what_to_try(cfg: DictConfig, run: RunContext, plan: BatchPlan, trainer: Trainer) -> str:
     """Return what to try next where memory has run out."""
-    from lightswitch.launch import out_of_memory  # and the code of plans, which no other run imports
+    from lightswitch.launch import fitting  # and the code of plans, which no other run imports
 
-    return out_of_memory.advice(cfg, run, plan, trainer)
+    return fitting.out_of_memory(cfg, run, plan, trainer)
 
 
 def _advise(cfg: DictConfig, run: RunContext, model: LightningModule) -> None:

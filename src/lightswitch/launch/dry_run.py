@@ -1,9 +1,12 @@
-"""A dry run: what the ranks of a run would do, told by this process, which starts none."""
+"""A dry run: what the ranks of a run would do, and its job's script, told by this process, which starts none."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.launch import commands, compatibility, estimates, job_script
+from lightswitch.launch import commands, compatibility, estimates
 from lightswitch.launch.estimates import Request
 from lightswitch.launch.instantiation import raise_all
 from lightswitch.planning import candidates
@@ -26,6 +29,7 @@ from lightswitch.planning.collectives import exchanges
 from lightswitch.planning.device import GIB
 from lightswitch.planning.dry_run import DryRun, Rehearsed, as_data, page
 from lightswitch.planning.estimate import Estimate, Step, estimate
+from lightswitch.planning.fakes import World
 from lightswitch.planning.files import Files, files
 from lightswitch.planning.rank import Rank, rehearse
 from lightswitch.planning.samples import check_evaluation, first_reads
@@ -35,6 +39,7 @@ from lightswitch.process import forked
 from lightswitch.runs import finished
 
 log = logging.getLogger(__name__)
+SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
 
 
 def dry_run(cfg: DictConfig, run: RunContext) -> None:
@@ -147,4 +152,51 @@ def _files(rank: Rank) -> Files | None:
 def _script(request: Request) -> dict[str, str]:
     program = commands.script_words()
     folder = Path(program[1]).absolute().parent
-    return job_script.told(folder, request.world, request.device.kind, program, commands.overrides_of_run())
+    return job_script(folder, request.world, request.device.kind, program, commands.overrides_of_run())
+
+
+def job_script(
+    folder: Path, world: World, kind: str, program: Sequence[str], overrides: Sequence[str]
+) -> dict[str, str]:
+    """Return the parts of a job on the nodes of a world; nothing where the folder has no script.
+
+    Args:
+        folder: of the entry script.
+        kind: of the devices.
+        program: the words that start one process.
+        overrides: of the run, without nodes and devices, which it takes from the job.
+    """
+    script = OF_ONE_NODE if world.nodes == 1 and (folder / OF_ONE_NODE).is_file() else SCRIPT  # older forks have one
+    if not (folder / script).is_file():
+        return {}
+    options = submitted(world, kind)
+    per_node = [f"--ntasks-per-node={world.devices_per_node}", *_gpus(world, kind)]
+    tasks = [f"--nodes={world.nodes}", f"--ntasks={world.size}", *per_node]
+    return {
+        "submit": shlex.join(["sbatch", *options, str(script), *overrides]),
+        "#SBATCH": shlex.join(_merged(_options_in(folder / script), options)),
+        "srun": shlex.join([*tasks, *program, *overrides]),
+    }
+
+
+def submitted(world: World, kind: str) -> list[str]:
+    """Return sbatch's options that a world needs: a task for each device."""
+    if kind == "cuda":
+        return [f"--nodes={world.nodes}", *_gpus(world, kind)]
+    none = ["--gpus-per-node=0"] if world.nodes == 1 else []  # single.sh asks for one
+    return [f"--nodes={world.nodes}", *none, f"--ntasks-per-node={world.devices_per_node}"]
+
+
+def _gpus(world: World, kind: str) -> list[str]:
+    return [f"--gpus-per-node={world.devices_per_node}"] if kind == "cuda" else []
+
+
+def _options_in(script: Path) -> list[str]:
+    """Return the options that a script gives itself."""
+    return re.findall(r"^#SBATCH (--\S+)", script.read_text(), re.MULTILINE)
+
+
+def _merged(own: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return a script's own options, replaced by those of the command line where both have one."""
+    found = {option.partition("=")[0]: option for option in (*own, *given)}
+    return list(found.values())

@@ -9,10 +9,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightswitch.errors import ExitCode
-from lightswitch.launch import first_line
 
 if TYPE_CHECKING:
     from lightswitch.launch.hydra_entry import Main
+from collections.abc import Mapping, Sequence
+
+from lightswitch.cluster import placement
+from lightswitch.errors import RefusedRequest
+from lightswitch.preflight import environment
+
+_QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_SWEEPS = {"--multirun", "-m"}
 
 
 def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
@@ -26,7 +33,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         @functools.wraps(main)
         def run() -> None:
             _open_closed_streams()
-            first_line.show(sys.argv[1:])
+            show_first_line(sys.argv[1:])
             try:
                 from lightswitch.launch.hydra_entry import Entry  # Hydra takes as long as a reader of that line
             except KeyboardInterrupt:  # signals are not caught yet
@@ -45,3 +52,30 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number, which is the one that is free
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
+def show_first_line(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+    """Print the line if stdout is a terminal, where someone may be waiting.
+
+    Ranks other than 0 print nothing. Neither do `--help` and its like, which answer as fast.
+
+    Args:
+        arguments: `sys.argv[1:]`.
+    """
+    if sys.stdout.isatty() and _is_first(environ) and not _QUESTIONS & {word.partition("=")[0] for word in arguments}:
+        print(first_line(arguments), flush=True)
+
+
+def first_line(arguments: Sequence[str]) -> str:
+    """Return which process on which machine reads the config, and what comes after."""
+    mode = ["fit", *(word.partition("=")[2] for word in arguments if word.startswith("mode="))][-1]
+    after = "starts its jobs" if _SWEEPS & set(arguments) else f"imports torch, for mode={mode}"
+    return f"process    {os.getpid()} on {os.uname().nodename} reads the config, then {after}"
+
+
+def _is_first(environ: Mapping[str, str]) -> bool:
+    try:
+        environment.check(environ)
+    except RefusedRequest:  # told with all that is wrong, once there is something to tell it
+        return False
+    return placement.detect(environ).rank == 0

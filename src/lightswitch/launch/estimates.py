@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
 from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.launch import optimizers
+from lightswitch.launch import instantiation
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
@@ -64,7 +64,7 @@ def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
     Raises:
         Refused: there is no training data, or a constructor refuses its arguments.
     """
-    refusals = optimizers.refused(cfg)
+    refusals = instantiation.refused_optimizers(cfg)
     data: LightningDataModule | None = instantiated(cfg, "data", refusals)
     model = instantiated(cfg, "model", refusals) if data is None else None
     raise_all(refusals)

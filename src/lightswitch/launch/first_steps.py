@@ -1,30 +1,41 @@
-"""Errors of a module's steps that are of the strategy it trains under, told in a line.
-
-Most of what a module may do trains under every strategy. Some operations meet the parameters in the form in which the
-strategy keeps them: a shard, an empty tensor, one that can't be copied. They fail in the first steps.
-"""
+"""The first steps of a module under a strategy: errors of the strategy's told in a line, and a forward made again."""
 
 from __future__ import annotations
 
+import logging
 import traceback
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
 
+from lightswitch.batches.randomness import generator_states, restore_generators
 from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import raised_in
+from lightswitch.strategies.rank_0 import broadcast_in_place
 from lightswitch.strategies.sharded import first_name
+from lightswitch.strategies.writes import CarriesWrites
 
 STEPS = 3  # of a process that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # have lines of their own
 _SKIPPED = "by returning"  # of Lightning's errors where a step gives None
 _LIBRARIES = ("torch", "deepspeed", "lightning")
+log = logging.getLogger(__name__)
+
+Arguments = OrderedDict[str, Any]  # of `training_step`
+Output = TypeVar("Output")
+_COPIED = (Tensor, list, int, float, type(None))  # attributes of a metric that a step may change
 
 
 @contextmanager
@@ -99,3 +110,89 @@ def _place(error: Exception) -> str:
 
 def _package(module: object) -> str:
     return str(module).partition(".")[0]
+
+
+def output_of(step: Callable[[Arguments], Output], arguments: Arguments, trainer: Trainer) -> Output:
+    """Return the output of a training step, which is made again if it has set weights from shares of the batch.
+
+    Args:
+        step: in automatic optimization, without its backward pass.
+    """
+    strategy = trainer.strategy
+    if trainer.world_size == 1 or not isinstance(strategy, CarriesWrites) or not strategy.looks.is_before_first:
+        return step(arguments)
+    before = _Before.of(trainer, arguments)
+    output = step(arguments)
+    if not strategy.looks.are_set_from_shares:
+        return output
+    del output  # and its graph
+    if trainer.is_global_zero:
+        log.info("weights    the step is made again with these")
+    strategy.looks.forget_step()
+    strategy.forget_forward()
+    buffers = list(trainer.lightning_module.buffers())
+    broadcast_in_place(buffers)
+    of_first = [buffer.clone() for buffer in buffers] if trainer.is_global_zero else []
+    before.restore(trainer)
+    output = step(before.arguments)
+    for buffer, value in zip(trainer.lightning_module.buffers(), of_first, strict=False):
+        buffer.data.copy_(value)  # that of rank 0 has seen its share once
+    return output
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Snapshot of what a forward pass changes beside weights and buffers.
+
+    Attributes:
+        arguments: of the step, in containers of their own.
+        generators: states of random generators.
+        logged: what steps have logged so far, by Lightning's key.
+        metrics: of the module.
+    """
+
+    arguments: Arguments
+    generators: Any
+    logged: Mapping[str, dict[str, Any]]
+    metrics: Mapping[Metric, dict[str, Any]]
+
+    @classmethod
+    def of(cls, trainer: Trainer, arguments: Arguments) -> _Before:
+        """Return what is now."""
+        copied = OrderedDict((name, apply_to_collection(value, Tensor, _same)) for name, value in arguments.items())
+        results, of_module = _results(trainer), _metrics(trainer)
+        return cls(
+            copied,
+            generator_states(trainer.strategy.root_device),
+            {key: _state(item) for key, item in results.items()},
+            {metric: _state(metric) for metric in of_module},
+        )
+
+    def restore(self, trainer: Trainer) -> None:
+        """Put it back, but for the arguments."""
+        restore_generators(self.generators, trainer.strategy.root_device)
+        results = _results(trainer)
+        for key in results.keys() - self.logged.keys():
+            del results[key]
+        for metric, state in (*((results[key], state) for key, state in self.logged.items()), *self.metrics.items()):
+            vars(metric).update(state)
+
+
+def _results(trainer: Trainer) -> _ResultCollection:
+    return trainer.fit_loop.epoch_loop._results
+
+
+def _metrics(trainer: Trainer) -> Iterable[Metric]:
+    return (part for part in trainer.lightning_module.modules() if isinstance(part, Metric))
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in vars(metric).items() if isinstance(value, _COPIED)}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

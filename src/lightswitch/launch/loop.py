@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.launch import first_steps, step_again
+from lightswitch.launch import first_steps
 from lightswitch.launch.hooks import is_observed
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
@@ -274,7 +274,7 @@ class Optimization(_AutomaticOptimization):
     output_result_cls = StepOutput
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        return step_again.output_of(super()._training_step, kwargs, self.trainer)
+        return first_steps.output_of(super()._training_step, kwargs, self.trainer)
 
 
 class OptimizationByHand(_ManualOptimization):

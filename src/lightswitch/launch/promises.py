@@ -18,11 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checking import causes, report
+from lightswitch.checking import causes, table
 from lightswitch.checking.causes import Cause, Evidence
 from lightswitch.checking.comparison import Comparison, states
-from lightswitch.checking.measure import Measured, Way, measure
-from lightswitch.checking.runs import Ended, Starter
+from lightswitch.checking.runs import Ended, Measured, Starter, Way, measure
 from lightswitch.checking.table import DIAGNOSED, Cell, cells
 from lightswitch.config import groups
 from lightswitch.config.values import AUTO
@@ -57,12 +56,12 @@ def check(cfg: DictConfig, run: RunContext) -> None:
         runs = _Runs(cfg, run, Path(folder))
         found = runs.check()
     path = run.run_dir / "check.json"
-    regular_files.write_text(path, json.dumps(report.as_data(found), indent=1) + "\n")
-    log.info("\n%s\n", report.table(found))
-    for line in report.lines(found):
+    regular_files.write_text(path, json.dumps(table.check_as_data(found), indent=1) + "\n")
+    log.info("\n%s\n", table.as_text(found))
+    for line in table.lines(found):
         log.info("%s", line)
     log.info("check      %s", shown(path))
-    if report.is_broken(found):
+    if table.is_broken(found):
         raise RunEnded(ExitCode.FAILED)
 
 
@@ -82,7 +81,7 @@ class _Runs:
         self._starter = Starter(Path(sys.argv[0]).absolute(), self._preloaded(), environment)
         self._precision = str(cfg.trainer.get("precision") or "32")
 
-    def check(self) -> report.Found:
+    def check(self) -> table.Found:
         """Run all, and return what was found.
 
         Raises:
@@ -95,19 +94,19 @@ class _Runs:
         whole, again = one.states["whole"], one.states["killed"]
         parameters = one.whole.moments[0]["parameters"]
         comparison = Comparison(whole, again, nudged, parameters, self._eps, is_exact=not self._on_gpus)
-        table: dict[str, list[Cell]] = {"single": cells(one, one, comparison)}
+        rows: dict[str, list[Cell]] = {"single": cells(one, one, comparison)}
         found = {"single": list(causes.of_one(one, comparison))}
         for way in self.ways[1:]:
             measured = self._measure(way)
-            table[way.name] = cells(one, measured, comparison)
-            found[way.name] = list(self._causes(measured, table[way.name], comparison, found["single"]))
-        return report.Found(table, found, self._cfg.check.steps, self._cfg.check.devices)
+            rows[way.name] = cells(one, measured, comparison)
+            found[way.name] = list(self._causes(measured, rows[way.name], comparison, found["single"]))
+        return table.Found(rows, found, self._cfg.check.steps, self._cfg.check.devices)
 
-    def _causes(self, way: Measured, table: list[Cell], comparison: Comparison, of_one: list[Cause]) -> Iterator[Cause]:
+    def _causes(self, way: Measured, row: list[Cell], comparison: Comparison, of_one: list[Cause]) -> Iterator[Cause]:
         """Yield why a way differs from one process, from runs that write down all of their moments."""
         if way.whole.code and not way.whole.is_refused:
             yield causes.of_failure(way)
-        if of_one or not any(cell.status == "differs" and cell.promise in DIAGNOSED for cell in table):
+        if of_one or not any(cell.status == "differs" and cell.promise in DIAGNOSED for cell in row):
             return  # what one process does not do twice, no other way does
         log.info("looks for  the cause under %s", way.way.name)
         evidence = Evidence(self._one_by_moments, self._cut_as(way.way), self._by_moments(way.way, "moments"))

@@ -16,7 +16,6 @@ from lightning.pytorch.tuner.lr_finder import _LRFinder
 from lightswitch import figures
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.errors import Refused, shown
-from lightswitch.launch.learning_rate import LearningRate, learning_rate_of
 from lightswitch.launch.range_test import RangeTest, initial_rates
 from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
@@ -24,12 +23,17 @@ from lightswitch.strategies.kernels import fuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+import functools
+from dataclasses import dataclass
+
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
 log = logging.getLogger(__name__)
 
 _KEY = "found_learning_rate"  # of a checkpoint
 _FEWEST_STEPS = 13  # Lightning leaves out the first ten losses and the last, and needs two for a slope
 _DIGITS = 4  # of the rate that is taken, so that it can be typed
+_NAMES = ("lr", "learning_rate")  # Lightning's
 
 
 class RateFinder(Callback):
@@ -182,3 +186,58 @@ def _draw(rates: Sequence[float], losses: Sequence[float], found: float, figure:
     axes.annotate(f" {found:g}", (found, max(losses)), color=theme.ink)
     axes.set_xscale("log")
     axes.set(xlabel="learning rate", ylabel="loss, smoothed", title="Loss by learning rate")
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """An attribute or a hyperparameter of a module, which `configure_optimizers` reads.
+
+    Attributes:
+        name: of a number, or of a partial of an optimizer's class, as templates keep it.
+    """
+
+    module: LightningModule
+    name: str
+
+    @property
+    def value(self) -> float:
+        kept: Any = lightning_getattr(self.module, self.name)
+        return float(kept.keywords["lr"] if isinstance(kept, functools.partial) else kept)
+
+    def set(self, value: float) -> None:
+        """Let the next `configure_optimizers` take another rate."""
+        kept = lightning_getattr(self.module, self.name)
+        if isinstance(kept, functools.partial):
+            kept = functools.partial(kept.func, *kept.args, **{**kept.keywords, "lr": value})
+        else:
+            kept = value
+        lightning_setattr(self.module, self.name, kept)
+
+
+def learning_rate_of(module: LightningModule, name: str = "") -> LearningRate:
+    """Return the learning rate of a module.
+
+    Args:
+        name: of the attribute; empty to look for `lr`, `learning_rate`, or a partial that has an `lr`.
+
+    Raises:
+        Refused: the module has none of them.
+    """
+    for candidate in (name,) if name else (*_NAMES, *_partials(module)):
+        if lightning_hasattr(module, candidate) and _is_rate(lightning_getattr(module, candidate)):
+            return LearningRate(module, candidate)
+    found = f"no learning rate in {name}" if name else "no lr, learning_rate, or partial of an optimizer with an lr"
+    raise Refused(
+        f"LearningRateFinder: {type(module).__name__} has {found}; let configure_optimizers read self.hparams.lr, or "
+        "type the callback's attr_name=NAME"
+    )
+
+
+def _partials(module: LightningModule) -> Iterator[str]:
+    for kept in (vars(module), module.hparams):
+        yield from (str(name) for name, value in kept.items() if isinstance(value, functools.partial))
+
+
+def _is_rate(value: object) -> bool:
+    rate = value.keywords.get("lr") if isinstance(value, functools.partial) else value
+    return isinstance(rate, int | float) and not isinstance(rate, bool)

@@ -13,9 +13,8 @@ import lightning.pytorch as pl
 
 from lightswitch.checking.causes import Evidence
 from lightswitch.checking.comparison import Comparison, States, states
-from lightswitch.checking.measure import Measured, Way
 from lightswitch.checking.probe import Probe, read
-from lightswitch.checking.runs import Ended
+from lightswitch.checking.runs import Ended, Measured, Way
 from lightswitch.checkpoints.last import LastCheckpoints
 from tests.engine.fits import Fit
 from tests.engine.plain import PlainData

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightswitch.deepspeed import config_keys
+from lightswitch.deepspeed import config
 from lightswitch.deepspeed.config import Run, differences, problems, resolved
 from lightswitch.preflight.strategies import Request
 from lightswitch.preflight.strategies import problems as limits
@@ -150,10 +150,10 @@ def test_the_names_of_keys_are_those_that_deepspeed_reads() -> None:
 
     fields = DeepSpeedZeroConfig.model_fields
     aliases = {field.alias for field in fields.values() if field.alias}
-    assert config_keys.of_block("zero_optimization") == fields.keys() | aliases
-    assert {"train_batch_size", "communication_data_type", "comms_logger"} <= (config_keys.of_block("") or set())
-    assert config_keys.of_block("torch_autocast") == {"enabled", "dtype", "lower_precision_safe_modules"}
-    assert all(config_keys.of_block(block) for block in (*config_keys._OF_CLASSES, *config_keys._OF_FILES))
+    assert config.keys_of_block("zero_optimization") == fields.keys() | aliases
+    assert {"train_batch_size", "communication_data_type", "comms_logger"} <= (config.keys_of_block("") or set())
+    assert config.keys_of_block("torch_autocast") == {"enabled", "dtype", "lower_precision_safe_modules"}
+    assert all(config.keys_of_block(block) for block in (*config._OF_CLASSES, *config._OF_FILES))
 
 
 # Through preflight

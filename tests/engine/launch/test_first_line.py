@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.launch import first_line
+from lightswitch.launch import entry
 from tests.engine.conftest import CHECKOUT
 from tests.engine.processes import shown_by
 
@@ -28,7 +28,7 @@ class _Terminal(io.StringIO):
 def _shown(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> str:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    first_line.show(arguments, environ)
+    entry.show_first_line(arguments, environ)
     return terminal.getvalue()
 
 
@@ -69,5 +69,5 @@ def test_other_ranks_and_what_a_launcher_exports_wrongly_are_silent(monkeypatch:
 
 
 def test_nothing_is_shown_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
-    first_line.show([], {})
+    entry.show_first_line([], {})
     assert capsys.readouterr().out == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.launch import job_script
+from lightswitch.launch import dry_run
 from lightswitch.planning.fakes import World
 from tests.engine.conftest import CHECKOUT
 
@@ -20,7 +20,7 @@ WORDS = ["strategy=fsdp", "data.files=[a b.txt]"]
     ("kind", "of_slurm"), [("cuda", {"SLURM_GPUS_PER_NODE": "h100:4"}), ("cpu", {"SLURM_NTASKS": "8"})]
 )
 def test_the_script_starts_what_a_dry_run_says(tmp_path: Path, kind: str, of_slurm: dict[str, str]) -> None:
-    told = job_script.told(CHECKOUT, World(2, 4), kind, ["python", "train.py"], WORDS)
+    told = dry_run.job_script(CHECKOUT, World(2, 4), kind, ["python", "train.py"], WORDS)
     given = _given_to_srun(tmp_path, SLURM_NNODES="2", SLURM_CPUS_ON_NODE="16", **of_slurm)
     options = {word for word in shlex.split(told["srun"]) if word.startswith("--")}
     assert options == {word for word in given if word.startswith(("--nodes", "--ntasks", "--gpus"))}
@@ -29,7 +29,7 @@ def test_the_script_starts_what_a_dry_run_says(tmp_path: Path, kind: str, of_slu
 
 
 def test_what_is_typed_counts_before_what_the_script_says() -> None:
-    told = job_script.told(CHECKOUT, World(128, 8), "cuda", ["python", "train.py"], WORDS)
+    told = dry_run.job_script(CHECKOUT, World(128, 8), "cuda", ["python", "train.py"], WORDS)
     assert told["submit"].startswith("sbatch --nodes=128 --gpus-per-node=8 slurm/multinode.sh strategy=fsdp ")
     options = shlex.split(told["#SBATCH"])
     assert {"--nodes=128", "--gpus-per-node=8", "--exclusive", "--requeue"} <= set(options)
@@ -37,16 +37,16 @@ def test_what_is_typed_counts_before_what_the_script_says() -> None:
 
 
 def test_one_node_is_shared() -> None:
-    told = job_script.told(CHECKOUT, World(1, 2), "cuda", ["python", "train.py"], WORDS)
+    told = dry_run.job_script(CHECKOUT, World(1, 2), "cuda", ["python", "train.py"], WORDS)
     assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=2 slurm/single.sh strategy=fsdp ")
     assert "--exclusive" not in told["#SBATCH"]
     assert "--time=04:00:00" in told["#SBATCH"]
-    told = job_script.told(CHECKOUT, World(1, 2), "cpu", ["python", "train.py"], WORDS)
+    told = dry_run.job_script(CHECKOUT, World(1, 2), "cpu", ["python", "train.py"], WORDS)
     assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=0 --ntasks-per-node=2 slurm/single.sh ")
 
 
 def test_without_a_script_there_is_no_job(tmp_path: Path) -> None:
-    assert job_script.told(tmp_path, World(1, 1), "cpu", ["python", "train.py"], []) == {}
+    assert dry_run.job_script(tmp_path, World(1, 1), "cpu", ["python", "train.py"], []) == {}
 
 
 def _given_to_srun(folder: Path, **environment: str) -> list[str]:

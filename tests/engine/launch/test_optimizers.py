@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightswitch.launch.optimizers import refused
+from lightswitch.launch.instantiation import refused_optimizers
 from tests.engine.conftest import Train
 from tests.night import at_night
 
@@ -18,7 +18,8 @@ _OPTIM, _SCHEDULES = "torch.optim", "torch.optim.lr_scheduler"
 def _told(target: str, run_mode: str = "fit", **arguments: Any) -> list[str]:
     node = {"_target_": target, "_partial_": True, **arguments}
     return [
-        str(one) for one in refused(OmegaConf.create({"mode": run_mode, "tuned": node, "model": {"by": "${tuned}"}}))
+        str(one)
+        for one in refused_optimizers(OmegaConf.create({"mode": run_mode, "tuned": node, "model": {"by": "${tuned}"}}))
     ]
 
 

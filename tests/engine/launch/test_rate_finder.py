@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.tuner.lr_finder import _ExponentialLR, _LinearLR
 from torch import Tensor
 
-from lightswitch.launch.learning_rate import learning_rate_of
-from lightswitch.launch.rate_finder import rising
+from lightswitch.launch.rate_finder import learning_rate_of, rising
 from tests.engine.conftest import PLAIN_DATA, Finished, Train
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PartialModel, PlainModel
