@@ -76,12 +76,12 @@ class RefusedRequest(Refused):
     """All problems of one request.
 
     Args:
-        problems: a line each.
+        problems: a line each; one text of them all, as an exception is unpickled with.
         details: see `Refused`.
     """
 
-    def __init__(self, problems: Iterable[str], details: str = "") -> None:
-        self._problems = list(problems)
+    def __init__(self, problems: Iterable[str] | str, details: str = "") -> None:
+        self._problems = problems.split("\n") if isinstance(problems, str) else list(problems)
         self.details = details
         super().__init__("\n".join(self._problems))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import pickle
 import re
 
+from lightswitch.errors import RefusedRequest
 from tests.engine.test_layout import ENGINE, _package, _tree
 
 
@@ -62,3 +64,8 @@ def test_a_process_ends_with_an_exit_code_by_its_name() -> None:
         if isinstance(node, ast.Call) and re.split(r"\W", ast.unparse(node.func))[-1] in ENDS_A_PROCESS:
             written = [value for word in node.args for value in ast.walk(word) if isinstance(value, ast.Constant)]
             assert int not in {type(value.value) for value in written}, f"{ast.unparse(node)}: take one of ExitCode"
+
+
+def test_all_problems_of_a_request_come_back_from_another_process() -> None:
+    there = pickle.loads(pickle.dumps(RefusedRequest(["no data", "no model"], "a traceback")))
+    assert (str(there), there.problems, there.details) == ("no data\nno model", ["no data", "no model"], "a traceback")
