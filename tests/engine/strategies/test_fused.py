@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints import optimizers
+from lightswitch.preflight import trainer
 from lightswitch.strategies.kernels import fuse
 from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
 from tests.engine.models.language import LanguageModel
@@ -53,12 +54,12 @@ def test_gradients_are_clipped_beside_a_fused_optimizer_in_bfloat16(fits: Fits) 
 
 def test_what_scales_gradients_refuses_it_before_a_start() -> None:
     optimizer = {"_target_": "torch.optim.AdamW", "_partial_": True, "fused": True}
-    trainer = {"precision": "16-mixed", "gradient_clip_val": 1.0}
-    cfg = {"trainer": trainer, "model": {"optimizer": optimizer}, "optimizer": optimizer, "mode": "fit"}
+    scaled = {"precision": "16-mixed", "gradient_clip_val": 1.0}
+    cfg = {"trainer": scaled, "model": {"optimizer": optimizer}, "optimizer": optimizer, "mode": "fit"}
     (problem,) = trainer.precision_problems(cfg, "gpu")
     assert problem.startswith("optimizer.fused=true: under precision=16-mixed")
-    assert not list(trainer.precision_problems({**cfg, "trainer": {**trainer, "gradient_clip_val": None}}, "gpu"))
-    assert not list(trainer.precision_problems({**cfg, "trainer": {**trainer, "precision": "bf16-mixed"}}, "gpu"))
+    assert not list(trainer.precision_problems({**cfg, "trainer": {**scaled, "gradient_clip_val": None}}, "gpu"))
+    assert not list(trainer.precision_problems({**cfg, "trainer": {**scaled, "precision": "bf16-mixed"}}, "gpu"))
 
 
 # Which groups

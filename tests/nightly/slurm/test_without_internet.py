@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightswitch.trees import make_tree, remove_tree
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
@@ -75,12 +76,12 @@ def bare(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("debootstrap") is None:
         required = os.environ.get("LIGHTSWITCH_REQUIRE_ALL") == "1"
         (pytest.fail if required else pytest.skip)("not installed: debootstrap")
-    root = tmp_path / "root"
+    root = make_tree(tmp_path / "root")
     suite = of_apptainer().base.removeprefix("debian:").removesuffix("-slim")
     subprocess.run(["debootstrap", "--variant=minbase", suite, str(root)], check=True, capture_output=True)
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
     yield root
-    shutil.rmtree(root)  # gigabytes
+    remove_tree(root)  # gigabytes
 
 
 def test_an_image_made_by_its_commands_and_again_from_a_wheelhouse_trains_on_nodes(
@@ -95,7 +96,7 @@ def test_an_image_made_by_its_commands_and_again_from_a_wheelhouse_trains_on_nod
     (bare / "environment").write_text("".join(f"export {name}={value}\n" for name, value in image.exported.items()))
     settings, enter = pip_of_this_machine(), contained(tmp_path / "enter", bare, "/:/host")
     run_in(enter, "\n".join(image.commands), settings)
-    run_in(enter, "cd /opt/code && make wheelhouse && rm -r .venv", settings)
+    run_in(enter, "cd /opt/code && make wheelhouse && mv .venv old", settings)
     run_in(enter, "cd /opt/code && make .venv/installed WHEELHOUSE=wheelhouse", {}, "unshare", "--net")
 
     container = contained(tmp_path / "container", bare, str(CHECKOUT), str(checkout))
