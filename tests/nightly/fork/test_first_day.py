@@ -112,8 +112,9 @@ def _assert_tested(told: str) -> None:
     assert re.search(r"=== \d+ passed, 3 xfailed in ", told), told
     assert "bert: the same run under single, ddp, fsdp, deepspeed_stage_3\n" in told
     assert "resnet: the same run under single; another by batch norm\n" in told
-    assert "diffusion: the same run under single; another by noise\n" in told
+    assert "diffusion: the same run under single; another by noise by rank\n" in told
     assert (
-        "gan: the same run under single; another by noise; refused by deepspeed_stage_3: DeepSpeed steps one " in told
+        "gan: the same run under single; another by noise by rank; refused by deepspeed_stage_3: DeepSpeed steps "
+        in told
     )
     assert told.count("BatchNorm2d") == 1
