@@ -88,7 +88,7 @@ def check_zip(file: Any, most_bytes: int, name: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             bytes_in_all = sum(part.file_size for part in archive.infolist())
-    except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+    except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:  # zipfile's, the second for other versions
         raise UnsafeFile(f"{name} is damaged, or was not written by torch.save") from error
     if bytes_in_all > most_bytes:
         raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, and has {most_bytes}")

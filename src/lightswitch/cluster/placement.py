@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# 1 where torchrun's agents survive that nodes come and go: else those of torch 2.4 to 2.13 keep the first address
+NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
 
 @dataclass(frozen=True)
 class Placement:

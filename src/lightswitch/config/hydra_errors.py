@@ -8,7 +8,7 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,10 +180,26 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
     if " " in override and (spaced := re.fullmatch(r"([\w.]+) *= *(\S+)", override, re.ASCII)):
         return f"{override}: a setting has no spaces; type {spaced[1]}={spaced[2]}"
     if re.fullmatch(r"\+?[\w.@/-]+", override, re.ASCII):
+        before = next((typed for typed, word in pairwise(sys.argv) if word == override), "")
+        if re.fullmatch(r"[\w.]+=", before):
+            return f"{before} {override}: a setting has no spaces; type {before}{override}"
         return f"{override}: it has no value; type {override}=VALUE"
+    if (mark := _unclosed(override)) is not None:
+        return f"{override}: found {mark} that is not closed, or closed by another; type it with its pair"
     if quoted := _in_quotes(override):
         return f"{override}: Hydra reads that in quotes alone; type {quoted}"
     return f"{override}: {str(error).splitlines()[0]}"
+
+
+def _unclosed(override: str) -> str | None:
+    """Return the bracket outside of quotes that has no pair; None if each has one."""
+    opened: list[str] = []
+    for mark in re.sub(r"'[^']*'|\"[^\"]*\"", "", override):
+        if mark in "[{(":
+            opened.append(mark)
+        elif mark in "]})" and (not opened or opened.pop() + mark not in ("[]", "{}", "()")):
+            return mark
+    return opened[-1] if opened else None
 
 
 def _in_quotes(override: str) -> str | None:

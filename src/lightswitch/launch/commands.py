@@ -9,7 +9,7 @@ import sys
 from omegaconf import DictConfig
 
 from lightswitch.batches.position import Position
-from lightswitch.cluster.placement import Placement
+from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
 from lightswitch.config.overrides import quoted, shortened
 
 # where a run starts, which these commands set themselves; ckpt_path is that of fit alone
@@ -142,7 +142,8 @@ def _program(placement: Placement) -> list[str]:
     """Return the words that start the script with its launcher."""
     script = sys.orig_argv[_script_index(sys.orig_argv)]
     if placement.launcher == "torchrun":
-        return ["torchrun", *_options_of_torchrun(placement), script]
+        survives = ["env", f"{NO_SHARED_STORE}=1"] if elastic_nodes() is not None else []
+        return [*survives, "torchrun", *_options_of_torchrun(placement), script]
     if placement.launcher == "slurm":
         return [
             "srun",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -93,20 +94,23 @@ class StepsAreCounted(Callback):
 
     def __init__(self) -> None:
         self._first_step: int | None = None  # None once the first epoch is over
+        self._batches = 0  # of this start, which may only end an epoch that was trained before it
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step = trainer.global_step
+        self._first_step, self._batches = trainer.global_step, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._batches += 1
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         first, self._first_step = self._first_step, None
-        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
-        if first != trainer.global_step or batches < 1 or not trainer.is_global_zero:
+        if first != trainer.global_step or not self._batches or not trainer.is_global_zero:
             return
         log.warning(
             "no step    an epoch of %d batches, and no optimizer step was counted, so nothing is saved and "
             "trainer.max_steps is never reached: step what self.optimizers() returns, not an optimizer inside of it, "
             "and return a loss from training_step",
-            batches,
+            self._batches,
         )
 
 

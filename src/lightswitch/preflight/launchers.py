@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lightswitch.cluster.placement import Placement, elastic_nodes
+from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
 from lightswitch.preflight import devices
 
 _EVENED = {
@@ -14,7 +14,6 @@ _EVENED = {
     "torchrun": "give every torchrun the same --nproc-per-node",
     "env": "export the same LOCAL_WORLD_SIZE on every node",
 }
-_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _DETECT = "lightswitch.cluster.environments.detect"
 
 
@@ -84,8 +83,8 @@ def unfit_for_changes() -> Iterator[str]:
     joins waits for it, and all wait for a node that was lost with rank 0, until they time out.
     """
     nodes = elastic_nodes()
-    if nodes is not None and os.environ.get(_NO_SHARED_STORE) != "1":
+    if nodes is not None and os.environ.get(NO_SHARED_STORE) != "1":
         yield (
             f"torchrun --nnodes={nodes[0]}:{nodes[-1]}: a node that joins, and the loss of rank 0's, would end the run "
-            f"after a minute's wait; type export {_NO_SHARED_STORE}=1 on every node before torchrun"
+            f"after a minute's wait; type export {NO_SHARED_STORE}=1 on every node before torchrun"
         )

@@ -1,4 +1,4 @@
-"""The common part of both FSDPs: for modules that know nothing of sharding, and are built once, by rank 0."""
+"""What sharded strategies share: modules that know nothing of sharding, clipping over devices, and time-outs."""
 
 from __future__ import annotations
 

@@ -156,6 +156,8 @@ MISTAKES = {
     "~stratgy": "~stratgy: there is no such key. Did you mean strategy?",
     "trainer.max_steps": "trainer.max_steps: it has no value; type trainer.max_steps=VALUE",
     "strategy": "strategy: it has no value; type strategy=VALUE",
+    "strategy= ddp": "strategy= ddp: a setting has no spaces; type strategy=ddp",
+    "model.width=(1]": "model.width=(1]: found ] that is not closed, or closed by another; type it with its pair",
     "--nosuch": "unrecognized arguments: --nosuch; a setting is KEY=VALUE, and --help lists what there is",
     **{
         f"{flag}=job.pickle": "--experimental-rerun=job.pickle unpickles a file, which may run code; type the command "
@@ -164,7 +166,7 @@ MISTAKES = {
     },
     "--resolve=yes": "argument --resolve: ignored explicit argument 'yes'; "
     "a setting is KEY=VALUE, and --help lists what there is",
-    "trainer.devices=[0": "trainer.devices=[0: no viable alternative at input '[0'",
+    "trainer.devices=[0": "trainer.devices=[0: found [ that is not closed, or closed by another; type it with its pair",
     "data.files=[~/a/*.txt,b]": "data.files=[~/a/*.txt,b]: Hydra reads that in quotes alone; type "
     "'data.files=[\"~/a/*.txt\",b]'",
     "resume=runs/gpt/a=b/checkpoints/last.ckpt": "resume=runs/gpt/a=b/checkpoints/last.ckpt: Hydra reads that in "

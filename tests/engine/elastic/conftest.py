@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.engine.elastic.agents import Agents
-from tests.engine.elastic.machines import Machines, why_not
+from tests.engine.elastic.machines import PROGRAMS, Machines
+from tests.engine.slurm.cluster import why_not
 
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
     """Four machines and a head; CI may skip none."""
-    if reason := why_not():
+    if reason := why_not(PROGRAMS):
         required = os.environ.get("LIGHTSWITCH_REQUIRE_ALL") == "1"
         (pytest.fail if required else pytest.skip)(reason)
     with Machines(nodes=4) as made:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 from tests.engine.conftest import CHECKOUT
-from tests.engine.slurm.cluster import NEW_NAMESPACES, PATH, Cluster
+from tests.engine.slurm.cluster import Cluster
 
 PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
-
-
-def why_not() -> str | None:
-    """Why no machines can come up here, or None."""
-    if os.geteuid() != 0:
-        return "machines of namespaces need root"
-    if missing := [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]:
-        return f"not installed: {', '.join(missing)}; type bash .ci/run, which installs them"
-    attempt = subprocess.run([*NEW_NAMESPACES, "true"], capture_output=True, text=True)
-    return f"no new namespaces: {attempt.stderr.strip()}" if attempt.returncode else None
 
 
 class Machines(Cluster):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.cluster.placement import Placement, elastic_nodes
+from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
+from lightswitch.launch import commands
 from tests.engine.requests import composed, composing, problems
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 from tests.engine.ways import PLAN
 
-NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 STARTED = {"TORCHELASTIC_RUN_ID": "mine", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -84,3 +84,10 @@ def test_torchrun_that_would_not_survive_a_change_is_refused(monkeypatch: pytest
 def test_numbers_of_nodes_are_read_as_torchrun_reads_them(typed: str, nodes: range | None) -> None:
     assert elastic_nodes({**STARTED, "PET_NNODES": typed}) == nodes
     assert elastic_nodes({"PET_NNODES": typed}) is None, "no torchrun has started this process"
+
+
+def test_what_is_printed_to_be_typed_next_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cfg = composed(*LANGUAGE_MODEL, TEXT, into=tmp_path / "runs/tiny/mine").cfg
+    for nodes, starts in (("2:4", f"env {NO_SHARED_STORE}=1 torchrun "), ("4", "torchrun ")):
+        monkeypatch.setenv("PET_NNODES", nodes)
+        assert commands.repeat(cfg, Placement("torchrun", nodes=4, devices_per_node=2)).startswith(starts)

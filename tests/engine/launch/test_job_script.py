@@ -58,3 +58,10 @@ def _given_to_srun(folder: Path, **environment: str) -> list[str]:
     given |= {"SLURM_JOB_ID": "1", "HOME": str(folder), **environment}
     subprocess.run(["bash", CHECKOUT / "slurm/multinode.sh", *WORDS], check=True, env=given, cwd=folder)
     return (folder / "given").read_text().splitlines()
+
+
+def test_each_script_finds_what_they_share_in_the_same_lines() -> None:
+    """Slurm copies one script, so these have to stand in each."""
+    scripts = [path.read_text() for path in (CHECKOUT / "slurm").glob("*.sh") if "\n#SBATCH" in path.read_text()]
+    beginnings = {text[text.index("set -euo") : text.index('source "$scripts/job.sh"')] for text in scripts}
+    assert (len(scripts), len(beginnings)) == (4, 1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lightswitch.monitoring.notices import StepsAreCounted
+from tests.engine.conftest import PLAIN as PLAIN_RUN
+from tests.engine.conftest import Train
 from tests.engine.fits import PLAIN, trained
 from tests.engine.plain import ManualModel, PlainModel
 from tests.pool import Pool
@@ -38,3 +42,23 @@ def test_steps_that_are_not_counted_are_told_after_the_first_epoch(pool: Pool) -
 
 def test_steps_that_are_counted_are_not(pool: Pool) -> None:
     assert "no step" not in pool(1)(trained, replace(FIT, arguments="max_epochs=2", steps=18))[0].told
+
+
+class FailsAfterTheLastStep(pl.Callback):
+    """Fails once, where an epoch ends whose steps are all in a checkpoint."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not Path("failed").exists():
+            Path("failed").touch()
+            raise RuntimeError("a passing fault")
+
+
+def test_a_start_that_only_ends_an_epoch_is_not(train: Train) -> None:
+    fails = "callbacks.fails._target_=tests.engine.monitoring.test_batch_count.FailsAfterTheLastStep"
+    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=3", "callbacks.last_checkpoint.every_n_steps=3")
+    words = (*PLAIN_RUN, fails, *short, "run_id=mine")
+    failed = train(*words, check=False)
+    resumed = train(*words, folder=failed.folder)
+    assert failed.returncode == 1
+    assert "resumes    runs/plainmodel/mine/checkpoints/step_3.ckpt, at step 3" in resumed.out
+    assert "no step" not in resumed.out + resumed.err

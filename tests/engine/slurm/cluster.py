@@ -15,7 +15,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -91,11 +91,11 @@ exec slurmd -D -N node{node}
 """
 
 
-def why_not() -> str | None:
-    """Why no cluster can come up here, or None."""
+def why_not(programs: Sequence[str] = PROGRAMS) -> str | None:
+    """Why no machines with these programs can come up here, or None."""
     if os.geteuid() != 0:
-        return "a Slurm cluster of namespaces needs root"
-    if missing := [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]:
+        return "machines of namespaces need root"
+    if missing := [program for program in programs if shutil.which(program, path=PATH) is None]:
         return f"not installed: {', '.join(missing)}; type bash .ci/run, which installs them"
     attempt = subprocess.run([*NEW_NAMESPACES, "true"], capture_output=True, text=True)
     return f"no new namespaces: {attempt.stderr.strip()}" if attempt.returncode else None
