@@ -117,4 +117,4 @@ def _assert_tested(told: str) -> None:
         "gan: the same run under single; another by noise by rank; refused by deepspeed_stage_3: DeepSpeed steps "
         in told
     )
-    assert told.count("BatchNorm2d") == 1
+    assert told.count("a norm over a sample's own features") == 1
