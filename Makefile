@@ -83,7 +83,7 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 
 # a PYTHON that is given has what it needs: a machine with a GPU may have no network
 gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(INSTALLED)) ## test and measure on GPUs: make gpu PIECE=matrix, for nine minutes (docs/gpu.md)
-	PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}src:." $(PYTHON) -m tests.engine.gpu $(PIECE) $(if $(OUT),--out "$(OUT)")
+	PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}src:." $(PYTHON) -m tests.engine.gpu $(PIECE) $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
 constraints: $(INSTALLED) ## pin the newest and the lowest versions that pyproject.toml allows, with their hashes
 	$(PYTHON) -m pip install -qq --disable-pip-version-check uv

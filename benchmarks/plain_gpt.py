@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.parts import Profile
 from lightswitch.monitoring.throughput import peak_bytes
 from project.models.gpt import GPT
 
@@ -39,6 +40,7 @@ class Plan:
         micro_batch: sequences that a device takes at once.
         accumulation: micro batches of a step.
         compiled_by: a backend of torch.compile; None for eager.
+        is_profiled: write `parts_<rank>.json` (benchmarks.parts) in place of what is measured.
     """
 
     model: dict[str, Any]
@@ -50,6 +52,7 @@ class Plan:
     warm_up_steps: int
     steps: int
     compiled_by: str | None = None
+    is_profiled: bool = False
 
 
 class Loss(nn.Module):
@@ -70,8 +73,9 @@ def main(folder: str, plan: Plan) -> None:
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group()
-    found = measured(plan, device, rank, world_size)
-    Path(folder, f"measured_{rank}.json").write_text(json.dumps(found))
+    kind, act = ("parts", profiled) if plan.is_profiled else ("measured", measured)
+    found = act(plan, device, rank, world_size)
+    Path(folder, f"{kind}_{rank}.json").write_text(json.dumps(found))
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -92,6 +96,16 @@ def measured(plan: Plan, device: torch.device, rank: int, world_size: int) -> di
         "save_seconds": [],
         "peak_bytes": peak_bytes(device),
     }
+
+
+def profiled(plan: Plan, device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
+    steps, profile = trained(plan, device, rank, world_size), Profile(device)
+    for _ in range(plan.warm_up_steps):
+        next(steps)
+    profile.start()
+    for _ in range(plan.steps):
+        next(steps)
+    return {**profile.stop(plan.steps)}
 
 
 def trained(plan: Plan, device: torch.device, rank: int, world_size: int) -> Iterator[None]:

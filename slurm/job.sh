@@ -3,6 +3,7 @@
 
 : "${scripts:?is set by the script that reads this}"
 checkout=$(cd "$scripts/.." && pwd)
+again=("$BASH" "$0" "$@")
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-${SLURM_JOB_ID:?is not set; submit this by sbatch}} # the SLURM_JOB_ID of an array's last task means all tasks of the array
 details=$(scontrol --details show job "$job" 2> /dev/null) || details=""
@@ -40,6 +41,7 @@ workdir=$PWD # where runs/ goes: the folder of sbatch, or its --chdir
 srun_options=()
 torchrun_options=() # --max-restarts=3 starts processes again before the job is
 max_failures=3 # after which a job is not started again
+min_nodes=1 # a job that lost a node goes on inside its allocation with so many at least
 if [[ -e $checkout/slurm/site.sh ]]; then
   set +u # modules and conda read variables that are not set
   # shellcheck source=slurm/site.example.sh
@@ -115,6 +117,10 @@ unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
 srun_options+=(${gpus_per_node:+"--gpus-per-node=$gpus_per_node"} --kill-on-bad-exit=1)
 srun_options+=(--wait=10) # ranks end together: one that stays is on a node that was lost, and srun would wait for ever
 
+has_lost_nodes=$((SLURM_NNODES < ${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}))
+# --overlap: Slurm may hold the step that failed, and its GPUs, for as long as the job lasts
+((!has_lost_nodes)) || srun_options+=(--nodelist="$SLURM_JOB_NODELIST" --overlap)
+
 # until Python listens, a signal would kill it
 block_signals=(env --block-signal=USR1 --block-signal=USR2)
 "${block_signals[@]}" true 2> /dev/null || block_signals=()
@@ -122,15 +128,55 @@ block_signals=(env --block-signal=USR1 --block-signal=USR2)
 # launch TASKS COMMAND...: so many on every node of the job
 launch() {
   local code=0
+  watch_over_script > /dev/null 2>&1 &
   srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * $1))" --ntasks-per-node="$1" \
     --cpus-per-task="$((cpus_per_task * tasks_per_node / $1))" "${srun_options[@]}" "${block_signals[@]}" "${@:2}" || code=$?
+  kill $! 2> /dev/null || true
+  go_on_without_lost_nodes "$code"
   requeue_after "$code"
   exit "$code"
+}
+
+# Have another node requeue the job once Slurm has taken this one from it, and this script with it: by --no-kill, the job
+# would stay there with nothing to run until its time limit.
+watch_over_script() {
+  # shellcheck disable=SC2016 # the other node expands it
+  local other watch='while read -r host nodes < <(squeue --noheader --job="$1" --format="%B %N")
+    [[ -z $nodes ]] || scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$host"; do sleep 20; done
+    scontrol requeue "$1" || scancel "$1"'
+  other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep --invert-match --line-regexp "$SLURMD_NODENAME" | head -n 1)
+  [[ -z $other ]] || exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$other" --gpus-per-node=0 --mem=0 \
+    "${block_signals[@]}" bash -c "$watch" watch "$job"
+}
+
+# Start this script again on the nodes that answer, if some don't: by --no-kill, Slurm leaves them to the job.
+go_on_without_lost_nodes() {
+  local node alive=() lost=()
+  [[ $1 != @(0|2|75|130) ]] && ((SLURM_NNODES > 1)) && ! is_preempted || return 0
+  answers "$SLURMD_NODENAME" || return 0 # this one is there: a Slurm that can't ask it says nothing of the others
+  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    if answers "$node"; then alive+=("$node"); else lost+=("$node"); fi
+  done
+  ((${#lost[@]} && ${#alive[@]} >= min_nodes)) || return 0
+  echo "lost       ${lost[*]}: goes on with ${#alive[@]} of $SLURM_NNODES nodes" >&2
+  unset SLURM_GPUS
+  SLURM_NNODES=${#alive[@]} SLURM_NTASKS=$((${#alive[@]} * tasks_per_node))
+  SLURM_JOB_NODELIST=$(IFS=, && echo "${alive[*]}")
+  exec "${again[@]}"
+}
+
+# answers NODE: whether its slurmd can start a task
+answers() {
+  timeout 20 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --gpus-per-node=0 --mem=0 true 2> /dev/null
 }
 
 # a run that was given notice requeues its job by itself; here are left those that were not, or have no scontrol
 requeue_after() {
   local count
+  if (($1 == 2 && has_lost_nodes)); then
+    requeue # it can't train on the nodes that were left
+    return
+  fi
   case $1 in
     0 | 2 | 130) rm -f "$failures" || true ;; # 2: a mistake in the command, which would be made again; 130: Ctrl+C
     75) requeue ;; # it was given notice by SIGUSR1 or SIGUSR2, and has no scontrol in its container

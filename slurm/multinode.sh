@@ -2,6 +2,7 @@
 # As single.sh, over several nodes, each of which is taken whole:
 #   sbatch slurm/multinode.sh strategy=ddp
 #   sbatch --nodes=4 --gpus-per-node=8 --time=12:00:00 slurm/multinode.sh strategy=fsdp model=gpt2
+#   sbatch --nodes=2-4 slurm/multinode.sh strategy=fsdp    # as many as there are; goes on with the rest if one is lost
 # A node runs one task for each of its GPUs, or as many as --ntasks-per-node says.
 #SBATCH --job-name=lightswitch
 #SBATCH --nodes=2
@@ -10,6 +11,7 @@
 #SBATCH --time=04:00:00
 #SBATCH --signal=SIGUSR1@120
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 set -euo pipefail

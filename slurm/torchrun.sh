@@ -8,6 +8,7 @@
 #SBATCH --time=04:00:00
 #SBATCH --signal=SIGUSR1@120
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 set -euo pipefail

@@ -86,11 +86,12 @@ def train(tmp_path: Path) -> Train:
     return runs_in(tmp_path)
 
 
-def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
+def runs_in(tmp_path: Path, python: Path = Path(sys.executable), each_a_node: bool = False) -> Train:
     """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
 
     With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script. To
-    ``meanwhile=`` they are handed while they run. What a run starts by script, it starts by ``python``.
+    ``meanwhile=`` they are handed while they run. What a run starts by script, it starts by ``python``. With
+    ``each_a_node``, every rank is the only one of a node.
     """
     count = 0
 
@@ -111,7 +112,7 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
         for path, stream in itertools.product(written, ("out", "err")):
             Path(f"{path}.{stream}").touch()  # a process may be ended before it writes anything
         visible = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
-        with as_torchrun(ranks, tmp_path.name + str(count)) as environments:
+        with as_torchrun(ranks, tmp_path.name + str(count), each_a_node) as environments:
             every = [{**visible, **environment, **own} for own in environments or [{}]]
             processes = [
                 context.Process(target=_train, args=(arguments, folder, path, own, python))
@@ -128,11 +129,20 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable)) -> Train:
 
 
 @contextlib.contextmanager
-def as_torchrun(ranks: int, run_id: str) -> Iterator[list[dict[str, str]]]:
+def as_torchrun(ranks: int, run_id: str, each_a_node: bool = False) -> Iterator[list[dict[str, str]]]:
+    """What torchrun tells each rank of a node; or, of nodes of one device each, which then is the same one.
+
+    NCCL knows two ranks of one card by the host and the bus, and refuses them: it is told of other hosts.
+    """
     with reserve_port() as held:
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1]), "TORCHELASTIC_RUN_ID": run_id}
         common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        if each_a_node:
+            common |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(ranks), "NCCL_SOCKET_IFNAME": "lo"}
+            own = [{"LOCAL_RANK": "0", "GROUP_RANK": str(rank), "NCCL_HOSTID": str(rank)} for rank in range(ranks)]
+        else:
+            own = [{"LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        yield [{**common, "RANK": str(rank), **each} for rank, each in enumerate(own)]
 
 
 def _run(

@@ -6,7 +6,6 @@
     │   │   ├── Unplanned          nothing can be known of a run before it starts
     │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
     │   ├── NotFinite              the loss or a parameter is not finite
-    │   ├── LossSpike              the loss has jumped, and a callback is there to end the run
     │   ├── UnequalReplicas        ranks hold different values of the same parameter
     │   ├── ToldElsewhere          another process of the run prints it
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
@@ -103,10 +102,6 @@ class ChangedDependency(RefusedRequest):
 
 class NotFinite(Refused):
     """A loss or a parameter that is not finite: started again from the same checkpoint, the run would meet it again."""
-
-
-class LossSpike(Refused):
-    """A loss that a callback takes for a spike: started again from the same checkpoint, the run would meet it again."""
 
 
 class UnequalReplicas(Refused):

@@ -73,7 +73,6 @@ _LOGGED = "what ranks log, who each see their share, is brought together: all of
 _LOGGED_BY_STEP = "what a module logs by step is of all ranks; a step of an evaluation is none of metrics.csv's rows"
 _WHOLE = "a fraction of an epoch is one of its steps: Lightning counts micro batches"
 _ITEMS = "the gradients of a step are divided by its items: DeepSpeed's method that sets it tells of it each time"
-_TESTED = "a range test of learning rates has a loop and callbacks of its own; put back after it"
 
 PATCHES = (
     Patch(
@@ -110,13 +109,14 @@ PATCHES = (
         "_FitLoop",
         "a run that was cut off at its end is ended when it is resumed: Lightning returns at once",
     ),
-    Patch("lightning.pytorch.Trainer", "callbacks", "list", _TESTED),
     Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
     Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
-    Patch("lightning.pytorch.Trainer", "limit_val_batches", "int | float", _TESTED),
-    Patch("lightning.pytorch.Trainer", "log_every_n_steps", "int", _TESTED),
-    Patch("lightning.pytorch.loops._FitLoop", "_data_source", "_DataLoaderSource", _TESTED),
-    Patch("lightning.pytorch.strategies.Strategy", "lr_scheduler_configs", "list", _TESTED),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "limit_val_batches",
+        "int | float",
+        "mode=check ends before an epoch does, and waits for no metric of a validation",
+    ),
     Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",
@@ -132,12 +132,6 @@ PATCHES = (
     Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
     Patch("lightning.pytorch.loops._TrainingEpochLoop", "on_advance_end", "(self, data_fetcher)", _SAVED),
     Patch("lightning.pytorch.loops._FitLoop", "on_advance_end", "(self)", _SAVED),
-    Patch(
-        "lightning.pytorch.loops._TrainingEpochLoop",
-        "max_steps",
-        "int",
-        "steps of a run whose accumulation is scheduled: the Trainer estimates them by the accumulation of the moment",
-    ),
     Patch("lightning.pytorch.LightningModule", "log", _LOG, "a planned step's tensors have no values to log"),
     Patch(
         "lightning.pytorch.LightningModule",
@@ -186,12 +180,6 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
-        "lightning.pytorch.callbacks.SpikeDetection",
-        "__class__",
-        "type",
-        "the engine's methods before its own, which can't read the state that it saves",
-    ),
-    Patch(
         "lightning.pytorch.trainer.call",
         "_call_callback_hooks",
         "(trainer, hook_name, *args, monitoring_callbacks, **kwargs)",
@@ -230,13 +218,7 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "_device_mesh",
         "DeviceMesh | None",
-        "the mesh of three dimensions: ModelParallelStrategy makes one of two and sets that",
-    ),
-    Patch(
-        "lightning.pytorch.LightningModule",
-        "on_save_checkpoint",
-        "(self, checkpoint)",
-        "the size of a planned run's checkpoint is asked for: its tensors have no values, at which the hook may look",
+        "the mesh of up to three dimensions: ModelParallelStrategy makes one of two and sets that",
     ),
     Patch(
         "lightning.pytorch.utilities.rank_zero_only",
@@ -281,6 +263,14 @@ PATCHES = (
         "data",
         "getset_descriptor",
         "parameter.data = … writes to the shard: torch takes the assignment, and the shard stays as it was",
+        for_process=True,
+    ),
+    Patch(
+        "torch._dynamo.config",
+        "optimize_ddp",
+        "bool",
+        "units that are compiled stay whole, though DDP's buckets end within them: each has its own backward pass, "
+        "after which gradients are sent",
         for_process=True,
     ),
     Patch(
@@ -352,12 +342,6 @@ PATCHES = (
     ),
     Patch(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
-        "optimizer",
-        "Optimizer",
-        "of a range test of learning rates, which ends with an optimizer and a schedule made anew at the rate",
-    ),
-    Patch(
-        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "loss_scaler",
         "LossScalerBase",
         "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own",
@@ -370,7 +354,6 @@ PATCHES = (
 OVERRIDES = (
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
     "lightning.pytorch.callbacks.ModelCheckpoint._update_best_and_save",
-    "lightning.pytorch.callbacks.SpikeDetection._update_stats",
     "lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current",
     "lightning.pytorch.callbacks.WeightAveraging._swap_models",
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._training_step",

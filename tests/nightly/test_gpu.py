@@ -32,7 +32,7 @@ MACHINE = {"devices": ["a card"], "gib": [80], "torch": "2.13.0"}
 @pytest.mark.timeout(1200)  # thirty runs, each of which imports torch
 def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    command = ["python", "-m", "tests.engine.gpu", "--tiny", "--out", str(out)]
+    command = ["python", "-m", "tests.engine.gpu", "--tiny", "--results", str(out)]
     finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
     content = json.loads(out.read_text())
@@ -123,7 +123,7 @@ def waits(folder, seconds, so_far):
 good = Cell("good", lambda *_: Result({}))
 gpu.PIECES = {"one": lambda scale: Piece("one", [good, Cell("waits", waits), Cell("next", waits)])}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-sys.exit(gpu.main(["--tiny", "--out", sys.argv[1]]))
+sys.exit(gpu.main(["--tiny", "--results", sys.argv[1]]))
 """
 
 
@@ -164,10 +164,26 @@ def test_what_is_not_as_expected_fails_and_is_named_on_the_page(tmp_path: Path) 
 
 def test_results_of_two_machines_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _run(Piece("parity", [Cell("a", lambda *_: Result({"largest_difference": 0.0}))]), _record(tmp_path))
-    with pytest.raises(OtherMachine, match=r"of another machine \(torch differ\); give another one by OUT="):
+    with pytest.raises(OtherMachine, match=r"of another machine \(torch differ\); give another one by RESULTS="):
         _record(tmp_path, torch="2.14.0")
-    assert main(["parity", "--tiny", "--out", str(tmp_path / "gpu.json")]) == MISTAKEN
+    assert main(["parity", "--tiny", "--results", str(tmp_path / "gpu.json")]) == MISTAKEN
     assert "holds results of another machine" in capsys.readouterr().err
+
+
+def test_results_of_a_card_with_another_driver_are_told_together_and_a_folder_takes_them(tmp_path: Path) -> None:
+    (kept := tmp_path / "kept").mkdir()
+    piece = Piece("parity", [Cell(name, lambda *_: Result({"largest_difference": 0.0})) for name in ("a", "b")])
+    first = Record(kept / "gpu.json", {**MACHINE, "driver": "570"}, "abc123")
+    first.put("parity", "a", Result({"largest_difference": 0.0}), 1.0)
+    emptied = tmp_path / "emptied" / "gpu.json"
+    second = Record(emptied, {**MACHINE, "driver": "580", "cores": 64}, "abc123", before=first.path)
+    assert _run(piece, second) == PASSED
+    assert {name: cell["driver"] for name, cell in second.content["pieces"]["parity"].items()} == {
+        "a": "570",
+        "b": "580",
+    }
+    assert "driver 570 and 580" in document(second.content)[0]
+    assert list(Record(tmp_path / "x", {**MACHINE, "torch": "3"}, "abc123", before=emptied).content["pieces"]) == []
 
 
 def test_pieces_for_a_gpu_have_all_their_cells() -> None:
@@ -191,6 +207,8 @@ def test_pieces_for_a_gpu_have_all_their_cells() -> None:
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA A10G", 70),
         ("NVIDIA L40S", 362),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
     ],
 )
 def test_a_card_is_known_by_its_name(card: str, tflops: float) -> None:

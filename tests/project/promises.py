@@ -1,13 +1,18 @@
-"""Short runs of a model under each strategy, whether one is the same run as another, and what may differ."""
+"""The check of a model under each strategy, as mode=check makes it, and what may differ."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from lightswitch.checking.causes import Cause
+from lightswitch.checking.check import SINGLE, Check
+from lightswitch.checking.runs import Starter, Way
+from lightswitch.checking.table import ELSEWHERE, RANKS, SAME_RUN, Cell, Found, as_text, lines
 from tests.project.choices import choices
-from tests.project.witness import WITNESS, causes
-from tests.runs import Finished, Train
+from tests.project.witness import WITNESS
+from tests.runs import CHECKOUT
 
 # What makes a model small enough to train a few steps in a second, as {"large": ("model.layers=2", "model.width=32")}
 SMALLER: dict[str, tuple[str, ...]] = {
@@ -31,104 +36,95 @@ ACCEPTED: dict[str, str] = {}
 # By replicas, by torch's shards, by DeepSpeed's, by columns; the other strategies compute and save as one of these
 ALONE, KINDS = "single", ("ddp", "fsdp", "deepspeed_stage_3", "fsdp_tp")
 FOR_EVERY_EXAMPLE = ("ddp", "fsdp")
-STEPS, SAVED = 8, 4
-TOLERANCE = 1e-5  # of a loss about 1: sums in another order differ by a tenth of it
+STEPS, DEVICES, GLOBAL_BATCH = 8, 2, 8
 SHORT = (
     *WITNESS,
-    "global_batch_size=8",
+    f"global_batch_size={GLOBAL_BATCH}",
     f"trainer.max_steps={STEPS}",
     "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1",
     f"trainer.val_check_interval={STEPS}",
     "trainer.limit_val_batches=1",
-    "trainer.limit_test_batches=0",
-    f"callbacks.last_checkpoint.every_n_steps={SAVED}",
+    f"callbacks.last_checkpoint.every_n_steps={STEPS // 2}",
 )
-_NOT_TRAINED = ("val", "test", "lr-", "throughput/", "memory/", "grad_norm")  # how the names of other metrics begin
 
 
-class Runs:
-    """The runs of every model under every strategy: each is made when it is asked for, and once."""
+class Checks:
+    """The check of every model: each is made when it is asked for, and once."""
 
-    def __init__(self, train: Train) -> None:
-        self._train = train
-        self._runs: dict[tuple[str, str], Finished] = {}
-        self._data: dict[str, str] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._starter = Starter(CHECKOUT / "train.py", ["tests.preload"], {"OMP_NUM_THREADS": "1"})
+        self._found: dict[str, tuple[Check, Found]] = {}
 
-    def under(self, model: str, strategy: str) -> Finished:
-        words, (arguments, ranks) = self._arguments(model), _spread(strategy)
-        if (model, strategy) not in self._runs:
-            self._runs[model, strategy] = self._train(*words, *arguments, ranks=ranks, check=False)
-        return self._runs[model, strategy]
+    def of(self, model: str, strategies: Sequence[str]) -> tuple[Check, Found]:
+        """Return a model's runs with the first dataset that it trains with, and what they show.
 
-    def resumed(self, model: str, saver: str, reader: str) -> Finished:
-        """Go on under `reader` from the checkpoint in the middle of the run under `saver`."""
-        checkpoint = self.under(model, saver).run_dir / "checkpoints" / f"step_{SAVED}.ckpt"
-        arguments, ranks = _spread(reader)
-        return self._train(*self._arguments(model), *arguments, f"resume={checkpoint}", ranks=ranks, check=False)
+        Raises:
+            AssertionError: it trains with none.
+        """
+        if model not in self._found:
+            check = self._with_data(model)
+            self._found[model] = check, check.briefly([way(strategy) for strategy in strategies])
+        return self._found[model]
 
-    def _arguments(self, model: str) -> tuple[str, ...]:
-        if model not in self._data:
-            self._data[model] = self._find_data(model)
-        return _words(model, self._data[model])
-
-    def _find_data(self, model: str) -> str:
-        """The first dataset that the model trains with, the default before the others; or the default."""
+    def _with_data(self, model: str) -> Check:
+        told = ""
         for data in choices("data"):
-            run = self._train(*_words(model, data), *_spread(ALONE)[0], check=False)
-            if run.returncode == 0:
-                self._runs[model, ALONE] = run
-                return data
-        return choices("data")[0]
+            words = (f"model={model}", f"data={data}", *SMALLER.get(model, ()), *SHORT)
+            check = Check(self._starter, self._folder / model / data, words, STEPS, DEVICES, GLOBAL_BATCH)
+            one = check.whole(SINGLE)
+            if one.code == 0:
+                return check
+            told = told or one.output
+        raise AssertionError(f"model={model} does not train on one device:\n{told}")
 
 
-def _words(model: str, data: str) -> tuple[str, ...]:
-    return (f"model={model}", f"data={data}", *SMALLER.get(model, ()), *SHORT)
+def way(strategy: str) -> Way:
+    return SINGLE if strategy == ALONE else Way(strategy, (f"strategy={strategy}",), DEVICES)
 
 
-def _spread(strategy: str) -> tuple[tuple[str, ...], int]:
-    """What to type for a strategy, and how many processes to start for it."""
-    return (f"strategy={strategy}",), 1 if strategy == ALONE else 2
-
-
-def refusal(run: Finished, strategy: str) -> str | None:
-    """The line in which a strategy refuses a model, or what is not installed; None where it has trained.
+def refusals(found: Found) -> dict[str, str]:
+    """The line in which each strategy refuses a model, or says what is not installed.
 
     Raises:
-        AssertionError: it has failed; or it refuses an example that every strategy takes.
+        AssertionError: one refuses an example that every strategy takes.
     """
-    told = run.err.strip().splitlines()[-1].removeprefix("error: ") if run.returncode == 2 else None
-    is_required = strategy in FOR_EVERY_EXAMPLE and os.environ.get("LIGHTSWITCH_REQUIRE_ALL")
-    assert run.returncode == 0 or (told and not is_required), run.out + run.err
+    told = {name: cells[0].told for name, cells in found.cells.items() if cells[0].status == "refused"}
+    if os.environ.get("LIGHTSWITCH_REQUIRE_ALL"):
+        assert not told.keys() & {*FOR_EVERY_EXAMPLE}, told
     return told
 
 
-def difference(run: Finished, base: Finished) -> str | None:
-    """What differs first between the losses of each step of a run and those of another; None if nothing does."""
-    for name in _trained(base):
-        expected, found = base.column(name), run.column(name)
-        for step, loss in found.items():
-            if not abs(loss - expected[step]) <= TOLERANCE * max(1.0, abs(expected[step])):
-                return f"at step {step} its {name} is {loss:.7g}, and not {expected[step]:.7g}"
-    return None
+def expected(found: Found) -> dict[str, Cause]:
+    """What of the table has shown itself, by the strategy that is another run for it."""
+    return {name: cause for name, causes in found.causes.items() for cause in causes if cause.name in EXPECTED}
 
 
-def _trained(run: Finished) -> list[str]:
-    """`train/loss`; of a module that optimizes by hand what it logs itself."""
-    names = [name for name in run.metrics()[0] if name not in ("step", "samples", "epoch")]
-    by_hand = [name for name in names if not name.startswith(_NOT_TRAINED)]
-    return ["train/loss"] if "train/loss" in names else by_hand
+def broken(found: Found, promises: Collection[str]) -> list[str]:
+    """The strategies that break one of some promises, and for no cause of the table."""
+    of_table = expected(found)
+    return [
+        name
+        for name, cells in found.cells.items()
+        if any(cell.promise in promises for cell in _unexpected(cells, name in of_table))
+    ]
 
 
-def expected(alone: Finished) -> dict[str, str]:
-    """What of the table the run of a model has shown: each cause with what was seen."""
-    return {cause: seen for cause, seen in causes(alone.run_dir).items() if cause in EXPECTED}
+def _unexpected(cells: Sequence[Cell], has_cause: bool) -> Iterator[Cell]:
+    """What is broken, without what a cause of the table breaks: one process then goes on otherwise as well."""
+    is_another = any(cell.is_broken and cell.promise in (*SAME_RUN, RANKS) for cell in cells)
+    for cell in cells:
+        of_cause = cell.status == "differs" and cell.promise in (*SAME_RUN, RANKS)
+        of_another = cell.status == "differs" and cell.promise == ELSEWHERE
+        if cell.is_broken and not (of_cause and has_cause) and not (of_another and is_another):
+            yield cell
 
 
-def why(alone: Finished) -> str:
-    """Why a curve depends on the number of devices or on a restart, as far as it was seen."""
-    seen = "; ".join(causes(alone.run_dir).values())
-    return seen or "no cause was seen: type mode=check, which looks further, or look at what the training step reads"
+def told_of(check: Check, found: Found) -> str:
+    """What differs, when it does first, why, and what to do; and the output of a run that failed."""
+    failed = [name for name, cells in found.cells.items() if cells[0].status == "failed"]
+    outputs = [check.whole(way(name)).output for name in failed]
+    return "\n".join([as_text(found), "", *lines(found), *outputs])
 
 
 def listed(told: Mapping[str, str]) -> str:
@@ -137,8 +133,3 @@ def listed(told: Mapping[str, str]) -> str:
     for strategy, sentence in told.items():
         of_sentence.setdefault(sentence, []).append(strategy)
     return "; ".join(f"{', '.join(strategies)}: {sentence}" for sentence, strategies in of_sentence.items())
-
-
-def pairs(savers: Sequence[str], is_expected_to_differ: bool) -> Iterator[tuple[str, str]]:
-    """Which strategy resumes what which one has saved: the next one, or itself where devices change the curve."""
-    yield from zip(savers, savers if is_expected_to_differ else [*savers[1:], savers[0]], strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightswitch.batches import accumulation
-from lightswitch.batches.accumulation import Accumulation, ToldSamples
+from lightswitch.batches.accumulation import CountedSamples
 from lightswitch.batches.combined import Fractions
 from lightswitch.batches.counter import PositionCounter
 from lightswitch.batches.items import Items
@@ -36,7 +36,6 @@ from lightswitch.batches.randomness import mix, seed_generators
 from lightswitch.batches.step_logs import StepLogs
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.lightning_types import callbacks_of
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.step_results import is_counted
 
@@ -61,16 +60,13 @@ class GlobalBatch(Callback):
     def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool = True) -> None:
         self.plan = plan
         self.seed = seed
-        self.shares_streams = shares_streams
         self._resumed = Position(seed=seed, global_batch=plan.global_batch)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
-        self._accumulation = Accumulation(plan)
         self._fractions = Fractions(plan)
-        self._counter = PositionCounter(plan, self._loaders, self._accumulation, self._resumed)
+        self._counter = PositionCounter(plan, self._loaders, self._resumed)
         self._loss = accumulation.StepLoss()
         self._items = Items()
-        self.step_loss: Tensor | None = None  # the mean over the global batch that was logged last
-        self._told = ToldSamples(plan)
+        self._samples = CountedSamples(plan)
         self._logs: LogsOfRanks | None = None  # of several ranks
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
@@ -83,7 +79,6 @@ class GlobalBatch(Callback):
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fractions.note(trainer)
-            self._accumulation.follow(callbacks_of(trainer))
         strategy.share = partial(self._share, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
@@ -110,7 +105,6 @@ class GlobalBatch(Callback):
         shared = self._loaders.share(trainer, loader)
         if trainer.training:
             self._fractions.round(trainer, self._loaders.training)
-            self._accumulation.bound_steps(trainer, self._loaders.training)
         return shared
 
     # Training
@@ -123,8 +117,7 @@ class GlobalBatch(Callback):
                 f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
                 f"type init_from={trainer.ckpt_path} and another run_id"
             )
-        self._accumulation.check(trainer, loaders)
-        self._accumulation.start_epoch(at.epoch)
+        accumulation.check_optimizers(trainer.optimizers, self.plan)
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
             _end_restart(trainer)
@@ -133,14 +126,12 @@ class GlobalBatch(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
-        self._accumulation.start_epoch(trainer.current_epoch)
         self._loaders.start_epoch(trainer.current_epoch)
         seed_generators(mix(self.seed, trainer.current_epoch), trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.training.others and not self._loaders.training.slices:
-            self._told.count(trainer, batch)
-        self._accumulation.impose(trainer, self._told)
+            self._samples.count(trainer, batch)
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
@@ -199,17 +190,14 @@ class GlobalBatch(Callback):
 
     @property
     def _share_of_samples(self) -> float:
-        return accumulation.weight(
-            self._loaders.training, self.plan, self._counter.micro_batches, self._accumulation.batches_a_step
-        )
+        return accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.step_loss = None
         if (loss := self._loss.take()) is not None:
             # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
             of_items = 1.0 if self._items.factor is None else self._items.factor
-            self.step_loss = trainer.strategy.reduce(loss * of_items, reduce_op="mean")
-            pl_module.log("train/loss", self.step_loss, prog_bar=True, batch_size=1)
+            mean = trainer.strategy.reduce(loss * of_items, reduce_op="mean")
+            pl_module.log("train/loss", mean, prog_bar=True, batch_size=1)
         self._log_samples(trainer)
 
     def _log_samples(self, trainer: Trainer) -> None:

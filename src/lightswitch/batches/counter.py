@@ -7,7 +7,6 @@ from dataclasses import replace
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightswitch.batches.accumulation import Accumulation
 from lightswitch.batches.loaders import SharedLoaders
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.batches.position import Position
@@ -21,28 +20,27 @@ class PositionCounter:
         start: where the run starts.
     """
 
-    def __init__(self, plan: BatchPlan, loaders: SharedLoaders, accumulation: Accumulation, start: Position) -> None:
+    def __init__(self, plan: BatchPlan, loaders: SharedLoaders, start: Position) -> None:
         self._plan = plan
         self._loaders = loaders
-        self._accumulation = accumulation
         self._optimizer_steps = 0  # of the Trainer, at the epoch's start
         self._validated_step = 0
         self.epoch_start = start
         self.micro_batches = 0  # finished in this epoch
 
     def start_at(self, trainer: Trainer, at: Position) -> None:
-        """Count from a position, once its epoch's accumulation is known."""
+        """Count from a position."""
         self.epoch_start = replace(
             at,
             step=0,
             global_step=at.global_step - at.step,
             samples=at.samples - self._samples(at.step),
         )
-        self._optimizer_steps = trainer.global_step - -(-at.step // self._accumulation.batches_a_step)
+        self._optimizer_steps = trainer.global_step - at.step
         self.micro_batches = at.step * self._plan.accumulation
 
     def start_epoch(self, trainer: Trainer) -> None:
-        """Begin to count the micro batches of the Trainer's epoch, before it changes the accumulation."""
+        """Begin to count the micro batches of the Trainer's epoch."""
         self.epoch_start = replace(self.position(trainer), epoch=trainer.current_epoch, step=0)
         self._optimizer_steps = trainer.global_step
         self.micro_batches = 0
@@ -82,13 +80,13 @@ class PositionCounter:
         if not trainer.lightning_module.automatic_optimization:
             return self.micro_batches // self._plan.accumulation
         # also right in a hook that runs between the optimizer's step and the batch's end
-        steps = (trainer.global_step - self._optimizer_steps) * self._accumulation.batches_a_step
+        steps = trainer.global_step - self._optimizer_steps
         begun = -(-trainer.fit_loop.epoch_loop.batch_progress.current.ready // self._plan.accumulation)
         return min(steps, begun)
 
     def is_at_step_end(self, trainer: Trainer) -> bool:
         """Return whether the micro batches that are finished make whole optimizer steps."""
-        return self.micro_batches % self._accumulation.micro_batches == 0 or self.is_at_epoch_end(trainer)
+        return self.micro_batches % self._plan.accumulation == 0 or self.is_at_epoch_end(trainer)
 
     def is_at_epoch_end(self, trainer: Trainer) -> bool:
         """Return whether all micro batches of the epoch are finished."""

@@ -110,4 +110,11 @@ class _Pinning:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout == torch.strided else tensor
+    return dense(tensor).pin_memory() if tensor.device.type == "cpu" and tensor.layout == torch.strided else tensor
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps between its elements, which CUDA copies at once: of a view with gaps, as
+    `tokens[:, :-1]`, it would first make a copy in memory that is not pinned, and wait for that."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a copy, which keeps a dense tensor's
+    return tensor if tensor.stride() == strides else tensor.contiguous()

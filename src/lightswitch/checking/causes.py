@@ -69,8 +69,9 @@ REMEDIES = {
     "or give the same micro_batch_size everywhere",
     "noise by rank": "draw it in the dataset, where each sample has a seed of its own, or set dropout and other noise "
     "to 0 and check again: devices draw other numbers than one process, which changes no promise but this equality",
-    "weights written outside of the optimizer": "write to parameters in place (mul_, lerp_, copy_) in a hook, keep "
-    "averages in parameters that are frozen, or use strategy=ddp",
+    "weights written outside of the optimizer": "write to parameters in place (mul_, lerp_, copy_) in a hook, from "
+    "values that are the same on all devices (self.all_gather), keep averages in parameters that are frozen, or use "
+    "strategy=ddp",
     "buffers that ranks change each for itself": "gather what goes into the buffer over all devices first "
     "(self.all_gather), so that each device writes the same",
     "generator that nobody seeds": "draw from the generator of torch, NumPy or Python, which each step seeds, or give "
@@ -157,8 +158,8 @@ def _of_difference(
     evidence: Evidence, comparison: Comparison, whole: States, module: Mapping[str, Any]
 ) -> Cause | None:
     differing = comparison.all_tensors(whole)
-    loss = comparison.loss(whole).first
-    in_first_forward = loss is not None and loss.step == 1
+    metric = comparison.loss(whole).first or comparison.logged(whole).first  # of a step by hand, what it logs itself
+    in_first_forward = metric is not None and metric.step == 1
     norms: list[str] = module["batch_norms"]
     apart = next(
         ((step, [name]) for step, name, _ in unequal(whole, {f"{MODEL}{name}" for name in comparison.names})), None

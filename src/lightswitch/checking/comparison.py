@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lightswitch.checking import digests
@@ -15,7 +16,7 @@ LOSS = "train/loss"
 _ALLOWED = 1e-5  # of 32-bit numbers, relative: the promise's own
 _ROUNDING = 16  # units in the last place of a tensor, in the norm
 _ABOVE_NUDGE = 10  # times what a nudged run comes to: the other cut adds otherwise in each operation
-_EPS_32 = 2.0**-23
+EPS_32 = 2.0**-23
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Comparison:
 
     Args:
         one: its states.
-        again: those of an equal start. Where it differs, so does the nudged run, and tells nothing of rounding.
-        nudged: those of the nudged run.
+        again: returns those of an equal start. Where it differs, so does the nudged run, and tells nothing of rounding.
+        nudged: returns those of the nudged run; neither is called before something differs.
         parameters: the names of the module's parameters; all else of the module are buffers.
         eps: of the numbers that the run computes with.
         is_exact: on this device, equal starts are equal to the bit.
@@ -98,32 +99,48 @@ class Comparison:
     def __init__(
         self,
         one: States,
-        again: States,
-        nudged: States,
+        again: Callable[[], States],
+        nudged: Callable[[], States],
         parameters: Iterable[str],
         eps: float,
         is_exact: bool = True,
     ) -> None:
         self.one, self.is_exact = one, is_exact
-        self._nudged: States = {}
+        self._equal_start, self._nudge_weights = again, nudged
         self.names = frozenset(parameters)
         self._parameters = {f"{MODEL}{name}" for name in self.names}
         self._eps = eps
         self._start = one[min(one)] if one else State({}, {}, 0, {})
-        self.is_repeated = self.again(again, one)[1].first is None
-        if self.is_repeated or not is_exact:
-            self._nudged = nudged
+
+    @cached_property
+    def _nudged(self) -> States:
+        is_repeated = not self.is_exact or self.again(self._started_again, self.one)[1].first is None
+        return self._nudge_weights() if is_repeated else {}
+
+    @cached_property
+    def _started_again(self) -> States:
+        return self._equal_start()
+
+    @cached_property
+    def _unsteady(self) -> set[str]:
+        """Names of what is logged and differs between equal starts whose tensors do not, as a time."""
+        if self.again(self._started_again, self.one)[1].first is not None:
+            return set()
+        return {
+            name
+            for _, here, there in _common(self.one, self._started_again)
+            for name, value in here.metrics.items()
+            if _apart(value, there.metrics.get(name, value))
+        }
 
     def again(self, other: States, base: States) -> tuple[Compared, Compared]:
         """Compare the losses, and all tensors, of two runs of one way, which are equal to the bit where devices are
         exact."""
-        kept = self._nudged
-        if self.is_exact:
-            self._nudged = {}
-        try:
-            return self.loss(other, base), self.all_tensors(other, base)
-        finally:
-            self._nudged = kept
+        rounds = not self.is_exact
+        return (
+            self._metrics(other, lambda name: name == LOSS, base, rounds),
+            self._tensors(other, lambda name: True, base, rounds),
+        )
 
     def parameters(self, other: States, base: States | None = None) -> Compared:
         """Compare parameters with those of another run.
@@ -149,12 +166,14 @@ class Comparison:
         """Compare train/loss."""
         return self._metrics(other, lambda name: name == LOSS, base)
 
-    def logged(self, other: States, base: States | None = None, left_out: Iterable[str] = ()) -> Compared:
-        """Compare what else is logged."""
-        names = {LOSS, *left_out}
-        return self._metrics(other, lambda name: name not in names, base)
+    def logged(self, other: States, base: States | None = None) -> Compared:
+        """Compare what else is logged, without what two equal starts log otherwise."""
+        found = self._metrics(other, lambda name: name != LOSS, base)
+        if found.first is None or not self._unsteady:
+            return found
+        return self._metrics(other, lambda name: name not in {LOSS, *self._unsteady}, base)
 
-    def _tensors(self, other: States, wanted: Any, base: States | None) -> Compared:
+    def _tensors(self, other: States, wanted: Any, base: States | None, rounds: bool = True) -> Compared:
         base = self.one if base is None else base
         largest, first, differing, count = 0.0, None, list[Difference](), 0
         for step, here, there in _common(base, other):
@@ -166,7 +185,7 @@ class Comparison:
                 apart = digests.norm(digests.minus(there.digests[name], here.digests[name]))
                 of_kind = sums.setdefault(_kind(name), [0.0, 0.0])
                 of_kind[0], of_kind[1] = of_kind[0] + apart * apart, of_kind[1] + whole * whole
-                if apart and not apart <= self._allowed(name, step, here):
+                if apart and self._is_more(apart, self._allowed(name, step, here), rounds, name, step):
                     found.append(Difference(_own(name), step, _ratio(apart, whole)))
             ratios = (_ratio(math.sqrt(apart), math.sqrt(whole)) for apart, whole in sums.values())
             largest = max([largest, *ratios], key=_finite_last)
@@ -179,17 +198,16 @@ class Comparison:
         whole = digests.norm(here.digests[name])
         before = self._start.digests.get(name)
         changed = whole if before is None else digests.norm(digests.minus(here.digests[name], before))
-        scale = self._eps / _EPS_32
-        return _ROUNDING * self._eps * whole + _ALLOWED * scale * changed + _ABOVE_NUDGE * self._nudge(name, step)
+        return _ROUNDING * self._eps * whole + _ALLOWED * self._eps / EPS_32 * changed
 
-    def _nudge(self, name: str, step: int) -> float:
-        largest = 0.0
-        for _, here, there in (common for common in _common(self.one, self._nudged) if common[0] <= step):
-            if name in here.digests and name in there.digests:
-                largest = max(largest, digests.norm(digests.minus(there.digests[name], here.digests[name])))
-        return largest
+    def _is_more(self, apart: float, allowed: float, rounds: bool, name: str, step: int) -> bool:
+        """Return whether a difference is more than what is allowed, beside what a nudge of the weights comes to."""
+        if apart <= allowed or not rounds:
+            return not apart <= allowed
+        nudges = (_between(name, here, there) for at, here, there in _common(self.one, self._nudged) if at <= step)
+        return not apart <= allowed + _ABOVE_NUDGE * max(nudges, default=0.0)
 
-    def _metrics(self, other: States, wanted: Any, base: States | None) -> Compared:
+    def _metrics(self, other: States, wanted: Any, base: States | None, rounds: bool = True) -> Compared:
         base = self.one if base is None else base
         largest, first, differing, count = 0.0, None, list[Difference](), 0
         for step, here, there in _common(base, other):
@@ -198,13 +216,8 @@ class Comparison:
                 count += 1
                 value, apart = abs(here.metrics[name]), _apart(here.metrics[name], there.metrics[name])
                 largest = max(largest, _ratio(apart, value), key=_finite_last)
-                nudges = (
-                    _apart(a.metrics.get(name, 0.0), b.metrics.get(name, 0.0))
-                    for at, a, b in _common(self.one, self._nudged)
-                    if at <= step
-                )
-                allowed = _ALLOWED * self._eps / _EPS_32 * value + _ABOVE_NUDGE * max(nudges, default=0.0)
-                if apart and not apart <= allowed:
+                allowed = _ALLOWED * self._eps / EPS_32 * value
+                if apart and self._is_more(apart, allowed, rounds, name, step):
                     found.append(Difference(name, step, _ratio(apart, value)))
             if found and first is None:
                 first, differing = found[0], found
@@ -221,6 +234,13 @@ def unequal(other: States, wanted: Container[str] | None = None) -> Iterator[tup
 
 def _common(one: States, other: States) -> list[tuple[int, State, State]]:
     return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
+
+
+def _between(name: str, one: State, other: State) -> float:
+    """Return how far a tensor or a metric of two states is apart; 0 where one has none."""
+    if name in one.digests and name in other.digests:
+        return digests.norm(digests.minus(other.digests[name], one.digests[name]))
+    return _apart(one.metrics.get(name, 0.0), other.metrics.get(name, 0.0))
 
 
 def _kind(name: str) -> str:

@@ -117,27 +117,47 @@ class Cell:
         return {"holds": "yes", "none": "-"}.get(self.status, self.status.upper())
 
 
-def cells(one: Measured, way: Measured, comparison: Comparison) -> list[Cell]:
+def cells(way: Measured, comparison: Comparison) -> list[Cell]:
     """Return the cells of a way, in the order of PROMISES; of one process those of kills and exports alone."""
     if way.whole.code:
-        has_trained = max(way.states["whole"], default=0) > 0
-        status = "refused" if way.whole.is_refused and not has_trained else "failed"
-        return [Cell(name, status, way.whole.problem) for name in PROMISES]
-    return [*_same_run(one, way, comparison), *_of_starts(way, comparison), _exported(way)]
+        return _untrained(way)
+    return [*_same_run(way, comparison), *_of_starts(way, comparison), _exported(way)]
 
 
-def _same_run(one: Measured, way: Measured, comparison: Comparison) -> Iterator[Cell]:
-    if way is one:
+def cells_in_brief(way: Measured, comparison: Comparison, base: States | None) -> list[Cell]:
+    """Return the cells of a way that was not killed, in the order of PROMISES: of its whole run, and of a resume from
+    what another way has saved, if there was one.
+
+    Args:
+        base: states of the way that both are held against; None for the one process.
+    """
+    if way.whole.code:
+        return _untrained(way)
+    resumed = Cell(RESUMED, "none")
+    if way.resumed is not None:
+        found = way.states["resumed"]
+        resumed = _gone_on(RESUMED, way.resumed, comparison.loss(found, base), comparison.all_tensors(found, base))
+    others = (Cell(name, "none") for name in (ELSEWHERE, EXPORTED))
+    return [*_same_run(way, comparison, base), Cell(EQUAL_STARTS, "none"), resumed, *others]
+
+
+def _untrained(way: Measured) -> list[Cell]:
+    has_trained = max(way.states["whole"], default=0) > 0
+    status = "refused" if way.whole.is_refused and not has_trained else "failed"
+    return [Cell(name, status, way.whole.problem) for name in PROMISES]
+
+
+def _same_run(way: Measured, comparison: Comparison, base: States | None = None) -> Iterator[Cell]:
+    if way.way.ranks == 1:
         yield from (Cell(name, "none") for name in (*SAME_RUN, RANKS))
         return
     whole = way.states["whole"]
-    left_out = unsteady(one, comparison)
     found = (
-        comparison.loss(whole),
-        comparison.logged(whole, left_out=left_out),
-        comparison.parameters(whole),
-        comparison.buffers(whole),
-        comparison.optimizers(whole),
+        comparison.loss(whole, base),
+        comparison.logged(whole, base),
+        comparison.parameters(whole, base),
+        comparison.buffers(whole, base),
+        comparison.optimizers(whole, base),
     )
     for name, compared in zip(SAME_RUN, found, strict=True):
         yield _cell(name, compared)
@@ -150,45 +170,26 @@ def _same_run(one: Measured, way: Measured, comparison: Comparison) -> Iterator[
         yield Cell(RANKS, "differs", f"{name} on rank {numbers} is not what rank 0 has, after step {step}")
 
 
-def unsteady(one: Measured, comparison: Comparison) -> set[str]:
-    """Return what is logged and differs between equal starts whose tensors do not, as a time: it can't be compared."""
-    killed, whole = one.states.get("killed", {}), one.states["whole"]
-    if not comparison.is_repeated:
-        return set()
-    steps = whole.keys() & killed.keys()
-    return {
-        name
-        for step in steps
-        for name, value in whole[step].metrics.items()
-        if killed[step].metrics.get(name, value) != value and value == value
-    }
-
-
 def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
-    whole = way.states["whole"]
-    yield _started(EQUAL_STARTS, way.killed, way.states.get("killed", {}), whole, comparison)
-    for name, run, key in ((RESUMED, way.resumed, "resumed"), (ELSEWHERE, way.elsewhere, "elsewhere")):
+    whole, killed = way.states["whole"], way.states.get("killed", {})
+    yield _gone_on(EQUAL_STARTS, way.killed, *comparison.again(killed, whole))
+    for name, run in ((RESUMED, way.resumed), (ELSEWHERE, way.elsewhere)):
         if name == ELSEWHERE and way.way.ranks == 1:
             yield Cell(name, "none")
         elif run is None:
             yield Cell(name, "failed", "the killed run has left no checkpoint")
-        elif run.code:
-            yield Cell(name, "failed", run.problem)
+        elif name == RESUMED:
+            yield _gone_on(name, run, *comparison.again(way.states["resumed"], whole))
         else:
-            yield _started(name, run, way.states[key], whole if name == RESUMED else None, comparison)
+            found = way.states["elsewhere"]
+            yield _gone_on(name, run, comparison.loss(found), comparison.all_tensors(found))
 
 
-def _started(name: str, run: Ended | None, found: States, base: States | None, comparison: Comparison) -> Cell:
-    """Return whether two runs are the same, as far as both go.
-
-    Args:
-        base: of the same way; None for the one process.
-    """
-    if base is None:
-        loss, tensors = comparison.loss(found), comparison.all_tensors(found)
-    else:
-        loss, tensors = comparison.again(found, base)
-    if not found or not tensors.count:
+def _gone_on(name: str, run: Ended | None, loss: Compared, tensors: Compared) -> Cell:
+    """Return whether a run, killed or resumed, is the same as another, as far as both go."""
+    if run is not None and run.code > 0:
+        return Cell(name, "failed", run.problem)
+    if run is None or not tensors.count:
         return Cell(name, "failed", "it took no step" if run is None else run.problem)
     return _cell(name, _first_of(loss, tensors))
 

@@ -37,6 +37,12 @@ def newest(run_dir: Path) -> tuple[Path, Position] | None:
     return readable[0] if readable else None
 
 
+def best_or_last(run_dir: Path) -> Path | None:
+    """Return the checkpoint that a run stands for: its best, else its last; None where it has neither yet."""
+    named = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
+    return next((path for path in named if path.exists()), None)
+
+
 def up_to(path: Path, run_dir: Path) -> list[Path]:
     """Return a checkpoint and, if it is the run's own, those before it in training: candidates to go on from."""
     readable = [own for own, _ in _found(run_dir)[0]]

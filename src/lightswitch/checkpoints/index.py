@@ -60,6 +60,43 @@ class Index:
             if isinstance(item, TensorStorageMetadata)
         }
 
+    def chunk(self, key: MetadataIndex) -> Tensor:
+        """Return a stored part of a tensor, on the CPU.
+
+        Raises:
+            Damaged: its file holds something else.
+            OSError: its file can't be read.
+        """
+        found = self.metadata.storage_data[key]
+        with (self.path / found.relative_path).open("rb") as file:
+            part = _Reader(self)._slice_file(file, found)
+            chunk = torch.load(part, map_location="cpu", weights_only=True)
+        if not isinstance(chunk, Tensor) or (chunk.shape, chunk.dtype) != (self.sizes(key), self.dtype(key)):
+            raise Damaged(f"{found.relative_path} has something else than {key.fqn} as {INDEX} describes it")
+        return chunk
+
+    def sizes(self, key: MetadataIndex) -> torch.Size:
+        """Return the shape of a stored part."""
+        return next(chunk.sizes for chunk in self._described(key).chunks if chunk.offsets == key.offset)
+
+    def dtype(self, key: MetadataIndex) -> torch.dtype:
+        """Return the dtype of a stored part."""
+        return self._described(key).properties.dtype
+
+    def bytes(self, key: MetadataIndex) -> int:
+        """Return the bytes of a stored part."""
+        return math.prod(self.sizes(key)) * self.dtype(key).itemsize
+
+    def place(self, key: MetadataIndex) -> tuple[str, int]:
+        """Return the file of a stored part, and where in it that begins."""
+        found = self.metadata.storage_data[key]
+        return found.relative_path, found.offset
+
+    def _described(self, key: MetadataIndex) -> TensorStorageMetadata:
+        found = self.metadata.state_dict_metadata[key.fqn]
+        assert isinstance(found, TensorStorageMetadata)
+        return found
+
     def reader(self) -> FileSystemReader:
         """Return a reader for torch's `load` that takes this index and reads none itself."""
         return _Reader(self)

@@ -22,6 +22,7 @@ from lightswitch.checkpoints import find, foreign, names, optimizers, trainable,
 from lightswitch.checkpoints.finetuning import Finetuned, unfreeze_again
 from lightswitch.checkpoints.flat_shard import Piece, Stored
 from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.sharded_state import laid_out
 from lightswitch.checkpoints.writing import TRANSIENT, WrittenTogether
 from lightswitch.errors import Refused, listed
 from lightswitch.lightning_types import callbacks_of
@@ -85,8 +86,9 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         A run that trains takes the newest undamaged one of its own, up to the one that is named.
         """
         self.wait_for_write()
-        assert self.lightning_module is not None
-        trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
+        module = self.lightning_module
+        assert module is not None
+        trainer, path = module.trainer, Path(checkpoint_path)
         if trainer.state.fn == TrainerFn.FITTING:
             candidates = self.broadcast(find.up_to(path, Path(trainer.default_root_dir)))
             self._reader = find.first_whole(candidates, self.checkpoint_group)
@@ -96,7 +98,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
         if "callbacks" in state:
             state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer))
-        return state
+        return laid_out(state, names.parameters(module))
 
     def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:
         """Load the weights of a checkpoint, and nothing else of it; of safetensors those that fit.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from lightswitch.checkpoints import directory, foreign, ranks
 from lightswitch.checkpoints.flat_shard import Piece
@@ -22,6 +24,10 @@ from lightswitch.checkpoints.index import Index
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
+T = TypeVar("T")
+_ROUND_BYTES = 64 * 2**20  # that a rank reads before it hands on what others need as well, if a part is not larger
+_CPU = torch.device("cpu")
+_ALIGNED_BYTES = 16  # of the widest dtype
 
 
 class Reader:
@@ -52,7 +58,7 @@ class Reader:
             self.state = self._open()
         except (Exception, CheckpointException) as error:  # torch raises many kinds for what is no checkpoint
             problem = error
-        if told := self._first_of_all_ranks(self._replaced() or (why(problem) if problem else None)):
+        if told := _first_of_all_ranks(self._replaced() or (why(problem) if problem else None), group):
             raise unreadable(path, told) from problem
 
     def _open(self) -> dict[str, Any]:
@@ -79,19 +85,14 @@ class Reader:
         self._loaded = {f"model.{name}": value for name, value in weights.items()}
         self.like = {name: value.to("meta") for name, value in self._loaded.items()}
 
-    def _first_of_all_ranks(self, problem: str | None) -> str | None:
-        problems = [problem]
-        if self._group is not None:
-            problems *= dist.get_world_size(self._group)
-            dist.all_gather_object(problems, problem, group=self._group)
-        return next(filter(None, problems), None)
-
     def names(self, prefix: str) -> set[str]:
         """Return the names of tensors that begin with a prefix, without it."""
         return {name.removeprefix(prefix) for name in self.like if name.startswith(prefix)}
 
     def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
         """Read tensors in place, of a DTensor or Piece this rank's part only. Collective.
+
+        Each stored part is read by one rank of those that need it, which sends it to the others.
 
         Args:
             tensors: by the names in the checkpoint, of the shapes there.
@@ -103,8 +104,6 @@ class Reader:
         """
         if self._index is not None:
             self._load(self._index, tensors, on_read, self._group)
-            if told := self._first_of_all_ranks(self._replaced()):
-                raise unreadable(self.path, told)
             return
         for name, tensor in tensors.items():
             kept = tensor.values if isinstance(tensor, Piece) else tensor
@@ -128,16 +127,36 @@ class Reader:
         on_read: OnRead | None,
         group: dist.ProcessGroup | None,
     ) -> None:
+        planner = _Planner(on_read)
+        wanted = self._on_all_ranks(lambda: planner.wanted(tensors, index.metadata), group)
+        device = next((one.device for one in map(_memory, tensors.values()) if one.device.type != "cpu"), _CPU)
+        needs, kinds = zip(*_of_all_ranks(([*wanted], device.type), group), strict=True)
+        device = device if len({*kinds}) == 1 else _CPU
+        rank, holders = dist.get_rank(group) if group else 0, _holders(needs)
+        for parts in _rounds(holders, index, len(needs)):
+            read = self._on_all_ranks(partial(_chunks, index, parts[rank]), group)
+            planner.take(read, wanted)
+            for source, keys in enumerate(parts):
+                shared = [key for key in keys if len(holders[key]) > 1]
+                planner.take(_sent(source, shared, read, index, device, group) if shared else {}, wanted)
+        if told := _first_of_all_ranks(self._replaced(), group):
+            raise unreadable(self.path, told)
+
+    def _on_all_ranks(self, action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+        """Return what an action returns.
+
+        Raises:
+            UnfitCheckpoint: on every rank, when it fails on one.
+        """
+        found, problem, told = None, None, None
         try:
-            load(
-                dict(tensors),
-                storage_reader=index.reader(),
-                planner=_Planner(on_read),
-                process_group=group,
-                no_dist=group is None,
-            )
-        except CheckpointException as error:
-            raise unreadable(self.path, self._replaced() or why(error)) from error
+            found = action()
+        except Exception as error:  # torch raises many kinds for what is no tensor's file
+            problem = error
+            told = self._replaced() or ranks.describe(error, dist.get_rank(group) if group else 0)
+        if told := _first_of_all_ranks(told, group):
+            raise unreadable(self.path, told) from problem
+        return cast(T, found)
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.
@@ -190,14 +209,32 @@ def why(error: Exception | CheckpointException) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Planner that reports each part of a tensor when it is read; all else, which torch would unpickle, it refuses."""
+    """Planner of what is read where; all but tensors, which torch would unpickle, it refuses."""
 
     def __init__(self, on_read: OnRead | None) -> None:
         super().__init__()
         self._on_read = on_read
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+    def wanted(self, tensors: Mapping[str, Tensor | Piece], metadata: Metadata) -> dict[MetadataIndex, list[ReadItem]]:
+        """Return the stored parts that this rank needs, and where each goes."""
+        self.set_up_planner(dict(tensors), metadata)
+        found: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in self.create_local_plan().items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise ValueError(f"{item.dest_index.fqn} is not a tensor")
+            if item.lengths.numel():
+                found[item.storage_index].append(item)
+        return found
+
+    @torch.no_grad()
+    def take(self, read: Mapping[MetadataIndex, Tensor], wanted: Mapping[MetadataIndex, Sequence[ReadItem]]) -> None:
+        """Copy stored parts to where they go."""
+        for key, chunk in read.items():
+            for item in wanted.get(key, ()):
+                target = self.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
+                if self._on_read is not None:
+                    self._on_read(target.nbytes)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -212,9 +249,78 @@ class _Planner(DefaultLoadPlanner):
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_tensor(index)
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        if self._on_read is not None:
-            self._on_read(tensor.nbytes)
+
+def _of_all_ranks(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _first_of_all_ranks(problem: str | None, group: dist.ProcessGroup | None) -> str | None:
+    return next(filter(None, _of_all_ranks(problem, group)), None)
+
+
+def _holders(needs: Sequence[Collection[MetadataIndex]]) -> dict[MetadataIndex, list[int]]:
+    """Return the ranks that need each stored part."""
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    for rank, keys in enumerate(needs):
+        for key in keys:
+            holders[key].append(rank)
+    return holders
+
+
+def _rounds(
+    holders: Mapping[MetadataIndex, list[int]], index: Index, world_size: int
+) -> Iterator[list[list[MetadataIndex]]]:
+    """Yield what each rank reads at once: what it alone needs, and of all else about as much as the others."""
+    parts: list[list[MetadataIndex]] = [[] for _ in range(world_size)]
+    bytes = [0] * world_size
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -index.bytes(key), key.fqn, key.offset)):
+        reader = min(holders[key], key=bytes.__getitem__)
+        parts[reader].append(key)
+        bytes[reader] += index.bytes(key)
+    parts = [sorted(of_rank, key=index.place) for of_rank in parts]
+    while any(parts):
+        yield [_first_round(of_rank, index) for of_rank in parts]
+
+
+def _first_round(keys: list[MetadataIndex], index: Index) -> list[MetadataIndex]:
+    """Take from the beginning of a list what is read at once."""
+    ends = accumulate(map(index.bytes, keys))
+    count = max(1, sum(1 for _ in takewhile(lambda end: end <= _ROUND_BYTES, ends)))
+    taken, keys[:] = keys[:count], keys[count:]
+    return taken
+
+
+def _chunks(index: Index, keys: Sequence[MetadataIndex]) -> dict[MetadataIndex, Tensor]:
+    return {key: index.chunk(key) for key in keys}
+
+
+def _sent(
+    source: int,
+    keys: Sequence[MetadataIndex],
+    read: Mapping[MetadataIndex, Tensor],
+    index: Index,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> dict[MetadataIndex, Tensor]:
+    """Return the stored parts that a rank has read and others need. Collective."""
+    ends = [*accumulate(-(-index.bytes(key) // _ALIGNED_BYTES) * _ALIGNED_BYTES for key in keys)]
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    found = {}
+    for key, begin in zip(keys, [0, *ends], strict=False):
+        found[key] = buffer[begin : begin + index.bytes(key)].view(index.dtype(key)).view(index.sizes(key))
+        if key in read:
+            found[key].copy_(read[key])
+    # what is on a device goes by its own back end, which is the default group's, of the same ranks
+    dist.broadcast(buffer, source, group if device.type == "cpu" else None)
+    return found
+
+
+def _memory(stored: Tensor | Piece) -> Tensor:
+    return stored.values if isinstance(stored, Piece) else stored
 
 
 def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _STATE: dict[str, type] = {  # what a checkpoint holds, if it does
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
     **dict.fromkeys(("frozen_since", "plateau", "epoch_end"), dict),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks"), list),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "places_of_shards"), list),
     "pytorch-lightning_version": str,
 }
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
@@ -32,22 +32,11 @@ class UnsafeFile(ValueError):
     """Error of a file that `torch.load` can't read, or not without calling what the file names."""
 
 
-class Inert:
-    """Stand-in for an object of a library that is not called; none of its state is kept."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
+def load(path: Path, mapped: bool = False) -> Any:
     """Return what `torch.save` has written, on the CPU, in whichever of its formats.
 
     Args:
         mapped: tensors are read from the file when they are used, where its format allows it.
-        inert: a package, `deepspeed`, whose objects are read as `Inert` ones.
 
     Raises:
         UnsafeFile: with the reason, such as what it names that would run code.
@@ -57,10 +46,7 @@ def load(path: Path, mapped: bool = False, inert: str | None = None) -> Any:
     try:
         if is_zip := _is_zip(path):
             check_zip(path, path.stat().st_size, path.name)
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and is_zip else []
-        stand_ins: list[Any] = [(Inert, name) for name in named if name.startswith(f"{inert}.")]
-        with torch.serialization.safe_globals(stand_ins):
-            found = torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
+        found = torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
         _check_sizes(found, path)
         return found
     except UnsafeFile:

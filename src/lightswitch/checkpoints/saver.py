@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 
 from lightswitch.checkpoints.flat_shard import Piece, Stored, local
 from lightswitch.errors import LostRank
+
+log = logging.getLogger(__name__)
 
 Action = Callable[[], None]
 Tensors = Mapping[str, Stored]
@@ -240,9 +243,22 @@ class Pool:
             if used_bytes + needed_bytes <= chunk.numel():
                 return number
         chunk_bytes = max(CHUNK_BYTES, 1 << (needed_bytes - 1).bit_length())
-        self._chunks.append(torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=self._is_pinned))
+        self._chunks.append(self._chunk(chunk_bytes))
         self._used_bytes.append(0)
         return len(self._chunks) - 1
+
+    def _chunk(self, bytes: int) -> Tensor:
+        try:
+            return torch.empty(bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        except RuntimeError as error:
+            if not self._is_pinned:
+                raise
+            self._is_pinned = False
+            log.warning(
+                "saves      to memory that is not pinned, for which training waits longer: %s",
+                str(error).partition("\n")[0],
+            )
+            return self._chunk(bytes)
 
 
 def with_own_storage(part: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver, fingerprint, share
+from lightswitch.checkpoints.sharded_state import gathered
 from lightswitch.errors import LostRank, UnwrittenCheckpoint, listed
 
 log = logging.getLogger(__name__)
@@ -78,11 +79,11 @@ class WrittenTogether(Strategy):
 
     def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
         """Return what is written of Lightning's checkpoint: its tensors by name, all else, and what is left out (see
-        `safe.safe`)."""
+        `safe.safe`). Collective."""
         assert self.lightning_module is not None
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
         tensors, plain = split(checkpoint)
-        return tensors, *safe(plain)
+        return tensors, *safe(gathered(plain))
 
     def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
         """Return the names of those tensors of a checkpoint that are rank 0's: all of the model but its parameters, as

@@ -58,20 +58,35 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
 
 
 def elastic_nodes(environ: Mapping[str, str] = os.environ) -> range | None:
-    """Return the numbers of nodes with which torchrun may go on, of ``--nnodes=MIN:MAX``; None where it is one.
-
-    torchrun exports neither: they are in its command, or in PET_NNODES.
-    """
+    """Return the numbers of nodes with which torchrun may go on, of ``--nnodes=MIN:MAX``; None where it is one."""
     if launcher(environ) != "torchrun":
         return None
+    found = re.fullmatch(r"(\d+):(\d+)", _torchrun_option("nnodes", environ.get("PET_NNODES", "")))
+    return range(int(found[1]), int(found[2]) + 1) if found and int(found[1]) < int(found[2]) else None
+
+
+def elastic_group(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where the agents of an elastic torchrun meet, and under which id; empty in other processes."""
+    if elastic_nodes(environ) is None:
+        return ""
+    endpoint = _torchrun_option("rdzv[-_]endpoint", environ.get("PET_RDZV_ENDPOINT", ""))
+    return f"{environ['TORCHELASTIC_RUN_ID']} at {endpoint}"
+
+
+def _torchrun_option(name: str, exported: str) -> str:
+    """Return an option of torchrun, which exports none: they are in its command, or in PET_*.
+
+    Args:
+        name: as a pattern.
+        exported: the value of its PET_*.
+    """
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except (OSError, UnicodeDecodeError):  # a system without /proc
         words = []
     options = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
-    typed = re.findall(r"--nnodes[= ](\S+)", " ".join(options))
-    found = re.fullmatch(r"(\d+):(\d+)", typed[-1] if typed else environ.get("PET_NNODES", ""))
-    return range(int(found[1]), int(found[2]) + 1) if found and int(found[1]) < int(found[2]) else None
+    typed = re.findall(rf"--{name}[= ](\S+)", " ".join(options))
+    return typed[-1] if typed else exported
 
 
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:

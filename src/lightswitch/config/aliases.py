@@ -89,6 +89,7 @@ _CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 
 _OVER = "--cfg job, which shows the config and starts nothing"
 _PLACE = "name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or hydra.run.dir=FOLDER"
+_RATES = "-m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which puts short runs beside one another"
 _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterpart of one name: what to type
     "extras": f"{_OVER}; tags=[a,b] for what compare shows",
     "extras.print_config": _OVER,
@@ -110,7 +111,7 @@ _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterp
     "model.compile": "compile=true",
     "model.torch_compile": "compile=true",
     "trainer.tpu_cores": "trainer.devices=N; there is no strategy for TPUs here",
-    "trainer.auto_lr_find": "callbacks=[default,lr_finder]",
+    "trainer.auto_lr_find": _RATES,
     "trainer.auto_scale_batch_size": "micro_batch_size=auto",
     "trainer.track_grad_norm": "callbacks=[default,grad_norm]",
     "trainer.resume_from_checkpoint": "resume=PATH",
@@ -119,8 +120,9 @@ _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterp
     "callbacks.rich_progress_bar": "~callbacks.progress to leave the line out that shows it",
     "callbacks.learning_rate_monitor": "callbacks.lr_monitor.logging_interval=step",
 }
-_CHOICES_INSTEAD = {  # files that it has, and the words that are one here
+_CHOICES_INSTEAD = {  # files that it has, and the words that are one here; lr_finder was one here
     "callbacks": {
+        "lr_finder": _RATES,
         "none": "callbacks=checkpoint, which writes checkpoints and nothing else",
         "model_checkpoint": "callbacks=checkpoint",
         "rich_progress_bar": "callbacks=default, which shows one",

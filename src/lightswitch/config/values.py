@@ -42,7 +42,6 @@ KINDS_OF_OTHERS: dict[str, tuple[type, ...]] = {  # a config of an older version
     "plan.tokens_per_sample": (int, _NULL),
     "dry_run.rank": (int, list, _NULL),
     "dry_run.steps": (int,),
-    "dry_run.weak_devices": (int, _NULL),
     "check.steps": (int,),
     "check.devices": (int,),
     "check.strategies": (str, list, _NULL),

@@ -18,7 +18,14 @@ from lightswitch.checkpoints.finetuning import unfreeze_again
 from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.deepspeed.quiet_import import deepspeed
-from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights, update_working_copy
+from lightswitch.deepspeed.state import (
+    has_working_copy,
+    pieces,
+    rooms_for_states,
+    scatter_states,
+    update_working_copy,
+    whole_beside_parts,
+)
 from lightswitch.mixins import Mixin, with_mixin
 
 log = logging.getLogger(__name__)
@@ -30,7 +37,7 @@ LOSS_SCALE = "MixedPrecision"  # Lightning's, for the state of the GradScaler
 class PortableDeepSpeed(PortableCheckpoints):
     """Portable checkpoints of a DeepSpeed engine.
 
-    Each rank writes what it keeps of the flat groups of parameters; it reads whole parameters, one after the other.
+    Each rank writes what it keeps of the flat groups of parameters, and reads that.
     """
 
     _group_names: list[list[str]]
@@ -92,8 +99,11 @@ class PortableDeepSpeed(PortableCheckpoints):
         self.check_model(names.without(state, checkpoint.get(trainable.KEY, ())), checkpoint, strict)
         loose = names.loose(module, state)
         self.read("model", names.without(state, {*parameters, *loose}))
-        saved = self._reader.names("model.")
-        scatter_weights(engine, module, lambda name: self._reader.read(f"model.{name}") if name in saved else None)
+        self.read("model", {name: weight for name, weight, _ in pieces(engine, module)})
+        if has_working_copy(engine):
+            update_working_copy(engine, module)
+        else:
+            self.read("model", whole_beside_parts(module))
         self.hand_over(checkpoint, loose)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -103,17 +113,17 @@ class PortableDeepSpeed(PortableCheckpoints):
         if (position := saved_position(checkpoint)) is not None:
             unfreeze_again(module.trainer, position)
         optimizers.check(self._reader.path, self.described_optimizers(), checkpoint["optimizer_states"])
-        keys: dict[str, list[str]] = {}
+        saved: dict[str, dict[str, Tensor]] = {}
         for full_name in sorted(self._reader.names("optimizer.0.")):
             name, _, key = full_name.rpartition(".")
-            keys.setdefault(name, []).append(key)
-
-        def state(name: str) -> dict[str, Tensor]:
-            return {key: self._reader.read(f"optimizer.0.{name}.{key}") for key in keys.get(name, ())}
-
-        scatter_states(self.model, module, state)
+            saved.setdefault(name, {})[key] = self._reader.like[f"optimizer.0.{full_name}"]
+        rooms = rooms_for_states(self.model, module, saved)
+        others = {name: {k: one for k, one in of.items() if f"{name}.{k}" not in rooms} for name, of in saved.items()}
+        whole = {name: {k: torch.empty_like(one, device="cpu") for k, one in of.items()} for name, of in others.items()}
+        self.read("optimizer.0", {**rooms, **{f"{name}.{k}": one for name in whole for k, one in whole[name].items()}})
+        scatter_states(self.model, module, lambda name: whole.get(name, {}))
         frozen = [name for name, parameter in names.parameters(module).items() if not parameter.requires_grad]
-        self._idle = {name: state(name) for name in frozen if name in keys}
+        self._idle = {name: whole[name] for name in frozen if name in whole}
         scaler = resumed_loss_scale(self._loss_scaler, checkpoint.get(LOSS_SCALE, {}))
         if scaler is not self._loss_scaler:
             patches.replace(self.model.optimizer, "loss_scaler", scaler)  # type: ignore[union-attr]  # an engine has one

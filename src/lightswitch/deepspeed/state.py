@@ -57,6 +57,17 @@ def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[s
         yield name, part.piece(part.flat.detach(), parameter), state
 
 
+def has_working_copy(engine: Any) -> bool:
+    """Return whether the engine trains, so that forward passes compute with a copy of what the optimizer steps."""
+    return any(hasattr(engine.optimizer, name) for name in ("update_lp_params", "checkpoint_event_prologue"))
+
+
+def whole_beside_parts(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, by name, that stage 3 holds whole as well as in parts, as they are small."""
+    parameters = names.parameters(module).items()
+    return {name: one.detach() for name, one in parameters if hasattr(one, "ds_tensor") and one.numel()}
+
+
 def update_working_copy(engine: Any, module: nn.Module) -> None:
     """Set the working copy of every parameter to the optimizer's, as DeepSpeed does after a step. Collective."""
     if engine.zero_optimization_stage() < 3:
@@ -67,6 +78,24 @@ def update_working_copy(engine: Any, module: nn.Module) -> None:
         if part is not None:
             parameter.ds_tensor.detach().narrow(0, 0, part.elements).copy_(part.of(part.flat.detach()))  # type: ignore[attr-defined]  # DeepSpeed's
     engine.optimizer.checkpoint_event_epilogue()  # gathers what every device holds whole
+
+
+def rooms_for_states(engine: Any, module: nn.Module, saved: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Stored]:
+    """Return where the optimizer's states of each parameter go, by NAME.KEY, as far as they are as large as it is.
+
+    Args:
+        saved: shapes of a checkpoint's states, by the parameter's name and the state's key.
+    """
+    states, rooms = _states(engine), dict[str, Stored]()
+    for name, parameter, part in parts(engine, module):
+        for key, like in saved.get(name, {}).items() if part is not None and parameter.requires_grad else ():
+            if part is None or like.dim() == 0:
+                continue
+            values = states.setdefault(part.flat, {})
+            if not _is_spread(values.get(key), part):
+                values[key] = torch.zeros_like(part.flat, requires_grad=False)
+            rooms[f"{name}.{key}"] = part.piece(values[key], parameter)
+    return rooms
 
 
 def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed import placement, regrouping
+from lightswitch.deepspeed import placement
 from lightswitch.deepspeed.placement import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.regrouping import Regrouping
@@ -33,7 +33,7 @@ from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.kernels import fuse
 from lightswitch.strategies.rank_0 import broadcast_in_place, fill_with_nothing, placeholders
-from lightswitch.strategies.sharded import Reversible, in_full_shape, set_timeouts
+from lightswitch.strategies.sharded import set_timeouts
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -41,7 +41,7 @@ warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated
 log = logging.getLogger(__name__)
 
 
-class DeepSpeed(Regrouping, Reversible):
+class DeepSpeed(Regrouping):
     """ZeRO by DeepSpeed for unmodified models, with the arguments of Lightning's DeepSpeedStrategy.
 
     The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
@@ -165,33 +165,6 @@ class DeepSpeed(Regrouping, Reversible):
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
         patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
         return optimizer, schedulers[0] if schedulers else None
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Leave the optimizer to DeepSpeed's engine; where that is there, make optimizer and schedule anew."""
-        super().setup_optimizers(trainer)
-        engine, module = self.model, self.lightning_module
-        if not isinstance(engine, deepspeed.DeepSpeedEngine):
-            return
-        assert module is not None
-        # as if it were made before stage 3 has cut the parameters
-        with in_full_shape({p: p.ds_shape for p in module.parameters() if hasattr(p, "ds_shape")}):
-            optimizer, schedulers = _configured(module)
-        regrouping.replace_optimizer(engine, optimizer)
-        self.optimizers, self.lr_scheduler_configs = [engine.optimizer], schedulers
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Return a context that leaves weights, loss scale and count of steps as they were.
-
-        Raises:
-            Refused: the optimizer, which is made anew afterwards, has a state before its first step.
-        """
-        assert self.model is not None
-        if self.optimizers[0].state:
-            raise Refused(
-                f"{type(self.model.optimizer.optimizer).__name__} makes its state before the first step, where "  # type: ignore[union-attr]  # an engine has one
-                "DeepSpeed can't take it anew; use strategy=fsdp"
-            )
-        return regrouping.restored(self.model)
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:

@@ -29,7 +29,7 @@ from lightswitch.errors import Refused
 from lightswitch.monitoring.display import Line
 
 if TYPE_CHECKING:
-    from lightswitch.export.files import Weights
+    pass
 
 FOLDER_FILE = "model.safetensors"  # of a folder that is named without any file
 DTYPES = ("bfloat16", "float16", "float32")
@@ -92,8 +92,9 @@ def _refuse_to_replace(file: Path) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     import torch
 
-    from lightswitch.export import files, source
-    from lightswitch.export.files import Weights
+    from lightswitch.checkpoints import weight_files
+    from lightswitch.checkpoints.weight_files import Weights
+    from lightswitch.export import source
 
     checkpoint = source.checkpoint_at(arguments.source)
     config = source.model_config(checkpoint)
@@ -101,10 +102,14 @@ def _export(arguments: argparse.Namespace) -> None:
     weights = Weights(checkpoint)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    others = _names_of_tied(weights) if file.suffix in files.OF_TORCH else {}
-    progress = _Progress(sum(files.bytes_of(weights, name, dtype) for name in weights.like))
+    if file.suffix in weight_files.OF_TORCH and not weights.lists_tied:
+        told = (
+            "the checkpoint does not list tied tensors, as an earlier version's; each is written under one name alone"
+        )
+        print(f"warning: {told}", file=sys.stderr)
+    progress = _Progress(sum(weight_files.bytes_of(weights, name, dtype) for name in weights.like))
     try:
-        written = files.write(weights, config.node, file, dtype, arguments.shard_size, others, progress.read)
+        written = weight_files.write(weights, config.node, file, dtype, arguments.shard_size, progress.read)
     finally:
         progress.end()
     for path in written:
@@ -135,9 +140,10 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
 def _call(file: Path) -> str:
     """Return the call that gives the model back, with the argument that it needs where it would be refused without."""
-    from lightswitch.export import files, source
+    from lightswitch.checkpoints import weight_files
+    from lightswitch.export import source
 
-    config = source.read_config(files.config_of(file))
+    config = source.read_config(weight_files.config_of(file))
     try:
         called = source.untrusted(config.node, config.file.resolve().parent)
     except ImportError:  # the code may be elsewhere
@@ -145,17 +151,6 @@ def _call(file: Path) -> str:
     if called is None:
         return f'model = lightswitch.load("{file}")'
     return f'model = lightswitch.load("{file}", model=MyModel(...)), or trust=True, which runs {called}'
-
-
-def _names_of_tied(weights: Weights) -> dict[str, str]:
-    """Return the first name of each tied tensor by its other names: a state dict has all, a checkpoint the first."""
-    if weights.names_of_tied is None:
-        told = (
-            "the checkpoint does not list tied tensors, as an earlier version's; each is written under one name alone"
-        )
-        print(f"warning: {told}", file=sys.stderr)
-        return {}
-    return {other: first for other, first in weights.names_of_tied.items() if first in weights.like}
 
 
 class _Progress:

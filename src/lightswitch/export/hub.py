@@ -12,10 +12,9 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightswitch import regular_files, versions
-from lightswitch.checkpoints import directory
+from lightswitch.checkpoints import directory, weight_files
 from lightswitch.config.confidential import without_secret
 from lightswitch.errors import Refused, printable
-from lightswitch.export import files
 from lightswitch.export.model import load
 from lightswitch.monitoring.display import escaped
 from lightswitch.trees import MARK, make_tree, remove_tree
@@ -82,7 +81,7 @@ def _compare(model: Any, folder: Path) -> None:
     """Read the folder as its users will, and compare every tensor."""
     read: Any = type(model).from_pretrained(folder, local_files_only=True).state_dict()
     for name, value in model.state_dict().items():
-        if name not in read or not files.same_bits(read[name], value):
+        if name not in read or not weight_files.same_bits(read[name], value):
             raise OSError(f"{folder.name} does not give back {name} as it was written")
 
 

@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightswitch.checkpoints import names, trainable
+from lightswitch.checkpoints import names, trainable, weight_files
 from lightswitch.checkpoints.names import own_name
+from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
-from lightswitch.export import files, source
-from lightswitch.export.files import Weights
+from lightswitch.export import source
 from lightswitch.export.source import untrusted
 
 
@@ -39,10 +39,12 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         UntrustedConfig: the config names other code.
     """
     builder = "the one given" if model else "its config builds"
-    if (found := files.read(Path(path))) is not None:
+    if (found := weight_files.read(Path(path))) is not None:
         file, state = found
         model = (
-            _configured(model) if model else build_model(source.read_config(files.config_of(file), trust=trust), trust)
+            _configured(model)
+            if model
+            else build_model(source.read_config(weight_files.config_of(file), trust=trust), trust)
         )
     else:
         checkpoint = source.checkpoint_at(Path(path))

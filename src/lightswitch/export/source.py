@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightswitch import regular_files
+from lightswitch.checkpoints.find import best_or_last
 from lightswitch.errors import UnfitCheckpoint
 
 CONFIG = "config.yaml"
@@ -42,9 +43,8 @@ def checkpoint_at(path: Path) -> Path:
         raise UnfitCheckpoint(f"{path}: there is no such file or directory")
     if not (path / CONFIG).is_file():
         return path
-    for name in ("best.ckpt", "last.ckpt"):
-        if (path / "checkpoints" / name).exists():
-            return path / "checkpoints" / name
+    if (checkpoint := best_or_last(path)) is not None:
+        return checkpoint
     raise UnfitCheckpoint(f"{path} has neither checkpoints/best.ckpt nor checkpoints/last.ckpt; name a checkpoint")
 
 

@@ -40,8 +40,11 @@ _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a sharded parameter beside a whole tensor
 _NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # torch's, in a name that a module looks up
-# Errors of memory that could not be allocated: torch's on a GPU, its allocator's on the CPU, Python's
-_LACKS_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|^MemoryError")
+# Errors of memory that could not be allocated: torch's on a GPU, CUDA's and HIP's, also within NCCL's, those of their
+# libraries as cuBLAS, torch's on the CPU, Python's
+_LACKS_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|_STATUS_ALLOC_FAILED|Cuda failure 2\b|can't allocate memory|^MemoryError"
+)
 _OF_DISKS = {  # errors of what a run writes or reads, which the user can fix
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -226,8 +229,8 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
         line += "parts; compute with it in a hook, as on_train_batch_end, or use strategy=ddp"
     if isinstance(cause, KeyError) and _NAME_OF_FSDP1 in line:
         line += "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp"
-    follows = _FOLLOWS.search(line) is not None
-    lacks_memory = _LACKS_MEMORY.search(one_line(cause)) is not None
+    lacks_memory = _LACKS_MEMORY.search(f"{type(cause).__name__}: {cause}") is not None
+    follows = not lacks_memory and _FOLLOWS.search(line) is not None
     return Failure(
         f"{rank} failed: {line}", full_traceback(error), follows=follows, rank=rank.number, lacks_memory=lacks_memory
     )

@@ -82,9 +82,10 @@ class Hub:
                     self._hear(state, message)
         except (OSError, ValueError):  # the node or the network is gone, or the line is no message
             pass
-        if state is not None and not state.left:
-            state.gone = time.monotonic()
-        writer.close()
+        finally:
+            if state is not None and not state.left:
+                state.gone = time.monotonic()
+            writer.close()
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> RankState:
         rank, now = Rank(**hello["rank"]), time.monotonic()

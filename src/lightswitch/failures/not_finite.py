@@ -119,5 +119,6 @@ def _not_finite(module: LightningModule) -> str | None:
     if not names:
         return None
     norms = torch._foreach_norm([held[name] for name in names])
-    finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
+    # some may be on the host, where a strategy offloads the others
+    finite = torch.stack([norm.float().cpu() for norm in norms]).isfinite().tolist()
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

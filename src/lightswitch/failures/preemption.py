@@ -19,6 +19,7 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, Stopped, UnwrittenCheckpoint
 from lightswitch.process.signals import REQUEUED, Signals
+from lightswitch.strategies.writes import CarriesWrites
 
 log = logging.getLogger(__name__)
 # if ranks received different signals, the last of these counts: notice of a time limit asks to requeue
@@ -31,13 +32,15 @@ class Preemption(Callback):
     """End training with `Stopped` once any rank has received a signal, between optimizer steps or validation batches.
 
     All ranks agree on the step and the signal, as they save the checkpoint together: after the step in which the signal
-    came, or the next one, or within half a second where steps are shorter.
+    came, or the next one, or within half a second where steps are shorter; one more where the strategy would lose what
+    a training step writes to weights, and has not looked at the last one.
     """
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
         self._rounds: Rounds
+        self._agreed = 0.0  # a signal that the run ends by, once a step was looked at
         self._common_batches = 0  # of a validation: ranks may have different numbers
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,7 +54,7 @@ class Preemption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.defer()
-        self._rounds = Rounds(self._ranks)
+        self._rounds, self._agreed = Rounds(self._ranks), 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_step(trainer)  # before the hooks of others, which are called again where the run goes on
@@ -61,11 +64,17 @@ class Preemption(Callback):
             self._start_step(trainer)
 
     def _start_step(self, trainer: Trainer) -> None:
+        if self._agreed:
+            _end_if_asked(trainer, self._agreed)
         if self._rounds.end_before_step():
-            _end_if_asked(trainer, self._rounds.end(self._asked))
+            asked = self._rounds.end(self._asked)
+            if asked and isinstance(trainer.strategy, CarriesWrites) and trainer.strategy.asks_for_look():
+                self._agreed = asked
+            else:
+                _end_if_asked(trainer, asked)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not trainer.fit_loop._should_accumulate():
+        if not self._agreed and not trainer.fit_loop._should_accumulate():
             self._rounds.begin(self._asked)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -42,6 +42,7 @@ _REACH_SECONDS = 10.0
 T = TypeVar("T")
 _CONNECT_SECONDS = 30.0
 _RETRY_SECONDS = 0.1
+_PARTING_SECONDS = 1.0  # for ranks that know that the run is over
 _GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a logger's file not flushed
 
 
@@ -214,7 +215,8 @@ class Member:
         self._hub: Hub | None = None
         self._timer: Timer | None = None
         self._loop = asyncio.new_event_loop()
-        Thread(target=self._loop.run_forever, name="watchdog", daemon=True).start()
+        self._thread = Thread(target=self._loop.run_forever, name="watchdog", daemon=True)
+        self._thread.start()
 
     def open_hub(self, routes: Sequence[Route | None]) -> tuple[str | None, int, str]:
         """Open the hub in this rank; return its address (None: every one of this node), its port, and its token.
@@ -260,6 +262,8 @@ class Member:
         if self.verdict is not None:
             raise Ended(self.verdict.exit_code)
         self._do(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def stop(self, stopped: Stopped) -> None:
         """Have all ranks end as this one does, by a signal that it alone may have received."""
@@ -296,10 +300,15 @@ class Member:
             await self._writer.drain()
 
     async def _close(self) -> None:
+        """Hang up, and end all tasks: Python would tell those that are pending when the loop has stopped."""
         for task in self._tasks:
             task.cancel()
         self._writer.close()
-        self._loop.call_later(0.1, self._loop.stop)  # once it is closed
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, pending = await asyncio.wait(others, timeout=_PARTING_SECONDS)
+            for task in pending:  # of ranks that have not hung up
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
 
     async def _beat(self) -> None:
         while True:

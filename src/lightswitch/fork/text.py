@@ -71,6 +71,8 @@ def edited(path: str, text: str, fork: Fork) -> str:
         text = _makefile(text, fork)
     if path.startswith("slurm/"):
         text = re.sub(r"(--job-name=)lightswitch", rf"\1{fork.name}", text)
+    if path.startswith("cloud/"):
+        text = text.replace("lightswitch", fork.name.replace("_", "-"))  # Kubernetes allows no _ in names
     if fork.is_bare:
         text = _without_examples(text, fork)
     return _filled(_renamed(text, fork.name), fork)

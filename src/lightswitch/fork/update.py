@@ -30,7 +30,7 @@ from lightswitch.fork.repository import File, write
 from lightswitch.fork.text import with_pin
 from lightswitch.trees import make_tree, remove_tree
 
-_BESIDE = ("conf", "slurm", "Makefile", "train.py")  # what a fork took once, and keeps as its own
+_BESIDE = ("cloud", "conf", "slurm", "Makefile", "train.py")  # what a fork took once, and keeps as its own
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Whether a run asks for strategy=auto or micro_batch_size=auto, which fitting.py decides."""
+"""Whether a run asks for strategy=auto, micro_batch_size=auto or a world that shrinks, which fitting.py looks at."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.cluster.placement import elastic_nodes
 from lightswitch.config.values import AUTO
 from lightswitch.context import RunContext
 from lightswitch.preflight import devices
@@ -18,27 +19,37 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
     What a run takes is simulated only where it is asked for: no other run imports the code of plans.
 
     Raises:
-        Refused: nothing fits; the text says what would.
+        Refused: nothing fits, or not on the fewest nodes that torchrun may go on with; the text says what would.
     """
     asks_for_micro_batch = cfg.micro_batch_size == AUTO
     if asks_for_micro_batch:  # strategy=auto takes the largest where nobody says one
         cfg.micro_batch_size = None
-    if not (asks_for_micro_batch or _asks_for_strategy(cfg)):
+    worlds = elastic_nodes() if cfg.mode == "fit" and _is_memory_known(cfg) else None
+    if not (asks_for_micro_batch or _asks_for_strategy(cfg) or worlds):
         return batch
 
     from lightswitch.launch import fitting
 
-    if _asks_for_strategy(cfg) and (decided := fitting.strategy(cfg, run)) is not None:
-        return decided
-    return fitting.largest_micro_batch(cfg, run) if asks_for_micro_batch and cfg.mode != "plan" else batch
+    decided = fitting.strategy(cfg, run) if _asks_for_strategy(cfg) else None
+    if decided is None and asks_for_micro_batch and cfg.mode != "plan":
+        decided = fitting.largest_micro_batch(cfg, run)
+    if worlds is not None:
+        fitting.check_fewest(worlds, cfg, run)
+    return decided or batch
 
 
 def _asks_for_strategy(cfg: DictConfig) -> bool:
-    """Return whether strategy=auto is to be decided; for CPUs, only where plan.device or plan.memory_gib are told."""
-    strategy, plan = cfg.trainer.get("strategy"), cfg.get("plan")
-    if cfg.mode == "plan" or plan is None or not isinstance(strategy, DictConfig):
+    """Return whether strategy=auto is to be decided."""
+    strategy = cfg.trainer.get("strategy")
+    if cfg.mode == "plan" or not isinstance(strategy, DictConfig):
         return False
-    if str(strategy.get("_target_")) != "lightswitch.strategies.auto.auto":
+    return str(strategy.get("_target_")) == "lightswitch.strategies.auto.auto" and _is_memory_known(cfg)
+
+
+def _is_memory_known(cfg: DictConfig) -> bool:
+    """Return whether it is known what a device has; of CPUs, only where plan.device or plan.memory_gib are told."""
+    plan = cfg.get("plan")
+    if plan is None:
         return False
     is_told = plan.memory_gib is not None or str(plan.device.get("_target_")).endswith(".Device")
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)

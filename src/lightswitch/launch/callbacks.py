@@ -19,7 +19,6 @@ from lightswitch.context import RunContext
 from lightswitch.failures.not_finite import FiniteLoss
 from lightswitch.failures.preemption import Preemption
 from lightswitch.failures.watchdog import Watchdog
-from lightswitch.launch.rate_finder import RateFinder
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
 from lightswitch.monitoring.progress import Progress
@@ -27,7 +26,7 @@ from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices
 from lightswitch.runs.process_logging import ProcessLogging
 from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
-from lightswitch.strategies.kernels import FusedStep, MatmulPrecision
+from lightswitch.strategies.kernels import AttentionBackends, FusedStep, GarbageBetweenSteps, MatmulPrecision
 from lightswitch.strategies.known_callbacks import KnownCallbacks
 from lightswitch.strategies.replicas import EqualReplicas
 
@@ -51,10 +50,10 @@ def of_engine(
     engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
-    engine += [MatmulPrecision(cfg.matmul_precision), FusedStep(), StepsByHand(), StepsAreCounted()]
+    engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
+    engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
         engine.append(EqualReplicas())
-    engine += [RateFinder(batch, [watchdog], run.run_dir)]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:

@@ -15,9 +15,8 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
-from lightswitch.launch import callbacks, rate_finder
+from lightswitch.launch import callbacks
 from lightswitch.launch.instantiation import instantiated
-from lightswitch.lightning_types import callbacks_of
 from lightswitch.strategies import known_callbacks
 
 _CLIPPING = "trainer.gradient_clip_val"
@@ -36,7 +35,6 @@ def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) 
     if cfg.mode == "fit":
         yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
     yield from known_callbacks.refused(trainer)
-    yield from rate_finder.refused(callbacks_of(trainer), model)
 
 
 def problems_elsewhere(
@@ -56,8 +54,7 @@ def problems_elsewhere(
     users = callbacks.of_config(nodes, cfg.trainer)
     refusals += problems(model, data, cfg, run, plan)
     refusals += map(Refused, _clips_pieces(model, strategy, devices))
-    refusals += map(Refused, known_callbacks.problems(users, model, strategy, devices))
-    refusals += map(Refused, rate_finder.refused(users, model))
+    refusals += map(Refused, known_callbacks.problems(users, strategy, devices))
     return refusals
 
 

@@ -30,7 +30,6 @@ from lightswitch.planning.device import GIB
 from lightswitch.planning.dry_run import DryRun, Rehearsed, as_data, page
 from lightswitch.planning.estimate import Estimate, Step, estimate
 from lightswitch.planning.fakes import World
-from lightswitch.planning.files import Files, files
 from lightswitch.planning.rank import Rank, rehearse
 from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
@@ -72,15 +71,13 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     raise_all(compatibility.problems_elsewhere(cfg, run, batch, strategy, request.world.size))
     _check_evaluation(request, batch)
     asked: Any = OmegaConf.to_container(cfg.dry_run)
-    grown = None if OmegaConf.is_missing(run.hydra.job, "num") else _grown(request, candidate)  # of a sweep's jobs
-    tasks = [partial(_rehearsed, request, candidate, batch, number, grown) for number in planned.ranks(asked["rank"])]
+    tasks = [partial(_rehearsed, request, candidate, batch, number) for number in planned.ranks(asked["rank"])]
     ranks = tuple(_with_reads(request, batch, one) for one in forked.call_each(tasks))
     return DryRun(
         f"{candidate.words[0]}, precision {cfg.trainer.get('precision')}",
         request.device,
         batch,
         ranks,
-        _files(ranks[0].rank),
         _script(request),
         commands.of_each_launcher(request.world.nodes, request.world.devices_per_node, request.device.kind == "cuda"),
     )
@@ -92,20 +89,12 @@ def _check_evaluation(request: Request, batch: BatchPlan) -> None:
         check_evaluation(owner.val_dataloader(), batch)
 
 
-def _rehearsed(
-    request: Request, candidate: Candidate, batch: BatchPlan, number: int, grown: BatchPlan | None
-) -> Rehearsed:
-    """Return what a rank does, and what it would take with a batch that has grown with the world."""
+def _rehearsed(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> Rehearsed:
     rank, step = _rank_and_step(request, candidate, batch, number)
     own, before_last = _estimate(request, candidate, batch, step), batch.accumulation - 1
     micro = ((collective, before_last) for collective in step.micro_collectives)
     sent = exchanges([*micro, *((collective, 1) for collective in step.last_collectives)])
-    weak = None
-    if grown is not None and number == 0:
-        if grown.micro_batch != batch.micro_batch or (grown.accumulation > 1) != (batch.accumulation > 1):
-            _, step = _rank_and_step(request, candidate, grown, number)
-        weak = _estimate(request, candidate, grown, step)
-    return Rehearsed(rank, own, sent, weak=weak)
+    return Rehearsed(rank, own, sent)
 
 
 def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> tuple[Rank, Step]:
@@ -123,30 +112,15 @@ def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, num
 
 
 def _estimate(request: Request, candidate: Candidate, batch: BatchPlan, step: Step) -> Estimate:
-    return estimate(candidate.words, step, estimates.run_of(request, batch), request.device, candidate.on_host)
+    return estimate(
+        candidate.words, step, estimates.run_of(request, candidate, batch), request.device, candidate.on_host
+    )
 
 
 def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed:
     cfg = request.cfg
     reads = first_reads(request.samples.loaders, batch, one.rank.data_rank, cfg.seed, cfg.dry_run.steps)
     return replace(one, reads=reads)
-
-
-def _grown(request: Request, candidate: Candidate) -> BatchPlan | None:
-    """Return the batch of weak scaling, where each device takes as many samples as in the smallest world; None where
-    the world is no multiple of that."""
-    cfg, world = request.cfg, request.world
-    least = cfg.dry_run.weak_devices or world.devices_per_node
-    if world.size % least:
-        return None
-    grown = cfg.copy()
-    grown.global_batch_size = cfg.global_batch_size * world.size // least
-    return estimates.batch_of(replace(request, cfg=grown), candidate, cfg.micro_batch_size)
-
-
-def _files(rank: Rank) -> Files | None:
-    axes = {axis.name: axis.size for axis in rank.axes}
-    return None if rank.stored is None else files(rank.stored, axes)
 
 
 def _script(request: Request) -> dict[str, str]:

@@ -194,18 +194,18 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
 
 
 def _estimate(request: Request, candidate: Candidate, step: Step, batch: BatchPlan) -> Estimate:
-    return estimate(candidate.words, step, run_of(request, batch), request.device, candidate.on_host)
+    return estimate(candidate.words, step, run_of(request, candidate, batch), request.device, candidate.on_host)
 
 
-def run_of(request: Request, batch: BatchPlan) -> Run:
+def run_of(request: Request, candidate: Candidate, batch: BatchPlan) -> Run:
     """Return the request as an estimate takes it."""
     cfg, world = request.cfg, request.world
-    steps = cfg.trainer.get("max_steps")
+    steps, precision = cfg.trainer.get("max_steps"), str(cfg.trainer.get("precision"))
     return Run(
         batch.micro_batch, batch.accumulation, batch.replicas, world.nodes, world.devices_per_node,
-        str(cfg.trainer.get("precision")), cfg.matmul_precision,
+        precision, cfg.matmul_precision,
         steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
-        batch.global_batch,
+        batch.global_batch, None if precision.endswith("mixed") else candidate.param_dtype,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ _COPIED = (Tensor, list, int, float, type(None))  # attributes of a metric that 
 
 @contextmanager
 def refusing(trainer: Trainer, steps: int) -> Iterator[None]:
-    """Context of what a module does in a step, whose errors are told in a line where they are the strategy's.
+    """Context of what a module does in a step or a hook, whose errors are told in a line where they are the strategy's.
 
     Args:
         steps: that this process has made before.

@@ -201,6 +201,37 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
     return batch
 
 
+def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
+    """Refuse a run whose states alone do not fit on the fewest nodes that torchrun may go on with.
+
+    Args:
+        worlds: the numbers of nodes that it may come to.
+
+    Raises:
+        Refused: the text names the least number of nodes that would do.
+    """
+    device, devices = estimates.device_of(cfg), estimates.world_of(cfg).devices_per_node
+    usable, candidate = device.usable_bytes(devices), _run_under(cfg, run)
+    try:
+        if _STATES_BY_ADAM * estimates.parameter_bytes(cfg) < _SMALL_SHARE * usable:
+            return
+        states = sum(estimates.states(cfg).values())
+    except Unplanned:  # it is not known what the model takes
+        return
+    finally:
+        gc.collect()  # which is off until all is built: nothing stays of what was simulated
+    kept = {nodes: states * candidate.kept_share(nodes, devices) for nodes in worlds}
+    unfit = [nodes for nodes, bytes in kept.items() if bytes > usable]
+    if unfit:
+        fewest = unfit[-1] + 1
+        shards = "a strategy that keeps less on each device, as mode=plan lists them"
+        raise Refused(
+            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may go on with {unfit[0]} node{'s' if unfit[0] > 1 else ''}: "
+            f"parameters, gradients and optimizer state are {report.share(kept[unfit[0]], usable)} on {device.name}; "
+            + (f"type --nnodes={fewest}:{worlds[-1]}, or {shards}" if fewest < worlds[-1] else f"type {shards}")
+        )
+
+
 def _run_under(cfg: DictConfig, run: RunContext) -> Candidate:
     world, choice = estimates.world_of(cfg), str(run.hydra.runtime.choices.get("strategy"))
     if choice == "auto":  # which has taken no other

@@ -8,7 +8,8 @@ something. A hook of the user's, which may write to weights, runs where the stra
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -131,11 +132,20 @@ def _is_users(hook: Any) -> bool:
 
 
 def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
-    """Return a context in which a hook may write to weights."""
+    """Return a context in which a hook may write to weights, and whose errors in the first steps are told in a line."""
     strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
     if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
         return nullcontext()
-    return strategy.around_hook(f"{hook_name} of {type(owner).__name__.removeprefix('FSDP')}")  # fully_shard's prefix
+    name = type(owner).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    at_hand = strategy.around_hook(f"{hook_name} of {name}")
+    steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # of our loop
+    return at_hand if steps >= first_steps.STEPS else _in_first_steps(at_hand, trainer, steps)
+
+
+@contextmanager
+def _in_first_steps(at_hand: AbstractContextManager[None], trainer: Trainer, steps: int) -> Iterator[None]:
+    with first_steps.refusing(trainer, steps), at_hand:
+        yield
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -86,6 +86,8 @@ class Entry:
         resolvers.register(found)
         if found.launcher == "local" and "LOCAL_RANK" in os.environ:
             self.process.follow_parent()
+        if found.launcher == "torchrun":
+            self.process.end_with_parent()
         if (about := asks_for_help(sys.argv[1:])) is not None:
             from lightswitch.reference import help
 

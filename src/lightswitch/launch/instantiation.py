@@ -158,7 +158,7 @@ def refused_optimizers(cfg: DictConfig) -> list[Refused]:
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
     """Yield the nodes that name one of torch's and leave its first argument to the model; each where it is written."""
-    for key in node:  # a number, too: epochs of a GradientAccumulationScheduler
+    for key in node:  # which may be a number
         if OmegaConf.is_interpolation(node, key) or not isinstance(node[key], DictConfig) or not node[key]:
             continue
         inner, at = node[key], f"{path}.{key}".lstrip(".")

@@ -100,16 +100,16 @@ class EpochLoop(_TrainingEpochLoop):
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
-        self._begun = 0  # batches that this process has trained on
+        self.begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
-        self._looks: list[tuple[Looks, LastCheckpoints]] = []  # with what saves what they look at
+        self._looks: Looks | None = None
+        self._saves: list[LastCheckpoints] = []
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         trainer = self.trainer
-        saves = [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
-        carries_writes = isinstance(trainer.strategy, CarriesWrites)
-        self._looks = [(trainer.strategy.looks, one) for one in saves] if carries_writes else []
+        self._saves = [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
+        self._looks = trainer.strategy.looks if isinstance(trainer.strategy, CarriesWrites) else None
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         self._moves_by_hooks = (
             any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
@@ -159,7 +159,7 @@ class EpochLoop(_TrainingEpochLoop):
         batch = self._moved(batch)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
-        with first_steps.refusing(trainer, self._begun):
+        with first_steps.refusing(trainer, self.begun):
             output, ends_epoch = self._trained(batch, batch_idx)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -168,9 +168,8 @@ class EpochLoop(_TrainingEpochLoop):
         if ends_epoch:
             raise StopIteration
         call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
-        with first_steps.refusing(trainer, self._begun):
-            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
-        self._begun += 1
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        self.begun += 1
         self._show_results()
         progress.increment_completed()
         if is_logged(trainer) or trainer.fast_dev_run:
@@ -222,9 +221,8 @@ class EpochLoop(_TrainingEpochLoop):
             return None, True
         progress.increment_started()
         arguments = self._arguments(batch, batch_idx)
-        for looks, saves in self._looks:
-            if saves.may_save_after_step(trainer):
-                looks.ask()
+        if self._looks is not None and self._may_save_after_step:
+            self._looks.ask()
         with trainer.profiler.profile("run_training_batch"):
             if trainer.lightning_module.automatic_optimization:
                 return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments), False
@@ -244,6 +242,14 @@ class EpochLoop(_TrainingEpochLoop):
         connector._callback_metrics.update(values["callback"])
         connector._logged_metrics.update(values["log"])
         self._results.forget_batch()
+
+    @property
+    def _may_save_after_step(self) -> bool:
+        """True if a checkpoint may be due after this batch: of the last ones, or after a validation the best. By the
+        clock, a validation may be due after any."""
+        by_clock = getattr(self.trainer, "_val_check_time_interval", None) is not None
+        may_be_best = not by_clock and self._is_near_validation
+        return may_be_best or any(saves.may_save_after_step(self.trainer) for saves in self._saves)
 
     @property
     def _is_near_validation(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 import sys
@@ -15,13 +16,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import versions
+from lightswitch import regular_files, versions
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.directory import read_state
-from lightswitch.checkpoints.find import position_of
+from lightswitch.checkpoints import weight_files
+from lightswitch.checkpoints.directory import read_state, vacant
+from lightswitch.checkpoints.find import best_or_last, position_of
+from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
-from lightswitch.errors import shown
+from lightswitch.errors import Refused, shown
 from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
@@ -32,6 +35,7 @@ from lightswitch.runs.resume import Start
 
 log = logging.getLogger(__name__)
 
+_LARGEST_COPIED_BYTES = 2 * 10**9  # of a checkpoint, read and compared in some seconds
 _EVALUATIONS = ("test", "validate")  # what to type next is the first that can be
 
 
@@ -86,9 +90,12 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     if go_on and (length := _length_of_schedule(last)) is not None:
         log.info("schedule   ends at step %d; what goes on is a run with one of its own, from these weights", length)
         go_on = commands.go_on_anew(run.placement, shown(last))
-    for what, text in (_told(run, go_on, _mode_of_evaluation(trainer)) | _profiles(trainer)).items():
+    is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set past Lightning's declaration
+    has_ended = cfg.mode == "fit" and not (trainer.interrupted or is_trial)
+    told = _told(run, go_on, _mode_of_evaluation(trainer)) | (_weights(run.run_dir) if has_ended else {})
+    for what, text in (told | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
-    if cfg.mode == "fit" and not (trainer.interrupted or trainer.fast_dev_run):  # type: ignore[attr-defined]  # the latter is set past Lightning's declaration
+    if has_ended:
         # the counters of spawned ranks ended with them, so the checkpoint's step counts
         finished.keep(cfg, run.run_dir, position.steps if position else trainer.global_step, go_on)
 
@@ -108,12 +115,35 @@ def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str
         return told
     if go_on:
         told["go on"] = go_on
-    best, last = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
-    if mode and (checkpoint := best if best.exists() else last).exists():
+    if mode and (checkpoint := best_or_last(run_dir)) is not None:
         told["evaluate"] = commands.evaluate(shown(checkpoint), run.placement, mode)
     if (run_dir / "tensorboard").exists():
         told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
     return told
+
+
+def _weights(run_dir: Path) -> dict[str, str]:
+    """Write the weights of a finished run as a file for `load_from_checkpoint`, and return where they are.
+
+    It is a convenience, and no part of the run's state: where it can't be written, the run has ended well all the same.
+    """
+    checkpoint = best_or_last(run_dir)
+    if checkpoint is None:
+        return {}
+    file = run_dir / weight_files.OF_RUN
+    command = shlex.join(["python", "-m", "lightswitch.export", shown(run_dir), "-o", shown(file)])
+    if checkpoint.is_dir() and sum(part.stat().st_size for part in checkpoint.iterdir()) > _LARGEST_COPIED_BYTES:
+        return {"export": command}
+    try:
+        model = regular_files.read_yaml(run_dir / "config.yaml", resolve=False)["model"]
+        weight_files.write(Weights(checkpoint), model, file)
+    except (OSError, ValueError, Refused) as error:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)  # that of an earlier end is not of these weights
+        vacant(weight_files.partial_of(file))
+        log.warning("weights    %s is not written: %s; later: %s", file.name, error, command)
+        return {}
+    return {"weights": shown(file)}
 
 
 def _length_of_schedule(checkpoint: Path) -> int | None:

@@ -75,6 +75,11 @@ class Candidate:
         return bool(self.on_host)
 
     @property
+    def param_dtype(self) -> str | None:
+        """Dtype in which the strategy computes; None for the precision's."""
+        return self.node.get("param_dtype") or (self.node.get("mixed_precision") or {}).get("param_dtype")
+
+    @property
     def is_replicated(self) -> bool:
         """Whether each device holds everything."""
         return str(self.node.get("_target_")).rpartition(".")[2] in _REPLICATED

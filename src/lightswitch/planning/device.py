@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from lightswitch.process.forked import call_each
+
 GIB = 2**30
 
 # On a GPU, beside the tensors of the step:
@@ -17,7 +19,6 @@ CONTEXT_BYTES = GIB // 2  # CUDA's context and the kernels of torch, 0.4 to 0.6 
 CUBLAS_BYTES = 32 * 2**20  # its workspace on Hopper, the largest (torch, CUDAContextLight.h: cublas workspace size)
 NCCL_BYTES = 32 * 2 * 4 * 2**20  # of a group: channels × directions × NCCL_BUFFSIZE (NCCL user guide)
 HIDDEN_SHARE = 0.01  # of its memory, which the driver keeps: torch reports 79.2 GiB of 80
-HOST_GB_PER_SECOND = 31.5  # between a device and the host, in one direction: PCIe 4.0 × 16
 FRAGMENTED_SHARE = 0.03  # of the tensors: what the caching allocator holds in pieces that fit nothing; an assumption
 UNASKED_PRECISION = "32-true"  # of a run of which nobody said it
 ALL_PRECISIONS = "all"
@@ -34,6 +35,7 @@ class Device:
         memory_gb_per_second, link_gb_per_second, network_gb_per_second: of its memory; to others of its node, in one
             direction; from a node to others, in one direction. In 10⁹ bytes a second; None for what is not known.
         host_gib: of the host's memory, for all devices of a node; None for what is not known.
+        host_gb_per_second: to and from the host's memory, in one direction: by default that of PCIe 4.0 × 16.
         kind: cuda, also for AMD's; or cpu, whose memory all processes of a node share.
     """
 
@@ -44,6 +46,7 @@ class Device:
     link_gb_per_second: float | None = None
     network_gb_per_second: float | None = None
     host_gib: float | None = None
+    host_gb_per_second: float = 31.5
     kind: Literal["cuda", "cpu"] = "cuda"
 
     def with_memory(self, gib: float | None) -> Device:
@@ -71,7 +74,7 @@ class Device:
         return CONTEXT_BYTES + CUBLAS_BYTES + groups * NCCL_BYTES + FRAGMENTED_SHARE * tensor_bytes
 
     def peak_flops(self, precision: str, matmul_precision: str) -> float | None:
-        """Return operations a second of matrices in a run's precision; None where they are not known.
+        """Return operations a second of matrices in a precision or dtype; None where they are not known.
 
         A device without bfloat16 takes 32 bits for it.
         """
@@ -82,20 +85,32 @@ class Device:
         return None if tflops is None else tflops * 1e12
 
 
-_ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the first part of a precision's name
+# by the first part of a precision's name, and by torch's dtypes
+_ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def here() -> Device:
-    """Return this machine's smallest GPU, or its CPU with the memory that is free now."""
+    """Return this machine's smallest GPU, or its CPU with the memory that is free now.
+
+    GPUs are looked at in a process of its own: ranks that are forked from this one can't use CUDA once it has.
+    """
     import psutil
     import torch
 
     free_gib = psutil.virtual_memory().available / GIB
-    if torch.cuda.is_available():
-        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        smallest = min(found, key=lambda properties: properties.total_memory)
-        return Device(smallest.name, smallest.total_memory / GIB, {}, host_gib=free_gib)
+    if torch.cuda.device_count():  # by NVML
+        is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+        name, bytes = _smallest_gpu() if is_open else call_each([_smallest_gpu])[0]
+        return Device(name, bytes / GIB, {}, host_gib=free_gib)
     return Device("this machine's CPU", free_gib, {}, kind="cpu")
+
+
+def _smallest_gpu() -> tuple[str, int]:
+    import torch
+
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    smallest = min(found, key=lambda properties: properties.total_memory)
+    return smallest.name, smallest.total_memory
 
 
 @dataclass(frozen=True)

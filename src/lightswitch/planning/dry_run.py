@@ -9,16 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints import manifest
-from lightswitch.checkpoints.directory import STATE
-from lightswitch.checkpoints.index import INDEX
 from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned, compact
 from lightswitch.planning import report
 from lightswitch.planning.collectives import Exchange
 from lightswitch.planning.device import Device
 from lightswitch.planning.estimate import Estimate
-from lightswitch.planning.files import Files
 from lightswitch.planning.rank import Rank
 from lightswitch.planning.report import size
 from lightswitch.planning.samples import Reads
@@ -35,14 +31,12 @@ class Rehearsed:
     Attributes:
         sent: in a step.
         reads: of each training loader.
-        weak: the estimate where the global batch grows with the world; None where nobody asked, or it does not divide.
     """
 
     rank: Rank
     estimate: Estimate
     sent: tuple[Exchange, ...]
     reads: tuple[Reads, ...] = ()
-    weak: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,6 @@ class DryRun:
     Attributes:
         strategy: its name, with precision.
         ranks: those that were asked for.
-        files: of a checkpoint; None where they don't follow from one rank.
         script: the job script by its parts, and what they would be; empty where there is none.
         commands: that start the run, by launcher.
     """
@@ -61,7 +54,6 @@ class DryRun:
     device: Device
     batch: BatchPlan
     ranks: tuple[Rehearsed, ...]
-    files: Files | None
     script: Mapping[str, str]
     commands: Mapping[str, str]
 
@@ -69,16 +61,6 @@ class DryRun:
     def first(self) -> Rehearsed:
         """Rank 0."""
         return self.ranks[0]
-
-    @property
-    def small_files(self) -> Mapping[str, int]:
-        """Bytes of the files of a checkpoint that hold no tensors, by name; none where those of tensors are not
-        known."""
-        if self.files is None:
-            return {}
-        found = {INDEX: self.files.index_bytes, STATE: self.first.rank.state_bytes}
-        names = [*found, *map(Files.name, range(len(self.files.bytes)))]
-        return {**found, manifest.SUMS: len(manifest.text(dict.fromkeys(names, 64 * "0")))}
 
 
 def page(dry_run: DryRun) -> str:
@@ -91,7 +73,7 @@ def page(dry_run: DryRun) -> str:
         "samples": _samples(dry_run),
         "collectives": _collectives(dry_run),
         "memory": _memory(dry_run),
-        "checkpoint": _checkpoint(dry_run),
+        "checkpoint": _checkpoint(dry_run.first.estimate),
         "job script": [f"{part:<9} {text}" for part, text in dry_run.script.items()],
         "commands": [f"{launcher:<9} {text}" for launcher, text in dry_run.commands.items()],
     }
@@ -182,22 +164,9 @@ def _memory(dry_run: DryRun) -> list[str]:
     return [*aligned(rows), f"of {usable} on {dry_run.device.name}", *([f"guessed {guessed}"] if guessed else [])]
 
 
-def _checkpoint(dry_run: DryRun) -> list[str]:
-    estimate, files = dry_run.first.estimate, dry_run.files
-    if files is None:
-        return [f"{size(estimate.checkpoint_bytes)} in all; which rank writes what is known once they all run"]
-    small = dry_run.small_files
-    whole = sum(files.bytes) + sum(small.values())
-    seconds = whole / (estimate.run.disk_gb_per_second * 1e9)
-    lines = [
-        f"{size(whole)} in {len(files.bytes) + len(small)} files, {files.tensors} tensors in {files.chunks} parts, "
-        f"{seconds:.3g} s at {estimate.run.disk_gb_per_second:g} GB/s"
-    ]
-    lines += [f"{files.name(one.rank.number):<18} {files.bytes[one.rank.number]} bytes" for one in dry_run.ranks]
-    if len(files.bytes) > len(dry_run.ranks):
-        lines.append(f"other ranks        {min(files.bytes)} to {max(files.bytes)} bytes")
-    lines += [f"{name:<18} {size(bytes)}" for name, bytes in small.items()]
-    return lines
+def _checkpoint(estimate: Estimate) -> list[str]:
+    speed = estimate.run.disk_gb_per_second
+    return [f"{size(estimate.checkpoint_bytes)} over all ranks, {estimate.save_seconds:.3g} s at {speed:g} GB/s"]
 
 
 def span(ranks: Sequence[int]) -> str:
@@ -215,7 +184,7 @@ def _all(ranks: Sequence[int]) -> str:
 
 def as_data(dry_run: DryRun) -> dict[str, Any]:
     """Return the whole dry run as plain data: bytes, seconds, operations."""
-    world, files = dry_run.first.rank.world, dry_run.files
+    world = dry_run.first.rank.world
     return {
         "world": {"nodes": world.nodes, "devices_per_node": world.devices_per_node, "ranks": world.size},
         "strategy": dry_run.strategy,
@@ -223,21 +192,9 @@ def as_data(dry_run: DryRun) -> dict[str, Any]:
         "batch": asdict(dry_run.batch),
         "mesh": {axis.name: axis.size for axis in dry_run.first.rank.axes},
         "ranks": {str(one.rank.number): dict(_rank_data(one)) for one in dry_run.ranks},
-        "checkpoint": None
-        if files is None
-        else {
-            "files": {files.name(rank): bytes for rank, bytes in enumerate(files.bytes)},
-            "small_files": dict(dry_run.small_files),
-            "tensors": files.tensors,
-            "parts": files.chunks,
-        },
         "job_script": dict(dry_run.script),
         "commands": dict(dry_run.commands),
-        "scaling": {
-            name: report.of_estimate(estimate)
-            for name, estimate in {"strong": dry_run.first.estimate, "weak": dry_run.first.weak}.items()
-            if estimate is not None
-        },
+        "estimate": report.of_estimate(dry_run.first.estimate),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lightswitch.planning.collectives import Collective, Traffic, traffic
-from lightswitch.planning.device import HOST_GB_PER_SECOND, Device
+from lightswitch.planning.device import Device
 from lightswitch.planning.timeline import Growth, Kind, Peak
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")  # what one step leaves to the next
@@ -48,6 +48,7 @@ class Run:
         replicas: devices that read different samples.
         nodes, devices_per_node: which the world is made of.
         precision, matmul_precision: as typed.
+        param_dtype: torch's name of the dtype in which the strategy computes; None for the precision's.
         steps: of the whole run; None where it has no limit.
         tokens_per_sample: None for data that are not of tokens.
         disk_gb_per_second: of all that write a checkpoint.
@@ -65,6 +66,7 @@ class Run:
     tokens_per_sample: int | None
     disk_gb_per_second: float
     global_batch: int
+    param_dtype: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -245,7 +247,7 @@ def step_time(flops: float, moved_bytes: float, sent: Traffic, host_bytes: float
         moved_bytes: that the device's memory has to read and write at least.
         host_bytes: that come from the host's memory.
     """
-    peak = device.peak_flops(run.precision, run.matmul_precision)
+    peak = device.peak_flops(run.param_dtype or run.precision, run.matmul_precision)
     rates = {
         "arithmetic": (flops, peak),
         "memory": (moved_bytes, _per_second(device.memory_gb_per_second)),
@@ -253,7 +255,7 @@ def step_time(flops: float, moved_bytes: float, sent: Traffic, host_bytes: float
         "network": (sent.between, _per_second(device.network_gb_per_second)),
     }
     if host_bytes and device.kind != "cpu":
-        rates["host's memory"] = (host_bytes, HOST_GB_PER_SECOND * 1e9)
+        rates["host's memory"] = (host_bytes, device.host_gb_per_second * 1e9)
     return StepTime({name: amount / rate for name, (amount, rate) in rates.items() if rate})
 
 

@@ -14,13 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lightswitch import patches
-from lightswitch.batches.position import STREAMS, Position, save_position
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
-from lightswitch.planning.files import Layout, layouts, saved_bytes
 from lightswitch.planning.simulation import Work, simulate
 from lightswitch.strategies.fsdp1 import FSDP1
 
@@ -67,16 +63,12 @@ class Rank:
     Attributes:
         data_rank: its number among those that read different samples.
         axes: of the mesh, the outermost first; none for one device.
-        stored: what a checkpoint holds, by name; None where it does not follow from one rank, or is not portable.
-        state_bytes: of the file of all else in it, without what hooks and callbacks add; 0 where it is not portable.
     """
 
     world: World
     data_rank: int
     axes: tuple[Axis, ...]
     units: tuple[Unit, ...]
-    stored: dict[str, Layout] | None
-    state_bytes: int
 
     @property
     def number(self) -> int:
@@ -100,7 +92,6 @@ def rehearse(work: Work, strategy: Strategy, world: World) -> tuple[Rank, Step]:
         seen["data_rank"] = int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
         seen["axes"] = tuple(_axes(strategy, world))
         seen["units"] = tuple(_units(strategy, trainer.lightning_module))
-        seen["stored"], seen["state_bytes"] = _checkpoint(trainer)
 
     step = simulate(work, strategy, world, look)
     return Rank(world=world, **seen), step
@@ -178,16 +169,3 @@ def _bytes(parameters: list[nn.Parameter]) -> int:
 
 def _numel(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO 3 has parts alone, between two steps
-
-
-def _checkpoint(trainer: Trainer) -> tuple[dict[str, Layout] | None, int]:
-    """Return what a checkpoint's tensors are, and the bytes of all else, by what the run would write now."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, PortableCheckpoints):
-        return None, 0
-    patches.replace(trainer.lightning_module, "on_save_checkpoint", lambda checkpoint: None)  # it may look at values
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    save_position(checkpoint, Position(dataset=0, optimizer_steps=0))  # and no stream's state
-    checkpoint[STREAMS] = [None]
-    tensors, state, _ = strategy.written(checkpoint)
-    return layouts(tensors, SHARD, strategy.of_rank_0(tensors)), saved_bytes(state)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 FILE = "dry_run.json"
 _HEADER = (
-    *("scaling", "ranks", "global batch", "micro batch", "GiB", "fits", "s a step", "bound by"),
+    *("ranks", "global batch", "micro batch", "GiB", "fits", "s a step", "bound by"),
     *("GB a device", "samples/s", "efficiency"),
 )
-_TEXTS = (0, 7)  # of its columns
+_TEXTS = (6,)  # of its columns
 _LEAST_SECONDS = 0.1  # of the longest step: shorter ones are told in milliseconds
 _NEAR = 4  # times what is drawn: then the device's memory is, too
 
@@ -34,8 +34,8 @@ def of_sweep(folder: Path) -> Iterator[str]:
     lines = read(folder.glob(f"*/{FILE}"))
     if not lines:
         return
-    for strategy in dict.fromkeys(line.strategy for line in lines):
-        yield f"{strategy}\n{table([line for line in lines if line.strategy == strategy])}\n"
+    for line in lines:
+        yield f"{line.strategy}\n{table(line)}\n"
     path = folder / "scaling.json"
     regular_files.write_text(path, json.dumps([asdict(line) for line in lines], indent=1))
     yield f"scaling    {os.path.relpath(path)}"
@@ -47,14 +47,12 @@ def of_sweep(folder: Path) -> Iterator[str]:
 
 
 def read(files: Iterable[Path]) -> list[Line]:
-    """Return the lines of dry runs: for each strategy, one of the batch as it is, and one of a batch that grows."""
-    found: dict[tuple[str, str], list[Point]] = {}
+    """Return a line for each strategy of dry runs."""
+    found: dict[str, list[Point]] = {}
     for file in files:
         told = json.loads(file.read_text())
-        for kind, estimate in told["scaling"].items():
-            found.setdefault((told["strategy"], kind), []).append(_point(estimate))
-    lines = [Line(*key, tuple(sorted(points, key=lambda one: one.ranks))) for key, points in found.items()]
-    return sorted(lines, key=lambda line: (line.strategy, line.kind))
+        found.setdefault(told["strategy"], []).append(_point(told["estimate"]))
+    return [Line(name, tuple(sorted(found[name], key=lambda one: one.ranks))) for name in sorted(found)]
 
 
 def _point(estimate: dict[str, Any]) -> Point:
@@ -72,18 +70,17 @@ def _point(estimate: dict[str, Any]) -> Point:
     )
 
 
-def table(lines: Sequence[Line]) -> str:
-    """Return a row for each world of each line; efficiency is samples a second of a device, by those in its first."""
-    unit = report.unit_of(max((point.bytes for line in lines for point in line.points), default=0))
+def table(line: Line) -> str:
+    """Return a row for each world; efficiency is samples a second of a device, by those in the first."""
+    unit = report.unit_of(max(point.bytes for point in line.points))
     header = tuple(unit if name == "GiB" else name for name in _HEADER)
-    return "\n".join(aligned([header, *(row for line in lines for row in _rows(line, unit))], _TEXTS))
+    return "\n".join(aligned([header, *_rows(line, unit)], _TEXTS))
 
 
 def _rows(line: Line, unit: str) -> Iterator[tuple[str, ...]]:
     for point, efficiency in zip(line.points, line.efficiencies(), strict=True):
         rate = point.samples_per_second
         yield (
-            line.kind,
             str(point.ranks),
             str(point.global_batch),
             f"{point.micro_batch} × {point.accumulation}",
@@ -125,14 +122,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """One strategy in worlds of growing size.
-
-    Attributes:
-        kind: strong, at one global batch; or weak, where that grows with the world.
-    """
+    """One strategy in worlds of growing size."""
 
     strategy: str
-    kind: str
     points: tuple[Point, ...]
 
     def efficiencies(self) -> list[float | None]:
@@ -144,7 +136,7 @@ class Line:
 
 def picture(lines: Sequence[Line]) -> figures.Picture:
     """Draw three panels over the number of devices; the first is left out where no time is known."""
-    description = " ".join(f"{line.strategy}, {line.kind}: {_told(line)}." for line in lines)
+    description = " ".join(f"{line.strategy}: {_told(line)}." for line in lines)
     title = "Seconds a step, memory and received bytes of a device over the number of devices"
     return figures.picture(partial(_draw, lines), 10, 3.9, title, description)
 
@@ -190,18 +182,15 @@ def _draw(lines: Sequence[Line], figure: Figure, theme: figures.Theme) -> None:
 
 
 def _draw_lines(axes: Axes, theme: figures.Theme, lines: Sequence[Line], of: Callable[[Point], float | None]) -> None:
-    strategies = list(dict.fromkeys(line.strategy for line in lines))
     for number, line in enumerate(lines):
-        index = strategies.index(line.strategy) if len(strategies) > 1 else number
         ranks = [point.ranks for point in line.points]
         axes.plot(
             ranks,
             [math.nan if (value := of(point)) is None else value for point in line.points],
-            color=theme.colors[index % len(theme.colors)],
-            linestyle="solid" if line.kind == "strong" else (0, (4, 2)),
+            color=theme.colors[number % len(theme.colors)],
             marker="o",
-            markersize=4.5 if line.kind == "strong" else 3,
-            label=f"{line.strategy}, {line.kind}" if len(strategies) > 1 else f"{line.kind} scaling",
+            markersize=4.5,
+            label=line.strategy,
         )
     worlds = sorted({point.ranks for line in lines for point in line.points})
     axes.set_xscale("log", base=2)

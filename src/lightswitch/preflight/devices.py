@@ -17,6 +17,7 @@ from lightswitch.errors import nearest
 
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
 _NAMES = ("auto", "gpu", "cuda", "mps", "cpu", "tpu")
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
 _FEWER = {  # by launcher: how fewer processes are started on a node, and how each sees more GPUs
     "slurm": "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
     "torchrun": "use --nproc-per-node={}, or let CUDA_VISIBLE_DEVICES name {}",
@@ -146,8 +147,23 @@ def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
         yield "compile.scope=whole: at ZeRO stage 3 a graph would end at each layer; leave it out"
     if node.get("backend", "inductor") == "inductor":
         yield from _without_compiler(accelerator)
+        if accelerator == "cuda" and node.get("mode") in _WITH_CUDA_GRAPHS and _gathers(strategy):
+            # pytorch/pytorch#183451
+            yield (
+                f"compile.mode={node['mode']}: CUDA graphs ask for parameters that stay where they are, and the "
+                "strategy gathers them elsewhere each time, so that graphs would be recorded again and again; leave it "
+                "out, type compile.mode=max-autotune-no-cudagraphs, or use strategy=ddp"
+            )
     elif node.get("mode", "default") != "default":
         yield f"compile.mode={node['mode']} is inductor's, and compile.backend={node['backend']}; leave one of them out"
+
+
+def _gathers(strategy: object) -> bool:
+    """Return whether a strategy's node is of one that gathers the parameters of a unit before it computes."""
+    if not isinstance(strategy, dict):
+        return False
+    name = str(strategy.get("_target_")).rpartition(".")[2]
+    return name in ("FSDP", "FSDP1", "TensorParallel") or (name == "DeepSpeed" and strategy.get("stage") == 3)
 
 
 def _without_compiler(accelerator: str) -> Iterator[str]:

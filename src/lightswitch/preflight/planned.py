@@ -13,7 +13,7 @@ from lightswitch.preflight import devices
 MODES = ("plan", "dry_run")
 _KEYS = {
     "plan": ("device", "memory_gib", "deepspeed", "disk_gb_per_second", "tokens_per_sample"),
-    "dry_run": ("rank", "steps", "weak_devices"),
+    "dry_run": ("rank", "steps"),
 }
 CHECK = "check"
 _CHECK_KEYS = ("steps", "devices", "strategies")
@@ -79,9 +79,6 @@ def _of_dry_run(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"dry_run.rank={rank}: the world has {found}"
     if type(node["steps"]) is not int or node["steps"] < 1:
         yield f"dry_run.steps={node['steps']}: use a number from 1"
-    least = node["weak_devices"]
-    if least is not None and (type(least) is not int or least < 1):
-        yield f"dry_run.weak_devices={least}: use a number from 1, or null for the devices of a node"
 
 
 def ranks(asked: Any) -> list[Any]:

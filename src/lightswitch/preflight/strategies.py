@@ -158,7 +158,8 @@ def _fsdp(request: Request) -> Iterator[str]:
         yield "trainer.strategy.accumulate_gradients=within_replica is HYBRID_SHARD's; use unsharded, or leave it out"
     if options.get("prefetch") is not None and options["prefetch"] < 1:
         yield f"trainer.strategy.prefetch={options['prefetch']}: it counts units, so use 1 or more, or leave it out"
-    if options.get("param_dtype") and request.precision != "32-true":
+    asked = options.get("param_dtype")
+    if asked and request.precision != "32-true" and (asked, request.precision) != ("float32", "bf16-mixed"):
         yield (
             f"trainer.strategy.param_dtype and precision={request.precision} both say what to compute in; "
             "leave one of them out"

@@ -40,7 +40,7 @@ def _call(function: Callable[[], T]) -> T:
     except EOFError:
         child.join()
         raise RefusedRequest(
-            [f"the process that simulates a rank has ended, with exit code {child.exitcode}"]
+            [f"a process that was forked to plan the run has ended, with exit code {child.exitcode}"]
         ) from None
     child.join()
     if refusal is not None:

@@ -168,9 +168,10 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """End this rank, which Python has spawned, when its parent has ended.
+        """End this rank, which Python or torchrun has started, when its parent has ended.
 
-        torch sends it SIGINT then, and a job in the background ignores that.
+        Python's sends it SIGINT then, and a job in the background ignores that. One of torchrun's that was killed sends
+        nothing, and the others can't meet while its rank trains on.
         """
         parent = os.getppid()
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -52,7 +53,10 @@ def take_folder(folder: Path, process: Process) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
         process.leave_now(ExitCode.REFUSED)  # started again, it would be refused as well
 
-    process.locks.append(lock.take(folder, on_lost=end))
+    def save_and_end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    process.locks.append(lock.take(folder, end, save_and_end))
 
 
 def for_child(process: Process) -> Any:

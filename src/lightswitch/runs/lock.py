@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightswitch import regular_files
+from lightswitch.cluster import placement
 from lightswitch.errors import IrregularFile, Refused, shown
 
 log = logging.getLogger(__name__)
 
 FILE = ".lock"
+_ASKED = ".lock.asked"  # there while the holder is asked to end
 _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # without a heartbeat, a holder on another machine is dead
 _SETTLE_SECONDS = 2.0  # without flock, two processes that took it at once know after this time which one has it
@@ -32,12 +34,15 @@ _LARGEST_PID = 2**31 - 1  # that the kernel takes
 class Lock:
     """A lock, held from `take` to `release`, or until the process and all that it has forked have ended."""
 
-    def __init__(self, path: Path, descriptor: int, text: str, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, text: str, on_lost: Callable[[str], None], on_asked: Callable[[], None]
+    ) -> None:
         self.path = path
         self.descriptor = descriptor
         self._text = text
         self._pid = os.getpid()
         self._on_lost = on_lost
+        self._on_asked = on_asked
         self._released = threading.Event()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
@@ -63,26 +68,37 @@ class Lock:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
                 os.utime(self.path, follow_symlinks=False)
+                self.path.with_name(_ASKED).unlink()  # not there, unless another asks
+                self._on_asked()
 
 
-def take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Lock:
+def take(
+    run_dir: Path,
+    on_lost: Callable[[str], None],
+    on_asked: Callable[[], None] = lambda: None,
+    environ: Mapping[str, str] = os.environ,
+) -> Lock:
     """Take the lock of a directory, and wait for what remains of a dead holder.
 
     Args:
         on_lost: called with a line, in another thread, if another process takes the lock over.
+        on_asked: called in another thread when a node of the same elastic torchrun finds the lock taken: its agents
+            lost sight of one another, and formed two groups. They meet again once this process has ended.
 
     Raises:
         Refused: another process has the lock, or the file can't be written, or is a link.
     """
     try:
-        return _take(run_dir, on_lost, environ)
+        return _take(run_dir, on_lost, on_asked, environ)
     except IrregularFile:
         raise
     except OSError as error:
         raise Refused(f"{shown(run_dir)} can't be written: {error.strerror or error}") from error
 
 
-def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, str]) -> Lock:
+def _take(
+    run_dir: Path, on_lost: Callable[[str], None], on_asked: Callable[[], None], environ: Mapping[str, str]
+) -> Lock:
     path, end = run_dir / FILE, time.monotonic() + _PATIENCE_SECONDS
     silences, told = 0, False
     while True:
@@ -97,14 +113,18 @@ def _take(run_dir: Path, on_lost: Callable[[str], None], environ: Mapping[str, s
             if verdict == "wait" and not told and other is not None:
                 told = True
                 log.info("waiting    for what is left of %s", other)
+            if verdict == "lives" and other is not None and other.group and other.group == here.group:
+                path.with_name(_ASKED).touch()
+                raise Refused(f"{shown(run_dir)} is being written by {other}, of the same torchrun; they meet again")
             if verdict == "lives" or (verdict == "wait" and time.monotonic() > end):
                 raise Refused(_refusal(run_dir, other, waited=verdict == "wait"))
             if not _is_at(descriptor, path):  # it was removed meanwhile, by its holder or by the lines below
                 continue
             if verdict == "dead" and is_free is not False:
                 text = _write(path, descriptor, here)
+                path.with_name(_ASKED).unlink(missing_ok=True)  # of the holder before
                 closing.pop_all()
-                return Lock(path, descriptor, text, on_lost)
+                return Lock(path, descriptor, text, on_lost, on_asked)
             if verdict == "dead":
                 # a server keeps the flock of a machine that is gone, or another start is just taking it: look again
                 silences += 1
@@ -215,6 +235,7 @@ class Holder:
         directory: the run directory when it was locked.
         inode: of the lock file.
         starts: for each job whose launcher restarts its processes, the number of restarts so far.
+        group: where the agents of its elastic torchrun meet; empty in any other process.
     """
 
     host: str
@@ -226,6 +247,7 @@ class Holder:
     directory: str
     inode: int
     starts: dict[str, int] = field(default_factory=dict)
+    group: str = ""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -272,6 +294,7 @@ def this_process(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> 
         directory=str(run_dir.resolve()),
         inode=os.fstat(descriptor).st_ino,
         starts=starts_of(environ),
+        group=placement.elastic_group(environ),
     )
 
 

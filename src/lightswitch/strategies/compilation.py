@@ -32,9 +32,9 @@ class Compilation(Callback):
     Random numbers are drawn as without it, so that it changes a run by rounding alone.
 
     Args:
-        scope: units, the model's repeated blocks, which share one compilation; or whole, the training step as one,
-            in which case evaluation is not compiled.
-        units: class names or paths, in place of the repeated blocks.
+        scope: units, the model's repeated blocks, which share one compilation, and its losses; or whole, the training
+            step as one, in which case evaluation is not compiled.
+        units: class names or paths, in place of the repeated blocks and losses.
         backend: of torch.compile.
         mode: of its backend inductor.
         dynamic: compile for any shape at once; None, only for shapes that turn out to change.
@@ -93,6 +93,10 @@ class Compilation(Callback):
         units = find_units(model, self.units) if self.scope == "units" else {}
         if getattr(trainer.strategy, "zero_stage_3", False):
             _check_gathered(units)
+        if units and self.units is None:
+            units |= _losses(model)
+        if units:  # as one, the training step is cut, so that gradients are sent while others are computed
+            patches.replace(torch._dynamo.config, "optimize_ddp", False)
         for unit in units.values():
             patches.replace(unit, "forward", CompiledForward(unit, self._arguments))
         if not units:
@@ -142,6 +146,12 @@ def _check_gathered(units: Mapping[str, nn.Module]) -> None:
             "DeepSpeed's stage 3 gathers none for its compiled backward pass; type compile.units=[NAME] of blocks, "
             "compile=false, or strategy=fsdp"
         )
+
+
+def _losses(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that are losses, as `nn.CrossEntropyLoss()`: in eager mode, that of a language model reads and
+    writes its logits ten times."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, nn.modules.loss._Loss)}
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -38,7 +38,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
     Args:
         find_unused_parameters: look in each backward pass for parameters that it does not reach, whose gradients the
             ranks would wait for; None to look where a module has several optimizers, each of whose losses is of some.
-        gradient_as_bucket_view: let gradients be views of what is sent, in place of copies.
+        gradient_as_bucket_view: let gradients be views of what is sent; else they are copies of it, and memory has
+            both.
         static_graph: the same parameters have gradients in every step.
         bucket_cap_mb: of gradients that are sent at once, in MiB; None for torch's 25.
         process_group_backend: of torch.distributed; None for the device's own.
@@ -49,6 +50,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         timeout_seconds: how long a rank waits for another in a collective.
         start_method: popen starts the script once more for each rank; spawn and fork start Python functions.
     """
+
+    loses_late_writes = False  # a replica is what it computes with
 
     def __init__(
         self,
@@ -89,6 +92,14 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         _refuse_unsendable(self.lightning_module, self.root_device)
         self._trained = Trained(self.lightning_module)
         super().configure_ddp()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Return the model in DistributedDataParallel, on the stream of the steps to come.
+
+        Lightning makes it on another one, for whose sake torch's backward passes would synchronize
+        (Lightning-AI/pytorch-lightning#21567).
+        """
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -48,6 +48,17 @@ from lightswitch.strategies.units import called_parts, find_units
 
 log = logging.getLogger(__name__)
 
+# What autocast rounds to 16 bits whenever it computes: linear and convolution (torch, automatic mixed precision)
+_ROUNDED = {
+    kind.forward
+    for kind in (
+        *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        nn.MultiheadAttention,
+    )
+}
+_CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, there
+_LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: what is not rounded stays gathered from first to last
+
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -65,7 +76,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         units: what is gathered at once, by class name or path; None for the model's repeated blocks.
         activation_checkpointing: compute a unit's activations again in the backward pass instead of keeping them.
         cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
-        param_dtype: what parameters are gathered and computed in; None for their own.
+        param_dtype: what parameters are gathered and computed in; None for their own, and at bf16-mixed for bfloat16
+            where autocast would round them anyway: linear layers and convolutions of units. float32 keeps these whole.
         reduce_dtype: what gradients are summed in; None for ``param_dtype``.
         accumulate_gradients: where they wait for a step's last micro batch: sharded, reduced in each micro batch, in
             the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a step, where each
@@ -116,8 +128,11 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _mesh(self) -> DeviceMesh:
         tensor_parallel = int(self._tensor_parallel_size)
         shards = self._devices_of_a_replica(tensor_parallel)
-        shape = (self.world_size // shards // tensor_parallel, shards, tensor_parallel)
-        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard", "tensor_parallel"))
+        replicas = self.world_size // shards // tensor_parallel
+        sizes = {"replicate": replicas, "shard": shards, "tensor_parallel": tensor_parallel}
+        # each dimension is a process group, of whose back ends torch 2.8 can't make two kinds (pytorch#159200)
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        return init_device_mesh(self.root_device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
 
     def _devices_of_a_replica(self, tensor_parallel: int) -> int:
         if self.sharding_strategy == "NO_SHARD":
@@ -130,8 +145,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _data_parallel_mesh(self) -> DeviceMesh:
         """The mesh that shards, one-dimensional for a single replica: another dimension of size 1 would cost an all-
         reduce."""
-        replicated = self.device_mesh["replicate"].size() > 1
-        return self.device_mesh["replicate", "shard"] if replicated else self.device_mesh["shard"]
+        is_replicated = "replicate" in (self.device_mesh.mesh_dim_names or ())
+        return self.device_mesh["replicate", "shard"] if is_replicated else self.device_mesh["shard"]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -142,6 +157,11 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         backend: str = super()._get_process_group_backend()
         # the norm of a gradient that is kept on the host is summed over ranks there
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
+
+    @property
+    def only_sums(self) -> bool:
+        """Return whether the backend, asked for an average, may sum: gloo does, in torch 2.8 (pytorch#162338)."""
+        return "nccl" not in self._get_process_group_backend()
 
     # The model
 
@@ -162,13 +182,15 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         model = self.prepared()
         units = find_units(model, self.units)
         roots = self._roots(model)
-        done: set[nn.Module] = set()
         self._replicated: set[nn.Parameter] = set()
-        sharded = list(dict.fromkeys([*reversed(units.values()), *roots]))  # inner before outer
-        for module in sharded:
-            broadcast_weights(module, self.root_device, done)
-            self._shard_unit(module, is_root=module in roots)
-        broadcast_weights(model, self.root_device, done)
+        # roots before units, from which they take what is not gathered in 16 bits; and inner units before outer ones
+        sharded = list(dict.fromkeys([*roots, *reversed(units.values())]))
+        self._halved = {unit for unit in units.values() if unit not in roots and self._is_halved(unit)}
+        of, done = self._parts(model, roots, sharded), set[nn.Module]()
+        for module in dict.fromkeys([*sharded, model]):
+            broadcast_weights(of[module], self.root_device, done)
+            if module in sharded:
+                self._shard_unit(module, of[module], is_root=module in roots)
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
@@ -177,7 +199,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
-            self._tell(module for module in reversed(sharded) if module is not model)
+            self._tell(module for module in dict.fromkeys([*roots, *units.values()]) if module is not model)
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
@@ -194,6 +216,32 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         assert self.lightning_module is not None
         return [model] if self.lightning_module.automatic_optimization else called_parts(model)
 
+    def _is_halved(self, unit: nn.Module) -> bool:
+        """Return whether a unit's matrices are gathered in the 16 bits to which autocast would round them anyway."""
+        if not self._autocasts or self.mixed_precision.param_dtype is not None:
+            return False
+        rounded = sum(_own_numel(part) for part in unit.modules() if is_rounded(part))
+        return rounded > _LEAST_ROUNDED_SHARE * sum(parameter.numel() for parameter in unit.parameters())
+
+    def _parts(
+        self, model: nn.Module, roots: Sequence[nn.Module], sharded: Sequence[nn.Module]
+    ) -> dict[nn.Module, list[nn.Module]]:
+        """Return the modules whose own parameters each sharded one gathers; under the model itself those of none."""
+        found: dict[nn.Module, list[nn.Module]] = {module: [] for module in (model, *sharded)}
+        seen: set[nn.Module] = set()
+
+        def visit(part: nn.Module, root: nn.Module, unit: nn.Module) -> None:
+            root = part if part in roots else root
+            unit = part if part in found else unit
+            seen.add(part)
+            found[root if unit in self._halved and not is_rounded(part) else unit].append(part)
+            for child in part.children():
+                if child not in seen:
+                    visit(child, root, unit)
+
+        visit(model, model, model)
+        return found
+
     def prepared(self) -> nn.Module:
         """Return the module before anything of it is sharded.
 
@@ -208,24 +256,38 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             )
         return super().prepared()
 
-    def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
+    def _shard_unit(self, module: nn.Module, parts: Sequence[nn.Module], is_root: bool) -> None:
+        """Shard the own parameters of a module's parts, which it gathers before its forward pass."""
         assert self.lightning_module is not None
         steps_by_hand = not self.lightning_module.automatic_optimization
         if self.activation_checkpointing and not is_root:
             checkpoint_activations(module)
-        sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
-        self._replicated |= replicated_parameters(module, sharded | self._replicated)
+        own = {parameter for part in parts for parameter in part.parameters(recurse=False)}
+        others = {parameter for parameter in module.parameters() if parameter not in own}
+        cut = {parameter for parameter in own if isinstance(parameter, DTensor)}
+        self._replicated |= replicated_parameters(module, others | cut | self._replicated)
         shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
             # the root's parameters are needed again as soon as the backward pass begins, unless steps come before it
             reshard_after_forward=steps_by_hand or (self._frees_after_forward and not is_root),
-            mp_policy=self.mixed_precision,
+            mp_policy=self._policy(module),
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
-            ignored_params=self._replicated,
+            ignored_params=self._replicated | others,
         )
-        # gloo sums where it is asked for an average, in torch 2.8 (pytorch/pytorch#162338)
-        shards.set_force_sum_reduction_for_comms(self.root_device.type == "cpu")
+        shards.set_force_sum_reduction_for_comms(self.only_sums)
+
+    def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
+        if not self._autocasts:
+            return self.mixed_precision
+        dtype, reduced = torch.bfloat16 if module in self._halved else None, self.mixed_precision.reduce_dtype
+        # autocast casts what a forward pass is given
+        return MixedPrecisionPolicy(dtype, reduced or (dtype and torch.float32), cast_forward_inputs=False)
+
+    @property
+    def _autocasts(self) -> bool:
+        plugin = self.precision_plugin
+        return isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
 
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))
@@ -340,6 +402,16 @@ def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
     for index, module in enumerate(sharded):
         module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
         module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])  # the root is gathered
+
+
+def is_rounded(module: nn.Module) -> bool:
+    """Return whether autocast rounds a module's own parameters each time that it computes with them."""
+    kind = type(module)
+    return kind.forward in _ROUNDED or f"{kind.__module__}.{kind.__name__}" == _CONV1D
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _name(module: nn.Module) -> str:

@@ -156,11 +156,11 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         model = self.prepared()
         done: set[nn.Module] = set()
         for path, unit in reversed(find_units(model, self.units).items()):  # inner before outer
-            broadcast_weights(unit, self.root_device, done)
+            broadcast_weights(unit.modules(), self.root_device, done)
             if self.activation_checkpointing:
                 checkpoint_activations(unit)
             model.set_submodule(path, self._wrapped(unit))
-        broadcast_weights(model, self.root_device, done)
+        broadcast_weights(model.modules(), self.root_device, done)
         root = self._wrapped(model)
         broadcast_metric_states(model, self.root_device)
         self._check(root)

@@ -5,7 +5,7 @@ Outside of the forward pass, writes go to shards by themselves, but for `paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
 from lightswitch import patches
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 from lightswitch.strategies.fsdp1_state import handles
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
@@ -166,6 +166,7 @@ class GatheredWrites:
         written, shared = self._looks.written, self._looks.shared
         if self._looks.is_due and unit:
             written = {name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs}
+            _refuse_rounding(unit, written)
             written_whole = {name: one.whole for name, one in unit.items() if name in written and not one.is_cut}
             shared = share(written_whole)
             self._looks.found(written, shared)
@@ -182,6 +183,20 @@ class GatheredWrites:
     def _follow(self, parameters: Iterable[Gathered]) -> None:
         for parameter in parameters:
             carried(parameter.own, parameter.kept)
+
+
+def _refuse_rounding(unit: Mapping[str, Gathered], written: Collection[str]) -> None:
+    """Check that what was written is as exact as the shards that follow: an average would not move in 16 bits.
+
+    Raises:
+        Refused: it is not.
+    """
+    rounded = [name for name in sorted(written) if unit[name].own.dtype != unit[name].kept.dtype]
+    if rounded:
+        raise Refused(
+            f"{listed(rounded)} set within training_step, and gathered in {str(unit[rounded[0]].own.dtype)[6:]}, which "
+            "would round what is set; type trainer.strategy.param_dtype=float32"
+        )
 
 
 @torch.no_grad()

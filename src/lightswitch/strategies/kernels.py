@@ -1,8 +1,11 @@
-"""Faster ways to compute the same: Adam's step in one kernel, and products of 32-bit matrices."""
+"""Faster ways to compute the same: Adam's step in one kernel, products of 32-bit matrices, attention by cuDNN, and
+garbage collected between steps."""
 
 from __future__ import annotations
 
+import gc
 import logging
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -10,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.mixins import Mixin, with_mixin
@@ -17,6 +21,9 @@ from lightswitch.mixins import Mixin, with_mixin
 log = logging.getLogger(__name__)
 
 _WITH_TF32 = (8, 0)  # compute capability of Ampere
+_WITH_CUDNN = (9, 0)  # of Hopper, for which FlashAttention 2 was not written
+_BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_COLLECTS_EVERY_N_STEPS = 50
 
 
 class FusedStep(Callback):
@@ -86,3 +93,67 @@ def _gains(trainer: Trainer) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or str(trainer.precision) != "32-true":
         return False
     return torch.cuda.get_device_capability(device) >= _WITH_TF32
+
+
+class AttentionBackends(Callback):
+    """Callback that lets `scaled_dot_product_attention` try cuDNN's kernel before FlashAttention 2, on GPUs from
+    Hopper on; where cuDNN takes a shape or a mask not, torch goes on with the next one."""
+
+    def __init__(self) -> None:
+        self._until_teardown = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._until_teardown.close()
+        if has_fast_cudnn(trainer.strategy.root_device):
+            self._until_teardown.enter_context(sdpa_kernel(_BY_SPEED, set_priority=True))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._until_teardown.close()
+
+
+def has_fast_cudnn(device: torch.device) -> bool:
+    """Return whether cuDNN's attention is to be preferred: not where each kernel has to be deterministic."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(device) >= _WITH_CUDNN
+
+
+class GarbageBetweenSteps(Callback):
+    """Callback that lets Python collect garbage after optimizer steps, the same ones on all ranks.
+
+    Else it collects at any moment, on each rank at another one, while the others wait. Young objects are collected
+    after each step, so that a cycle holds a step's tensors no longer than that; all, less those of imports, which
+    launch/build has frozen, every so many. Evaluation is left to Python's own rule.
+    """
+
+    def __init__(self) -> None:
+        self._is_training = self._was_enabled = False
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_training, self._was_enabled, self._step = True, gc.isenabled(), trainer.global_step
+        gc.disable()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step != self._step:  # else between micro batches
+            self._step = trainer.global_step
+            gc.collect(2 if self._step % _COLLECTS_EVERY_N_STEPS == 0 else 0)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_training and self._was_enabled:
+            gc.enable()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_training:
+            gc.disable()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._is_training and self._was_enabled:
+            gc.enable()
+        self._is_training = False

@@ -43,15 +43,15 @@ def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(value.view(tensor.shape))
 
 
-def broadcast_weights(module: nn.Module, device: torch.device, done: set[nn.Module]) -> None:
-    """Replace parameters and buffers on each rank by rank 0's, on the rank's device. Collective.
+def broadcast_weights(modules: Iterable[nn.Module], device: torch.device, done: set[nn.Module]) -> None:
+    """Replace modules' own parameters and buffers on each rank by rank 0's, on the rank's device. Collective.
 
     Args:
-        module: of which ranks other than 0 may hold everything on the meta device.
-        done: modules that have theirs already; those inside ``module`` are added.
+        modules: of which ranks other than 0 may hold everything on the meta device.
+        done: modules that have theirs already; these are added.
     """
     replaced: dict[Tensor, Tensor] = {}  # a tied parameter stays tied
-    for part in [part for part in module.modules() if part not in done]:
+    for part in [module for module in modules if module not in done]:
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in replaced:
                 replaced[parameter] = nn.Parameter(broadcast_tensor(parameter, device), parameter.requires_grad)

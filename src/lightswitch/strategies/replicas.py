@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _FIRST_BATCHES = 3  # before which replicas are compared, beside each save
 _ROUNDING = 1e-6  # relative: machines of several kinds may round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_BASE = 0x5851F42D4C957F2D  # odd, of which powers tell blocks apart
+_BLOCK = 1 << 20  # elements that are read at once: a whole tensor as wide integers would not fit beside it
 
 
 class EqualReplicas(Callback):
@@ -92,7 +94,9 @@ def differing(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     if not held:
         return {}
     shards = [_shard(tensor) for tensor in held.values()]
-    sums = torch.stack([_bits(local(tensor)).to(device) for tensor in held.values()])
+    drawn = _weights(min(_BLOCK, max(2 * local(tensor).numel() for tensor in held.values())))  # complex ones take two
+    weights = {there: drawn.to(there) for there in {local(tensor).device for tensor in held.values()}}
+    sums = torch.stack([_bits(local(tensor), weights[local(tensor).device]).to(device) for tensor in held.values()])
     own = torch.stack([torch.tensor(shards, device=device), sums], dim=1)  # (tensors, 2)
     unequal = {
         name: ranks
@@ -123,11 +127,25 @@ def _shard(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements, read as integers; it wraps around."""
+def _bits(tensor: Tensor, weights: Tensor) -> Tensor:
+    """Return a hash of a tensor's elements and their order.
+
+    Elements are read as integers and summed with random weights, which wraps around. A plain sum is the same for many
+    tensors that differ: the biases of two classes mirror one another, and what is added to both takes as much from the
+    integer of one as it gives to the other's.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in torch.split(flat.view(_INTEGERS[flat.itemsize]), _BLOCK):
+        total = total * _BASE + (block * weights[: len(block)]).sum()
+    return total
+
+
+def _weights(count: int) -> Tensor:
+    """Return the first weights of a sequence that each rank draws alike, odd so that they lose no bit."""
+    drawn = torch.randint(-(1 << 62), 1 << 62, (count,), generator=torch.Generator().manual_seed(0))
+    return 2 * drawn + 1
 
 
 @torch.no_grad()

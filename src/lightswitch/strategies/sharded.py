@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed import Backend, ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout, _world
@@ -29,18 +29,7 @@ from lightswitch.strategies.rank_0 import broadcast_in_place, left_on_meta
 from lightswitch.strategies.writes import CarriesWrites
 
 
-class Reversible(Strategy):
-    """Base of strategies that hold more than the tensors of the module, or hold these in another form at times."""
-
-    @abstractmethod
-    def restored(self) -> AbstractContextManager[None]:
-        """Return a context that leaves what is held beside the module as it was, and nothing of the module gathered.
-
-        The optimizer is left to the caller, who makes it anew by `setup_optimizers`.
-        """
-
-
-class Sharded(CarriesWrites, Reversible, ParallelStrategy):
+class Sharded(CarriesWrites, ParallelStrategy):
     """Base of sharded strategies; it comes before Lightning's among the bases of a class, which frees what it
     gathers."""
 
@@ -53,13 +42,6 @@ class Sharded(CarriesWrites, Reversible, ParallelStrategy):
 
     def forget_forward(self) -> None:
         self.free_gathered()
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.free_gathered()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -69,11 +70,11 @@ class TensorParallel(FSDP):
             raise Refused(str(error)) from error
         return plan
 
-    def _shard_unit(self, module: nn.Module, is_root: bool) -> None:
-        for part in module.modules():
-            if part in self._styles:
+    def _shard_unit(self, module: nn.Module, parts: Sequence[nn.Module], is_root: bool) -> None:
+        for part in parts:
+            if part in self._styles and self._tensor_parallel_size != 1:
                 self._cut(part, self._styles.pop(part))
-        super()._shard_unit(module, is_root)
+        super()._shard_unit(module, parts, is_root)
 
     def _cut(self, layer: nn.Module, style: ParallelStyle) -> None:
         trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}

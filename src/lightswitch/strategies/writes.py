@@ -29,12 +29,20 @@ _FIRST, EVERY = 3, 128  # training steps that are looked at, beside those before
 class CarriesWrites(Strategy):
     """Base of strategies that carry writes of hooks to the weights that they step; it comes before Lightning's."""
 
+    loses_late_writes = True  # of training steps that are not looked at, as they compute with copies
     _around: tuple[str, ExitStack] | None = None  # the hook that runs
 
     @cached_property
     def looks(self) -> Looks:
         """Looks at training steps."""
         return Looks()
+
+    def asks_for_look(self) -> bool:
+        """Have the next step looked at where the last one was not, and return whether a save has to wait for it."""
+        if self.loses_late_writes and self.looks.is_unseen:
+            self.looks.ask()
+            return True
+        return False
 
     def forget_forward(self) -> None:
         """Make ready for another forward pass in place of the last one, whose backward pass does not come."""
@@ -107,6 +115,11 @@ class Looks:
     def is_before_first(self) -> bool:
         """Whether one of the first steps comes next, and has values, as one that is planned has not."""
         return self._steps < _FIRST and detect_fake_mode() is None
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether the last training step was not looked at."""
+        return self._steps > 0 and not self.is_due
 
     def ask(self) -> None:
         """Have the next training step looked at, as what it leaves may be saved."""

@@ -25,8 +25,7 @@ class Windows(BatchedDataset):
         return len(self.windows)
 
     def __getitems__(self, indices: Sequence[int]) -> Pair:
-        tokens = self.windows[indices].astype(np.int64)
-        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # each (batch, context)
+        return inputs_and_targets(self.windows[indices])
 
 
 class ManyWindows(BatchedDataset):
@@ -51,8 +50,7 @@ class ManyWindows(BatchedDataset):
         rows = [
             self.bytes[number][at : at + size] for number, at in zip(numbers.tolist(), begins.tolist(), strict=True)
         ]
-        tokens = np.frombuffer(b"".join(rows), self.dtype).reshape(len(rows), -1).astype(np.int64)
-        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # each (batch, context)
+        return inputs_and_targets(np.frombuffer(b"".join(rows), self.dtype).reshape(len(rows), -1))
 
 
 class ShardWindows(ManyWindows):
@@ -92,3 +90,11 @@ class Mixture(BatchedDataset):
         back = torch.from_numpy(np.argsort(order))
         inputs, targets = (torch.cat(parts)[back] for parts in zip(*pairs, strict=True))
         return inputs, targets
+
+
+def inputs_and_targets(windows: NDArray[np.unsignedinteger]) -> Pair:
+    """Windows (batch, context + 1) as token ids and those that follow them, each (batch, context).
+
+    Each is copied into memory without gaps, from which a GPU reads at once; a view with gaps would be copied again.
+    """
+    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from project.models.cross_entropy import LinearCrossEntropy
+from project.models.document_attention import document_mask, has_blocks
 from project.models.gpt_hub import from_gpt2, to_gpt2
-from project.models.language_model import LanguageModel
-from project.models.transformer import Embedding, Linear, Shape, Transformer, rotary
+from project.models.language_model import PADDING, Batch, LanguageModel
+from project.models.transformer import Embedding, Linear, Mask, Shape, Transformer, rotary
 from project.optimizer import OptimizerFactory, SchedulerFactory
 
 
@@ -83,9 +85,10 @@ class GPT(LanguageModel):
         self.transformer = Transformer(self.shape)
         # A tied head has no module of its own: one parameter under one name, whatever moves or shards it.
         self.head = None if self.tied else Linear(width, self.vocab_size, bias=False, std=std)
+        self.cross_entropy = LinearCrossEntropy(ignore_index=PADDING)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab)."""
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab); with targets, to their mean loss."""
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
                 f"found a batch of {ids.dtype} of shape {tuple(ids.shape)}; expected token ids (batch, time), "
@@ -102,10 +105,21 @@ class GPT(LanguageModel):
             x = x + self.positions(torch.arange(time, device=ids.device))
         else:
             rotation = rotary(time, self.shape.head_width, like=x)
-        mask = None if self.document_end is None else same_document(ids, self.document_end)
+        mask: Mask | None = None
+        if self.document_end is not None:
+            # a text that is generated has another length with each token, for which each a kernel would be built
+            blocks = self.training and has_blocks(ids, self.shape.head_width, self.shape.dropout)
+            mask = document_mask(ids, self.document_end, blocks)
         x = self.transformer(self.dropout(x), rotation, mask)
-        logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
-        return logits
+        head = self.tokens if self.head is None else self.head
+        if targets is not None:
+            loss: Tensor = self.cross_entropy(x, head.weight, targets)
+            return loss
+        return F.linear(x, head.weight) if head is self.tokens else head(x)
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self(*batch)
+        return loss
 
     def to_hf(self) -> list[Any]:
         """The GPT-2 of transformers with these weights. Raises ValueError where the shape is not GPT-2's."""
@@ -114,13 +128,6 @@ class GPT(LanguageModel):
     def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of a GPT-2 of the hub under the names of this model."""
         return from_gpt2(self, weights)
-
-
-def same_document(ids: Tensor, document_end: int) -> Tensor:
-    """Which tokens are before another, or are it, and in its document: (batch, 1, time, time)."""
-    ends = (ids == document_end).long()
-    document = ends.cumsum(1) - ends  # the token that ends one is of it
-    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def check_sizes(shape: Shape, vocab_size: int, context: int, position: str) -> None:

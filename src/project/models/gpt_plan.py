@@ -1,9 +1,29 @@
 """How the GPT is cut over the devices of a tensor-parallel group (Shoeybi et al. 2019, Megatron-LM, §3)."""
 
-from torch.distributed.tensor import Replicate
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from project.models.cross_entropy import LinearCrossEntropy
 from project.models.gpt import GPT
+
+
+class VocabularyParallel(ParallelStyle):
+    """The style of a loss whose head is cut by token ids: each device has the logits of its own, which none gathers."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LinearCrossEntropy)
+        module.group = device_mesh.get_group()
+        module.register_forward_pre_hook(local_weight)
+        return module
+
+
+def local_weight(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, weight, targets = inputs
+    return x, weight.to_local() if isinstance(weight, DTensor) else weight, targets
 
 
 def tensor_parallel(model: GPT, devices: int) -> dict[str, ParallelStyle]:
@@ -30,5 +50,7 @@ def tensor_parallel(model: GPT, devices: int) -> dict[str, ParallelStyle]:
         ("mlp.output", RowwiseParallel()),
     ):
         plan[f"transformer.blocks.*.{layer}"] = style
-    plan["head"] = ColwiseParallel(output_layouts=Replicate())  # one that is tied is the embedding
+    if not model.tied and model.vocab_size % devices == 0:  # a head that is tied is the embedding
+        plan["head"] = ColwiseParallel(output_layouts=Replicate())
+        plan["cross_entropy"] = VocabularyParallel()
     return plan

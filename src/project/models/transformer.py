@@ -6,13 +6,19 @@ partitioned as it is built.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
+
+from project.models.document_attention import attention_by_blocks
+
+Mask = Tensor | BlockMask
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
         self.norm = norm(shape)
 
-    def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """`x` is (batch, time, width); a mask, (batch, 1, time, time), takes the place of causality."""
+    def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Mask | None = None) -> Tensor:
+        """`x` is (batch, time, width); a mask (document_attention) takes the place of causality."""
         for block in self.blocks:
             x = block(x, rotation, mask)
         normed: Tensor = self.norm(x)
@@ -88,14 +94,14 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.gradient_checkpointing = shape.gradient_checkpointing
 
-    def forward(self, x: Tensor, rotation: Tensor | None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, mask: Mask | None = None) -> Tensor:
         # Inside the block, so that hooks which gather the block's parameters lie outside what is computed again.
         if self.gradient_checkpointing and torch.is_grad_enabled():
             y: Tensor = checkpoint(self.residual, x, rotation, mask, use_reentrant=False)
             return y
         return self.residual(x, rotation, mask)
 
-    def residual(self, x: Tensor, rotation: Tensor | None, mask: Tensor | None) -> Tensor:
+    def residual(self, x: Tensor, rotation: Tensor | None, mask: Mask | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, mask)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
@@ -113,13 +119,16 @@ class Attention(nn.Module):
         self.output = Linear(shape.width, shape.width, bias=shape.bias, std=shape.residual_std)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, rotation: Tensor | None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (self.heads(project(x)) for project in (self.queries, self.keys, self.values))
+    def forward(self, x: Tensor, rotation: Tensor | None, mask: Mask | None = None) -> Tensor:
+        q, k, v = (self.heads(y) for y in side_by_side(x, self.queries, self.keys, self.values))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        dropout = self.shape.dropout if self.training else 0.0
-        causal = self.shape.causal and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        if isinstance(mask, BlockMask):
+            y = attention_by_blocks(q, k, v, mask)
+        else:
+            dropout = self.shape.dropout if self.training else 0.0
+            causal = self.shape.causal and mask is None
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         z: Tensor = self.dropout(self.output(y.transpose(1, 2).flatten(2)))
         return z
 
@@ -156,6 +165,26 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
+def side_by_side(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+    """The outputs of several layers by one product of matrices: `x` is read once, and so is its gradient summed.
+
+    A layer that was hooked or replaced, as by what cuts it, gathers it or adapts it, is called itself.
+    """
+    if not all(is_plain(layer) for layer in layers):
+        return [layer(x) for layer in layers]
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    bias = None
+    if layers[0].bias is not None:
+        bias = torch.cat([layer.bias for layer in layers])
+    return torch.split(F.linear(x, torch.cat(weights), bias), [layer.out_features for layer in layers], -1)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling a layer is no more than its product."""
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    return type(layer) is Linear and not any(hooks)
+
+
 class Embedding(nn.Embedding):
     """Normal weights of a scale to choose, in place of torch's 1."""
 
@@ -174,16 +203,21 @@ def norm(shape: Shape) -> nn.Module:
 
 
 def rotary(time: int, head_width: int, like: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) as complex numbers of length 1: (time, head_width / 2).
+    """Rotary position embedding (Su et al. 2021) as cosines and sines: (time, head_width / 2, 2).
 
     Computed in each forward, not kept in a buffer, so that there is nothing to shard, save or cast to 16 bits.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=dtype, device=like.device) / head_width)
     angle = torch.outer(torch.arange(time, dtype=dtype, device=like.device), frequency)
-    return torch.polar(torch.ones_like(angle), angle)
+    return torch.stack([angle.cos(), angle.sin()], -1)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:  # (batch, heads, time, head)
-    pairs = torch.view_as_complex(torch.unflatten(x.to(rotation.real.dtype), -1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    pairs = torch.unflatten(x.to(rotation.dtype), -1, (-1, 2))
+    if torch.compiler.is_compiling():  # torch.compile makes one kernel of this, and has none for complex numbers
+        (a, b), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:  # as complex numbers, which is one operation
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+    return turned.flatten(-2).to(x.dtype)

@@ -12,17 +12,16 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightswitch.checking.causes import Evidence
-from lightswitch.checking.comparison import Comparison, States, states
+from lightswitch.checking.check import SINGLE
+from lightswitch.checking.comparison import EPS_32, Comparison, States, states
 from lightswitch.checking.probe import Probe, read
-from lightswitch.checking.runs import Ended, Measured, Way
+from lightswitch.checking.runs import Ended, Measured
 from lightswitch.checkpoints.last import LastCheckpoints
 from tests.engine.fits import Fit
 from tests.engine.plain import PlainData
 from tests.pool import Pool
 
 STEPS = 4
-EPS = 2.0**-23
-SINGLE = Way("single", ("strategy=single",), 1)
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,9 @@ def trial(pool: Pool, folder: Path, module: Callable[[], pl.LightningModule], st
     (moments,) = pool(1)(_in_one_process, fit, folder)
     (way, _) = pool(2)(_fit, replace(fit, strategy=strategy), folder / strategy)
     found = {name: states(one) for name, one in moments.items()}
-    one = Measured(SINGLE, _ended(moments["whole"]), states=found)
-    comparison = Comparison(found["whole"], found["killed"], found["nudged"], moments["whole"][0]["parameters"], EPS)
+    one = Measured(SINGLE, *(_ended(moments[name]) for name in ("whole", "killed", "resumed")))
+    names = moments["whole"][0]["parameters"]
+    comparison = Comparison(found["whole"], lambda: found["killed"], lambda: found["nudged"], names, EPS_32)
     return Trial(one, comparison, Evidence(moments["whole"], moments["cut"], way), states(way))
 
 
@@ -56,7 +56,7 @@ def _in_one_process(fit: Fit, folder: Path) -> Mapping[str, list[dict[str, Any]]
     cut = replace(fit, micro_batch=12) if fit.module().automatic_optimization else fit
     return {
         "whole": _fit(fit, folder / "whole"),
-        "nudged": _fit(fit, folder / "nudged", nudge=8 * EPS),
+        "nudged": _fit(fit, folder / "nudged", nudge=8 * EPS_32),
         "cut": _fit(cut, folder / "cut"),
         "killed": _fit(fit, folder / "killed", saved=saved),
         "resumed": _fit(fit, folder / "resumed", resumed=saved / f"step_{STEPS // 2}.ckpt"),

@@ -59,10 +59,14 @@ def _states(*values: float, loss: float = 1.0) -> States:
     }
 
 
+def _comparison(one: States, again: States, nudged: States) -> Comparison:
+    return Comparison(one, lambda: again, lambda: nudged, ["w"], EPS)
+
+
 def test_what_a_nudge_comes_to_is_rounding_and_a_weight_that_never_moves_is_not() -> None:
     one = _states(1.0, 1.001)
-    steady = Comparison(one, one, _states(1 + 1e-6, 1.001 + 1e-6), ["w"], EPS)
-    chaotic = Comparison(one, one, _states(1 + 1e-6, 1.002), ["w"], EPS)
+    steady = _comparison(one, one, _states(1 + 1e-6, 1.001 + 1e-6))
+    chaotic = _comparison(one, one, _states(1 + 1e-6, 1.002))
     never_moved = _states(1.0, 1.0)
     first = steady.parameters(never_moved).first
     assert first is not None
@@ -74,15 +78,15 @@ def test_what_a_nudge_comes_to_is_rounding_and_a_weight_that_never_moves_is_not(
 
 def test_a_nudge_says_nothing_of_what_differs_between_equal_starts() -> None:
     one, again = _states(1.0, 1.5), _states(1.0, 1.2)
-    comparison = Comparison(one, again, _states(1.0, 1.3), ["w"], EPS)
-    assert not comparison.is_repeated
+    comparison = _comparison(one, again, _states(1.0, 1.3))
+    assert comparison.again(again, one)[1].first is not None
     assert comparison.parameters(again).first is not None
 
 
 def test_what_is_not_finite_in_one_run_alone_differs() -> None:
     one = _states(1.0, 1.0)
-    comparison = Comparison(one, one, one, ["w"], EPS)
+    comparison = _comparison(one, one, one)
     assert comparison.loss(_states(1.0, 1.0, loss=math.nan)).first is not None
     assert comparison.parameters(_states(1.0, math.nan)).first is not None
     lost = _states(math.nan, math.nan, loss=math.nan)
-    assert Comparison(lost, lost, lost, ["w"], EPS).loss(lost).first is None
+    assert _comparison(lost, lost, lost).loss(lost).first is None

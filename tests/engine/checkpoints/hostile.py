@@ -81,37 +81,6 @@ def objects(path: Path, ran: Path) -> Path:
     return edit_index(path, call_them_bytes)
 
 
-def sharded(path: Path, ran: Path) -> Path:
-    """As Lightning's FSDP strategies write it."""
-    index(path, ran)
-    (path / "SHA256SUMS").unlink()
-    torch.save({}, path / "meta.pt")
-    return path
-
-
-def good_zero(path: Path, scaler: Any = None) -> Path:
-    """As DeepSpeed writes it, of one parameter over two ranks."""
-    (path / "checkpoint").mkdir(parents=True)
-    model = {"module": {}, "buffer_names": [], "shared_params": {}, "frozen_param_fragments": {}}
-    model["param_shapes"] = [{"w": torch.Size([3, 5])}]
-    torch.save(model, path / "checkpoint" / "mp_rank_00_model_states.pt")
-    for rank in (0, 1):
-        groups = [torch.arange(8.0) + 8 * rank]
-        states = {"partition_count": [2], "single_partition_of_fp32_groups": groups, "loss_scaler": scaler}
-        file = path / "checkpoint" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": states}, file)
-    return path
-
-
-def zero(path: Path, ran: Path) -> Path:
-    return good_zero(path, Payload(ran))
-
-
-def zero_model(path: Path, ran: Path) -> Path:
-    torch.save({"module": Payload(ran)}, zero(path, ran) / "checkpoint" / "mp_rank_00_model_states.pt")
-    return path
-
-
 def file(path: Path, ran: Path) -> Path:
     torch.save({"state_dict": PlainModel().state_dict(), "callbacks": Payload(ran)}, path)
     return path
@@ -128,5 +97,5 @@ def pickled(path: Path, ran: Path) -> Path:
     return path
 
 
-DIRECTORIES = (index, state, tensors, objects, sharded, zero, zero_model)
+DIRECTORIES = (index, state, tensors, objects)
 FILES = (file, file_of_old, pickled)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,6 @@ AS_LIGHTNING = (
     "callbacks.lightnings._target_=tests.engine.checkpoints.lightnings.AsLightning",
     "callbacks.lightnings.folder=${hydra:runtime.output_dir}",
 )
-WRITTEN = ("fsdp1 × 2", "deepspeed_stage_3 × 2", *at_night("single", "fsdp × 2", "deepspeed_stage_2 × 2"))
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +30,27 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("fresh"))(*RUN, "strategy=single", *AS_LIGHTNING)
 
 
-@pytest.mark.parametrize("way", WRITTEN)
-def test_a_run_starts_from_its_weights(way: str, fresh: Finished, train: Train) -> None:
+def test_a_run_starts_from_its_weights(fresh: Finished, train: Train) -> None:
+    path = fresh.run_dir / "lightnings.ckpt"
+    tested = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single")
+    assert tested.column("test/loss")[0] == pytest.approx(fresh.column("test/loss")[4], abs=1e-5)
+    begun = train(*RUN, f"init_from={path}", "strategy=fsdp", "run_id=new", "trainer.max_steps=1", ranks=2)
+    assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
+
+
+@pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2", *at_night("fsdp1 × 2", "deepspeed_stage_2 × 2")])
+def test_a_sharded_directory_is_refused_with_what_converts_it(way: str, train: Train) -> None:
     written = train(*RUN, *WAYS[way].switches, *AS_LIGHTNING, ranks=WAYS[way].ranks)
     path = written.run_dir / "lightnings.ckpt"
-    tested = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single")
+    refused = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single", check=False)
+    assert refused.returncode == 2
+    (line,) = refused.err.splitlines()
+    typed = re.search(r"; type (python .*), and give (.*)$", line)
+    assert typed is not None, line
+    words = shlex.split(typed[1])
+    subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True, timeout=120)
+    tested = train(*RUN, "mode=test", f"ckpt_path={path.parent / typed[2]}", "strategy=single")
     assert tested.column("test/loss")[0] == pytest.approx(written.column("test/loss")[4], abs=1e-5)
-    if way.startswith(("fsdp1", "deepspeed_stage_3")):
-        begun = train(*RUN, f"init_from={path}", "strategy=fsdp", "run_id=new", "trainer.max_steps=1", ranks=2)
-        assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:

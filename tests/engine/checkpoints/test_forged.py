@@ -123,16 +123,6 @@ def test_what_libraries_stumble_over_in_a_state_is_told_in_a_line(tmp_path: Path
         assert line.startswith("error: runs/plainmodel/mine/checkpoints/step_3.ckpt"), line
 
 
-def test_a_fragment_that_claims_more_than_its_file_is_refused(tmp_path: Path) -> None:
-    path = hostile.good_zero(tmp_path / "x.ckpt")
-    file = path / "checkpoint" / "mp_rank_00_model_states.pt"
-    model: dict[str, Any] = torch.load(file, weights_only=True)
-    model["frozen_param_fragments"] = {"frozen": torch.zeros(1).expand(1 << 40)}
-    torch.save(model, file)
-    with pytest.raises(UnfitCheckpoint, match=r"model_states\.pt claims a tensor of \(1099511627776,\)"):
-        Reader(path, group=None)
-
-
 def test_safetensors_refuse_a_dtype_that_they_do_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("model:\n  _target_: tests.engine.plain.PlainModel\n")
     torch.save({"state_dict": {"w": torch.zeros(3, dtype=torch.complex128)}}, tmp_path / "x.ckpt")

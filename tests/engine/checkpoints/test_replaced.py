@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightswitch.checkpoints import directory, find
+from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
-from lightswitch.export.files import Weights
 
 
 def _write(path: Path, value: float) -> None:

@@ -138,3 +138,15 @@ def test_a_gpus_state_is_staged_in_pinned_memory_of_its_size() -> None:
     pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before_bytes
     assert pinned_bytes <= sum(tensor.nbytes for tensor in state.values()) + CHUNK_BYTES
     assert all(torch.equal(staged[name], tensor.cpu()) for name, tensor in state.items())
+
+
+def test_where_memory_can_not_be_pinned_other_memory_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """As on a machine whose limit is reached; on one without a GPU nothing can be pinned."""
+    if torch.cuda.is_available():
+        pytest.skip("memory can be pinned here")
+    pool = Pool(is_pinned=True)
+    for _ in range(2):
+        assert pool.empty((2 * CHUNK_BYTES,), torch.uint8).numel() == 2 * CHUNK_BYTES
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "saves      to memory that is not pinned, for which training waits longer"
+    ]

@@ -134,8 +134,8 @@ WORKS = {  # and what it does
 }
 # Typed in Python
 LOADS = {
-    'MNISTLitModule.load_from_checkpoint("model.ckpt")': "of the file that `python -m lightswitch.export "
-    "runs/mnist/RUN_ID -o model.ckpt` writes",
+    'MNISTLitModule.load_from_checkpoint("runs/mnist/RUN_ID/model.ckpt")': "a file with the best weights, as each run "
+    "has it at its end",
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import lightswitch
-from lightswitch.export import __main__ as export
 from tests.engine.config.habits import COMMANDS, LOADS, REFUSED, WORKS, words
 from tests.engine.config.mistaken import answers
 from tests.engine.config.template.mnist import MNISTLitModule, SimpleDenseNet
@@ -46,15 +45,15 @@ def test_what_works_trains(typed: str, tmp_path: Path) -> None:
     assert "Traceback" not in run.err
 
 
-def test_a_run_is_loaded_once_it_is_exported_and_tells_no_file_that_it_has_not(tmp_path: Path) -> None:
+def test_a_run_is_loaded_by_its_file_and_tells_no_file_that_it_has_not(tmp_path: Path) -> None:
     run = habits.ran("logger=tensorboard", tmp_path)
     left_out = "hyper_parameters.optimizer, hyper_parameters.scheduler: a partial can't be read back safely"
     assert f"checkpoints leave out {left_out}\n" in run.out
-    assert re.findall(r"^(metrics|go on|evaluate|look) ", run.out, re.MULTILINE) == ["go on", "evaluate", "look"]
-    export.main([str(run.run_dir), "-o", str(tmp_path / "model.ckpt")])
+    told = re.findall(r"^(metrics|go on|evaluate|look|weights) ", run.out, re.MULTILINE)
+    assert told == ["go on", "evaluate", "look", "weights"]
     sizes = {"lin1_size": 64, "lin2_size": 128}  # what is no plain value is the caller's
     model = MNISTLitModule.load_from_checkpoint(
-        tmp_path / "model.ckpt", net=SimpleDenseNet(**sizes), optimizer=None, scheduler=None
+        run.run_dir / "model.ckpt", net=SimpleDenseNet(**sizes), optimizer=None, scheduler=None
     )
     expected = lightswitch.load(run.run_dir).net
     assert all(map(torch.equal, model.net.parameters(), expected.parameters()))

@@ -35,8 +35,10 @@ MISTAKES = {
     "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
     "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
     "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "
-    "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, grad_norm, "
-    "lr_finder, lr_monitor, model_summary, progress, step_times, throughput, trainable_only",
+    "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, float8, grad_norm, "
+    "lr_monitor, model_summary, progress, step_times, throughput, trainable_only",
+    "callbacks=[default,lr_finder]": "callbacks=lr_finder: there is no such callbacks; type -m "
+    "optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which puts short runs beside one another",
     "debug=one_bach": "debug=one_bach: there is no such debug. Did you mean one_batch? "
     "Choices: anomaly, limit, one_batch, overfit, profiler",
     "trainer.strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",

@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import lightswitch
-from lightswitch.checkpoints import directory
-from lightswitch.export import files
+from lightswitch.checkpoints import directory, weight_files
 from lightswitch.export.__main__ import main
+from lightswitch.launch import report
 from tests.engine.checkpoints.damages import Damage, flip, truncate
 from tests.engine.conftest import Train, context
 from tests.engine.export.conftest import STRATEGIES, RunOf
@@ -119,6 +119,36 @@ def test_lightning_loads_a_ckpt_file_as_its_own(
     assert torch.equal(lightswitch.load(file)(question(model)), live)
     export(run_of("versioned", "single"), "-o", tmp_path / "versioned.ckpt", "--dtype", "bfloat16")
     assert Versioned.load_from_checkpoint(tmp_path / "versioned.ckpt").version == 2
+
+
+def test_a_run_that_has_ended_has_a_file_of_its_best_weights(run_of: RunOf) -> None:
+    run_dir = run_of("language", "fsdp")
+    model = LanguageModel.load_from_checkpoint(run_dir / "model.ckpt", optimizer=torch.optim.SGD).eval()
+    best = lightswitch.load(run_dir)
+    assert torch.equal(model(question(model)), best(question(best)))
+    assert not list(run_dir.glob("*.partial"))
+
+
+def test_a_run_whose_weights_can_not_be_copied_has_ended_well_and_says_so(train: Train) -> None:
+    first = train("run_id=mine", "trainer.max_steps=2")
+    in_the_way = first.run_dir / "model.ckpt"
+    in_the_way.unlink()
+    in_the_way.mkdir()
+    (in_the_way / "notes.txt").write_text("the user's own")
+    run = train("run_id=mine", "trainer.max_steps=4", folder=first.folder)
+    assert run.returncode == 0
+    assert "weights    model.ckpt is not written: " in run.out + run.err
+    assert [path.name for path in in_the_way.iterdir()] == ["notes.txt"]
+    assert not list(in_the_way.parent.glob("*.partial"))
+
+
+def test_of_large_weights_a_run_ends_with_the_command_that_copies_them(
+    run_of: RunOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = run_of("language", "single")
+    monkeypatch.setattr(report, "_LARGEST_COPIED_BYTES", 1000)
+    told = report._weights(run_dir)
+    assert told == {"export": f"python -m lightswitch.export {run_dir} -o {run_dir / 'model.ckpt'}"}
 
 
 def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
@@ -263,14 +293,14 @@ def test_a_full_disk_leaves_nothing_behind(
 def test_a_file_that_does_not_hold_what_was_written_is_found(
     name: str, run_of: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save = files._save
+    save = weight_files._save
 
     def lossy(path: Path, state: dict[str, torch.Tensor]) -> None:
         save(path, {key: value.clone() for key, value in state.items()})
         content = path.read_bytes()
         path.write_bytes(content.replace(state["tokens.weight"].numpy().tobytes()[:16], bytes(16)))
 
-    monkeypatch.setattr(files, "_save", lossy)
+    monkeypatch.setattr(weight_files, "_save", lossy)
     with pytest.raises(SystemExit):
         export(run_of("language", "single"), "-o", tmp_path / name)
     assert capsys.readouterr().err == f"error: {name} does not give back tokens.weight as it was written\n"

@@ -247,3 +247,29 @@ def test_a_file_that_is_no_checkpoint_of_the_model_is_told_in_a_line(
     refused = train(*RUN, "model.width=8", *reads.format(path).split(), folder=earlier.folder, check=False)
     assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
     assert told in refused.err
+
+
+OUT_OF_MEMORY = {
+    "torch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "CUDA": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "NCCL": RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+        "version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of "
+        "memory'"
+    ),
+    "ROCm": RuntimeError("HIP error: out of memory"),
+    "CPU": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    "Python": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("whose", OUT_OF_MEMORY)
+def test_who_runs_out_of_memory_is_no_victim_of_another_rank(whose: str) -> None:
+    found = failure_of(Rank(0, 2, "here", 1), OUT_OF_MEMORY[whose])
+    assert (found.lacks_memory, found.follows) == (True, False)
+
+
+def test_a_broken_connection_is_another_ranks_fault() -> None:
+    found = failure_of(Rank(0, 2, "here", 1), RuntimeError("NCCL error: remote process exited or there was an error"))
+    assert (found.lacks_memory, found.follows) == (False, True)

@@ -107,6 +107,18 @@ def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(ran
         _connected(address, port)
 
 
+def test_nothing_is_pending_when_the_run_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where a rank does not hang up."""
+    rank_0 = Member(Rank(0, 2, "node1", 7), TIMEOUTS, Process(), lambda failure: None)
+    address, port, token = rank_0.open_hub([LOCAL])
+    with _connected(address, port) as rank_1:
+        rank_1.sendall(token.encode() + _hello(1) + b'{"leaves": true}\n')
+        rank_0.join(rank_0.rank, address, port, token)
+        rank_0.leave()
+    assert not asyncio.all_tasks(rank_0._loop)
+    rank_0._loop.close()  # refused while it runs
+
+
 def test_the_longest_failure_fits_into_a_message() -> None:
     failure = shortened(Failure("\U0001f600" * 10**6, "\U0001f600" * 10**7))
     assert len(json.dumps({"failure": asdict(failure)})) < LONGEST_LINE_BYTES

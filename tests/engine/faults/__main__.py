@@ -78,7 +78,7 @@ def ended(run_dir: Path) -> Ended:
     """Read what a run has left."""
     import csv
 
-    from lightswitch.export.files import Weights
+    from lightswitch.checkpoints.weight_files import Weights
 
     with (run_dir / "metrics.csv").open() as file:
         rows = [{name: text for name, text in row.items() if not MEASURED.match(name)} for row in csv.DictReader(file)]

@@ -2,7 +2,7 @@
 
 python -m tests.engine.gpu                      # all pieces, or nothing where there is no GPU
 python -m tests.engine.gpu matrix               # one of them, for nine minutes: what is left is run the next time
-python -m tests.engine.gpu --tiny --out X.json  # the same path on two processes of a CPU, in a few minutes
+python -m tests.engine.gpu --tiny --results X   # the same path on two processes of a CPU, in a few minutes
 
 Asked for again, what has no result yet is run; once all has one, what was not as expected.
 """
@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import benchmark, failures, largest, machine, matrix, memory, parity, resume, suite
-from tests.engine.gpu.cells import Cell, Piece, Result, Scale
+from tests.engine.gpu import benchmark, failures, largest, machine, matrix, memory, parity, parts, resume, shared, suite
+from tests.engine.gpu.cells import Cell, Lacking, Piece, Result, Scale
 from tests.engine.gpu.command import end_children
 from tests.engine.gpu.record import OtherMachine, Record
 from tests.engine.tables.gpu import RESULTS
@@ -35,9 +35,11 @@ PIECES: dict[str, Callable[[Scale], Piece]] = {
     "parity": parity.piece,
     "resume": resume.piece,
     "failures": failures.piece,
+    "shared": shared.piece,
     "memory": memory.piece,
     "benchmark": benchmark.eager,
     "compiled": benchmark.compiled,
+    "parts": parts.piece,
     "largest": largest.piece,
 }
 PASSED, FAILED, MISTAKEN, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
@@ -47,7 +49,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.gpu", description="Tests and measurements on GPUs.")
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all of them if none")
     parser.add_argument("--minutes", type=float, help="for all that is asked for; 9 for a piece, else no limit")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the results, which are added to")
+    told = "a file that is added to, or a folder for it; where there is none, it begins with docs/gpu.json's"
+    parser.add_argument("--results", type=Path, default=RESULTS, help=told)
     parser.add_argument("--tiny", action="store_true", help="try the path on a CPU, with models of no size")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.pieces if name not in PIECES]:
@@ -59,7 +62,8 @@ def main(arguments: list[str]) -> int:
     make_paths_absolute()
     scale = Scale("cpu", 2, True) if given.tiny else Scale("gpu", torch.cuda.device_count(), False)
     try:
-        record = Record(given.out, machine.described(scale.gpus), machine.commit())
+        path = given.results / RESULTS.name if given.results.is_dir() else given.results
+        record = Record(path, machine.described(scale.gpus), machine.commit(), RESULTS)
     except OtherMachine as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKEN
@@ -69,8 +73,8 @@ def main(arguments: list[str]) -> int:
         codes = {run(PIECES[name](scale), record, end) for name in names}
     except KeyboardInterrupt:
         codes = {INTERRUPTED}
-    page = "; python -m tests.engine.tables.gpu makes docs/gpu.md of them" if given.out == RESULTS else ""
-    print(f"results: {given.out}{page}")
+    page = "; python -m tests.engine.tables.gpu makes docs/gpu.md of them" if path == RESULTS else ""
+    print(f"results: {path}{page}")
     return next(code for code in (INTERRUPTED, FAILED, UNFINISHED, PASSED) if code in codes)
 
 
@@ -89,9 +93,9 @@ def run(piece: Piece, record: Record, end: float) -> int:
             record.put_not_run(piece.name, cell.name, cell.lacks)
             print(f"{piece.name}: {cell.name}: not run: {cell.lacks}", flush=True)
     left = _left(piece, record)
-    _run_cells(piece, left, record, end)
+    lacking = _run_cells(piece, left, record, end)
     results = record.results(piece.name)
-    missing = [cell.name for cell in left if cell.name not in results]
+    missing = [cell.name for cell in left if cell.name not in results and cell.name not in lacking]
     problems = [name for name, result in results.items() if result.problem]
     print(f"{piece.name}: {len(results)} run, {len(problems)} not as expected, {len(missing)} left", flush=True)
     if missing:
@@ -106,8 +110,9 @@ def _left(piece: Piece, record: Record) -> list[Cell]:
     return [cell for cell in there if cell.name not in done] or [cell for cell in there if done[cell.name].problem]
 
 
-def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float) -> None:
-    """Run cells, so many at once; on Ctrl+C, end what runs, keep nothing of it, and begin no other."""
+def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float) -> set[str]:
+    """Run cells, so many at once, and return those that could not be run; on Ctrl+C, end what runs, keep nothing of it,
+    and begin no other."""
     interrupted = Event()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(piece.at_once) as pool:
         running = [
@@ -115,8 +120,8 @@ def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float) -> N
             for number, cell in enumerate(cells)
         ]
         try:
-            for future in running:
-                future.result()
+            could = [future.result() for future in running]
+            return {cell.name for cell, ran in zip(cells, could, strict=True) if not ran}
         except KeyboardInterrupt:
             interrupted.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -126,25 +131,31 @@ def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float) -> N
             raise
 
 
-def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float, interrupted: Event) -> None:
-    """Run a cell, unless there is no time left; one that the end or Ctrl+C cut off is not kept."""
+def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float, interrupted: Event) -> bool:
+    """Run a cell, unless there is no time left; one that the end or Ctrl+C cut off is not kept. Return whether it can
+    be run here."""
     began = time.monotonic()
     limit_seconds = min(cell.limit_seconds, end - began)
     if limit_seconds <= 0:
-        return
+        return True
     folder.mkdir()
     try:
         result = cell.run(folder, limit_seconds, record.results(piece))
+    except Lacking as error:
+        record.put_not_run(piece, cell.name, str(error))
+        print(f"{piece}: {cell.name}: not run: {error}", flush=True)
+        return False
     except Exception as error:  # a bug of the cell's own is a result as well, and the others go on
         result = Result({}, f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - began
     if interrupted.is_set() or seconds >= limit_seconds < cell.limit_seconds:
-        return
+        return True
     if seconds >= cell.limit_seconds:
         result = Result(result.found, f"took more than {cell.limit_seconds:.0f} s")
     record.put(piece, cell.name, result, seconds)
     told = result.problem or ", ".join(f"{key} {value}" for key, value in result.found.items())
     print(f"{piece}: {cell.name}: {seconds:.0f} s: {told}", flush=True)
+    return True
 
 
 if __name__ == "__main__":

@@ -93,18 +93,7 @@ class Contest:
         return "eager" if self.scale.is_tiny else "inductor"
 
     def _plain(self, folder: Path, end: float) -> Measured:
-        size = self.size
-        plan = Plan(
-            model=shape_of(size.model),
-            tokens=str(folder / "train.bin"),
-            device=self.scale.torch_device,
-            began=time.time(),
-            micro_batch=size.micro_batch,
-            accumulation=size.accumulation,
-            warm_up_steps=size.warm_up_steps,
-            steps=size.steps,
-            compiled_by=self.backend if self.is_compiled else None,
-        )
+        plan = plain(self.scale, self.size, folder, self.size.steps, self.backend if self.is_compiled else None)
         ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.devices}")
         started = (sys.executable, *(ranks if self.devices > 1 else ()), "-m", "benchmarks.plain_gpt")
         return _measured([*started, str(folder), json.dumps(asdict(plan))], folder, end)
@@ -164,6 +153,21 @@ def _cells(scale: Scale, is_compiled: bool) -> list[Cell]:
         for count in counts
         for strategy in (TINY if scale.is_tiny else (*(ON_ONE if count == 1 else ()), *STRATEGIES))
     ]
+
+
+def plain(scale: Scale, size: Size, folder: Path, steps: int, compiled_by: str | None) -> Plan:
+    """Return what a plain loop trains, from now on, on the tokens that `tokens_for` has put into the folder."""
+    return Plan(
+        model=shape_of(size.model),
+        tokens=str(folder / "train.bin"),
+        device=scale.torch_device,
+        began=time.time(),
+        micro_batch=size.micro_batch,
+        accumulation=size.accumulation,
+        warm_up_steps=size.warm_up_steps,
+        steps=steps,
+        compiled_by=compiled_by,
+    )
 
 
 def _measured(command: list[str], folder: Path, end: float) -> Measured:

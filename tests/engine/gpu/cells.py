@@ -52,11 +52,16 @@ class Result:
     problem: str = ""
 
 
+class Lacking(Exception):
+    """Error of a cell that finds out, once it runs, that it can't be run here, and why."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """
     Attributes:
-        run: takes an empty folder, the seconds it has, and the results of the piece so far; returns the result.
+        run: takes an empty folder, the seconds it has, and the results of the piece so far; returns the result, or
+            raises Lacking.
         lacks: why it can't be run here; empty where it can.
     """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.tables.failures import CASES, LAUNCHERS, local
+from tests.engine.tables.failures import Cell as Seen
 
 MOST_SECONDS = 60.0  # from the failure until no process is left
 # by the name of the case: the first line that the user reads; the exit code is torchrun's own under it
@@ -31,9 +32,13 @@ def piece(scale: Scale) -> Piece:
 
 
 def _seen(scale: Scale, name: str, launcher: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
-    case, code = CASES[name], CODES.get(name, {}).get(launcher, "1")
-    case = replace(case, arguments=(*case.arguments, f"trainer.accelerator={scale.accelerator}"))
-    cell = local(case, LAUNCHERS[launcher], folder / "run", seconds)
+    case = replace(CASES[name], arguments=(*CASES[name].arguments, f"trainer.accelerator={scale.accelerator}"))
+    return judged(name, launcher, local(case, LAUNCHERS[launcher], folder / "run", seconds))
+
+
+def judged(name: str, launcher: str, cell: Seen) -> Result:
+    """Return what was seen of a failure under a launcher, and what of it is not as expected."""
+    code = CODES.get(name, {}).get(launcher, "1")
     problems = [
         *([] if re.match(LINES[name], cell.line) else [f"the first line is {cell.line!r}"]),
         *([] if cell.code == code else [f"exit code {cell.code}, expected {code}"]),

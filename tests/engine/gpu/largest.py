@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.gpt import tokens_for
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.command import run, train_py
@@ -27,6 +29,7 @@ TINY_SIZES = {"0.0001": (1, 32, 2), "0.0002": (2, 32, 2)}
 ON_ONE = ("single", "fsdp_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
 ON_SEVERAL = ("ddp", "fsdp", "fsdp_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload")
 TRAINS, TOO_LARGE, NOT_TRIED = "trains", "out of memory", "a smaller one does not train"
+_STATES_BYTES = 16  # of a parameter: itself, its gradient, Adam's moments
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "was killed", "can't allocate memory")
 
 
@@ -62,6 +65,8 @@ class Try:
         """Train three steps, unless a smaller one did not."""
         if any(so_far[name].found.get("outcome") != TRAINS for name in self.smaller if name in so_far):
             return Result({"outcome": NOT_TRIED})
+        if "offload" in self.strategy and _STATES_BYTES * float(self.size) * 1e9 > psutil.virtual_memory().total:
+            return Result({"outcome": TOO_LARGE})  # the kernel might end whoever runs this, too
         finished = run(self._command(folder), folder, seconds)
         if finished.returncode == 0:
             return Result({"outcome": TRAINS, "peak_gib": peak_gib(folder / "runs" / "gpt" / "tried")})

@@ -43,7 +43,7 @@ def piece(scale: Scale) -> Piece:
         for strategy, precisions in rows.items()
         for precision in precisions
     ]
-    return Piece("matrix", cells, at_once=2 if scale.is_tiny else 4)
+    return Piece("matrix", cells, at_once=2 if scale.is_tiny else 8)
 
 
 def _cell(scale: Scale, strategy: str, precision: str, devices: int) -> Cell:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,9 @@ class Planned:
 
         On a CPU, where no allocator counts, nothing is compared.
         """
-        switches = self._switches(folder)
+        switches, end = self._switches(folder), time.monotonic() + seconds
         for mode in ("plan", "fit"):
-            finished = run(train_py(*switches, f"mode={mode}", f"run_id={mode}"), folder, seconds)
+            finished = run(train_py(*switches, f"mode={mode}", f"run_id={mode}"), folder, end - time.monotonic())
             if finished.returncode:
                 told = (finished.stderr + finished.stdout).strip()[-1000:]
                 return Result({}, f"mode={mode}: exit code {finished.returncode}: {told}")

@@ -59,9 +59,6 @@ _STOP = (
 )
 _SAVED = "callbacks.last_checkpoint.every_n_steps=2 trainer.val_check_interval=2"
 _EMPTY = f"data._target_={_PLAIN}.EmptyData"
-_SCHEDULER = "callbacks.mine._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler trainer.max_epochs=2"
-_GROWS = f"{_SCHEDULER} callbacks.mine.scheduling={{1:2}}"
-_KEEPS = "callbacks.last_checkpoint.every_n_steps=1 callbacks.last_checkpoint.keep=9"
 
 NAMED, BY_HAND, PLAIN = f"{_PLAIN}.NamedModel", f"{_PLAIN}.ManualModel", f"{_PLAIN}.PlainModel"
 GAN, NORMED, PLATEAU = f"{_PLAIN}.GanModel", f"{_PLAIN}.NormedModel", f"{_PLAIN}.PlateauModel"
@@ -114,16 +111,10 @@ RUNS: dict[str, Typed] = {
     "normed on two": Typed(NORMED, f"{_ON_TWO} trainer.max_steps=2"),
     "synced": Typed(NORMED, f"trainer.sync_batchnorm=true {_ON_TWO}", code=2),
     "synced under DeepSpeed": Typed(NORMED, "trainer.sync_batchnorm=true strategy=deepspeed_stage_1", code=2),
-    "scheduled": Typed(PLAIN, f"{_GROWS} {_KEEPS} micro_batch_size=10 run_id=mine"),
-    "scheduled, resumed": Typed(
-        PLAIN, f"{_GROWS} run_id=other ckpt_path=runs/plainmodel/mine/checkpoints/step_6.ckpt", after="scheduled"
-    ),
-    "scheduled from the start": Typed(PLAIN, f"{_SCHEDULER} callbacks.mine.scheduling={{0:2}}"),
     "Lightning's own": Typed(
         f"{_BORING}.ManualOptimBoringModel",
         f"data._target_={_BORING}.BoringDataModuleNoLen trainer.max_steps=4 {_ON_TWO}",
     ),
-    "as large": Typed(PLAIN, "global_batch_size=80 trainer.max_epochs=2"),
 }
 
 
@@ -282,16 +273,6 @@ HABITS = (
     Habit("ReduceLROnPlateau", "plateau", "validates  once an epoch, as ReduceLROnPlateau goes by it", _rates, _HALVED),
     Habit("ReduceLROnPlateau validates", "plateau", look=_validated(), found=[4, 9, 14, 19]),
     Habit("ReduceLROnPlateau on two devices", "plateau, cut", look=_rates, found=_HALVED),
-    Habit("GradientAccumulationScheduler", "scheduled", "\nstep 8/8 · loss ", _steps, 8),
-    Habit(
-        *("a batch that grows by epochs", "scheduled"),
-        *(
-            "batch      80 samples a step from epoch 1 on = 2 × global_batch_size, as scheduled\n",
-            _samples_a_step,
-            {40, 80},
-        ),
-    ),
-    Habit("a resume in mid-epoch, accumulating", "scheduled, resumed", "/step_6.ckpt, at step 6, batch 7"),
     # Batch norm
     Habit(
         *("a batch norm on two devices", "normed on two", "so the curve follows the number of devices\n"),
@@ -347,16 +328,13 @@ ELSEWHERE = {
     "an average of weights by hand, under fsdp": ("strategies/test_fsdp.py", "def test_an_average_by_hand"),
     "EMAWeightAveraging": ("strategies/shapes/modules.py", "class Averaging"),
     "averages, sharded": ("launch/test_averaging.py", "def test_a_run_is_validated_and_resumed_by_its_averages"),
-    "LearningRateFinder": ("launch/test_rate_finder.py", "def test_the_rate_is_that_of_one_process"),
-    "LearningRateFinder under DeepSpeed": ("launch/test_rate_finder.py", "def test_so_does_a_run_under_zero"),
     "micro_batch_size=auto for BatchSizeFinder": (
         "launch/test_auto.py",
         "def test_micro_batch_size_auto_is_the_largest",
     ),
     "averaging in place of StochasticWeightAveraging": ("launch/test_averaging.py", "def test_a_run_tests_the_mean"),
     "BackboneFinetuning": ("strategies/shapes/modules.py", "class Unfreezing"),
-    "accumulation by schedule, sharded": ("strategies/shapes/modules.py", "class Scheduled"),
-    "EarlyStopping, ModelCheckpoint, Timer, SpikeDetection, sharded": (
+    "EarlyStopping, ModelCheckpoint, Timer, sharded": (
         "launch/test_sharded_callbacks.py",
         "def test_they_go_on_under_one_sharded_strategy",
     ),

@@ -185,7 +185,7 @@ _TEMPLATE = {
         Elsewhere("engine/launch/test_choices.py", "test_a_checkpoint_is_evaluated_as_it_was_in_training")
     ],
     "`Net.load_from_checkpoint(PATH)`": [
-        Elsewhere("engine/export/test_export.py", "test_lightning_loads_a_ckpt_file_as_its_own")
+        Elsewhere("engine/config/test_habits.py", "test_a_run_is_loaded_by_its_file_and_tells_no_file_that_it_has_not")
     ],
     "`task_name=mine`": [Left("template", lambda run: run.run_dir.parent.name, "mine")],
     "`+trainer.gradient_clip_val=0.5`": [Inside("template", lambda seen: round(seen.gradient_norm, 4), 0.5)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightswitch.cluster.placement import NO_SHARED_STORE
 from lightswitch.launch.fitting import by_states
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
@@ -58,6 +59,22 @@ def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
     )
     run = train(*model, f"plan.memory_gib={2 * 20_000 / 2**30}", ranks=2)
     assert decision(run.out).startswith("fsdp")
+
+
+@SIMULATED
+def test_states_that_do_not_fit_on_the_fewest_nodes_of_an_elastic_run_are_refused(train: Train) -> None:
+    """States of 0.518 MiB, of which each of two nodes keeps a half, with 0.41 MiB of memory."""
+    node = {"TORCHELASTIC_RUN_ID": "mine", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GROUP_RANK": "0"}
+    node |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    node |= {"PET_NNODES": "1:4", NO_SHARED_STORE: "1"}
+    words = ("trainer.num_nodes=2", "trainer.devices=1", "strategy=fsdp", "plan.memory_gib=0.0004")
+    refused = train(*RUN, *words, environment=node, check=False)
+    assert refused.returncode == 2
+    assert refused.err.strip() == (
+        "error: torchrun --nnodes=1:4 may go on with 1 node: parameters, gradients and optimizer state are 0.518 of "
+        "0.41 MiB on this machine's CPU; type --nnodes=2:4, or a strategy that keeps less on each device, as mode=plan "
+        "lists them"
+    )
 
 
 @SIMULATED

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, callbacks
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf import OmegaConf
 
 from lightswitch.launch.callbacks import trainer_arguments
@@ -22,7 +22,6 @@ from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.fsdp1 import FSDP1
 from lightswitch.strategies.single import Single
 from tests.engine.conftest import PLAIN, Train
-from tests.engine.plain import ManualModel, PlainModel
 
 NAMED = "lightning.pytorch.callbacks"
 BESIDE = {  # what each is given, in one run
@@ -41,15 +40,12 @@ def _deepspeed(**options: Any) -> Strategy:
 
 
 OF_PORTABLE = known_callbacks.OF_PORTABLE_CHECKPOINTS
-BY_DEEPSPEED = "Lightning's own DeepSpeedStrategy does not serve it; use strategy=deepspeed_"
 ON_NVME = partial(_deepspeed, stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
 UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
     *((name, FSDP1, told, ()) for name, told in known_callbacks.NOWHERE.items()),
     ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP, FSDP1)),
     ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP, FSDP1)),
     ("BackboneFinetuning", ON_NVME, "what DeepSpeed keeps on NVMe ", (partial(_deepspeed, stage=3),)),
-    ("LearningRateFinder", ON_NVME, "what DeepSpeed keeps on NVMe ", (partial(_deepspeed, stage=3),)),
-    *((name, DeepSpeedStrategy, BY_DEEPSPEED, (_deepspeed,)) for name in known_callbacks.OF_COUNTED_STEPS),
 ]
 
 
@@ -70,17 +66,9 @@ def test_what_a_strategy_can_not_serve_is_told_of_a_class_and_of_those_made_from
     base = getattr(callbacks, name)
     for kind in (base, type("Mine", (base,), {})):
         callback = kind.__new__(kind)
-        (line,) = known_callbacks.problems([callback], None, refusing(), devices=2)
+        (line,) = known_callbacks.problems([callback], refusing(), devices=2)
         assert line.startswith(f"{kind.__name__}: {told}")
-        assert [*chain(*(known_callbacks.problems([callback], None, serves(), devices=2) for serves in serving))] == []
-
-
-def test_accumulation_by_schedule_is_for_steps_that_lightning_takes() -> None:
-    schedule = callbacks.GradientAccumulationScheduler({0: 2})
-    told = "ManualModel optimizes by hand; leave the callback out, and accumulate in training_step"
-    (line,) = known_callbacks.problems([schedule], ManualModel(), Single(), devices=1)
-    assert line == f"GradientAccumulationScheduler: {told}"
-    assert list(known_callbacks.problems([schedule], PlainModel(), Single(), devices=1)) == []
+        assert [*chain(*(known_callbacks.problems([callback], serves(), devices=2) for serves in serving))] == []
 
 
 def test_callbacks_that_a_run_serves_are_beside_one_another_and_after_a_resume(train: Train) -> None:

@@ -9,7 +9,6 @@ from functools import cache
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN_DATA, Finished, Train, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.launch.habits import ELSEWHERE, HABITS, PLAIN, RUNS, Habit, Typed
 from tests.engine.processes import TRAIN_PY, Start, said
 
@@ -54,13 +53,6 @@ def test_there_are_as_many_habits_as_were_found() -> None:
 def test_a_module_that_optimizes_by_hand_resumes_at_the_very_sample(ran: Ran) -> None:
     resumed, whole = ran("by hand, resumed").column("train/loss"), ran("by hand").column("train/loss")
     assert resumed == pytest.approx(whole, abs=1e-6)
-
-
-def test_a_step_of_several_batches_is_one_of_the_larger_batch(ran: Ran) -> None:
-    """Also the epoch's last, of which the smaller batch leaves one alone."""
-    assert largest_difference(ran("scheduled from the start"), ran("as large")) <= 1e-6
-    whole, resumed = ran("scheduled").column("train/loss"), ran("scheduled, resumed").column("train/loss")
-    assert resumed == pytest.approx({step: whole[step] for step in (6, 7)}, abs=1e-6)
 
 
 def test_a_table_of_lightnings_profiler_is_shown(start: Start) -> None:

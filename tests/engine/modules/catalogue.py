@@ -59,7 +59,7 @@ _PLAIN = (
     *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.WeightNorm, o.Distillation, o.MultiTask, o.Sharpness),
     *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.WarmRestarts, o.Plateau),
     *(o.Warmup, o.Averaged, o.GradientHooks, o.SkipsBatches, o.StepsByHand, o.LogsOfEveryKind, o.ShowsPictures),
-    o.ArcFace,
+    *(o.ArcFace, o.ScheduleFree),
 )
 FIELDS = [
     Field(

@@ -212,6 +212,74 @@ class LooksAhead(Classifier):
         return Lookahead(torch.optim.SGD(self.parameters(), lr=0.1))
 
 
+class AdamWScheduleFree(torch.optim.Optimizer):
+    """Defazio et al. 2024, as facebookresearch/schedule_free has it: weights are y in training, and x elsewhere."""
+
+    def __init__(self, params: Any, lr: float = 0.0025, betas: Any = (0.9, 0.999), eps: float = 1e-8) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, k=0, weight_sum=0.0, lr_max=-1.0, train_mode=False))
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            if group["train_mode"]:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(end=self.state[p]["z"], weight=1 - 1 / group["betas"][0])
+                group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(end=self.state[p]["z"], weight=1 - group["betas"][0])
+                group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            raise Exception("Optimizer was not in train mode when step is called.")
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            (beta1, beta2), lr, k = group["betas"], group["lr"], group["k"]
+            group["lr_max"] = max(lr, group["lr_max"])
+            group["weight_sum"] += group["lr_max"] ** 2
+            ckp1 = group["lr_max"] ** 2 / group["weight_sum"]
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"], state["exp_avg_sq"] = torch.clone(p), torch.zeros_like(p)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                denominator = (state["exp_avg_sq"] / (1 - beta2 ** (k + 1))).sqrt_().add_(group["eps"])
+                gradient = p.grad / denominator
+                p.lerp_(end=state["z"], weight=ckp1)
+                p.add_(gradient, alpha=lr * (beta1 * (1 - ckp1) - 1))
+                state["z"].sub_(gradient, alpha=lr)
+            group["k"] = k + 1
+        return loss
+
+
+class ScheduleFree(Classifier):
+    """Defazio et al. 2024: an optimizer that hooks switch between training's weights and their averages."""
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_validation_epoch_end(self) -> None:
+        self.optimizers().train()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return AdamWScheduleFree(self.parameters(), lr=0.01, eps=1e-4)
+
+
 class LBFGS(Classifier):
     """A closure that is called several times a step."""
 

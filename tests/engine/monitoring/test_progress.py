@@ -58,7 +58,7 @@ def test_a_log_gets_a_line_a_tenth_of_the_run_and_one_a_validation(
     training = [line for line in lines if "samples/s" in line]
     assert [line.split()[1] for line in training] == [f"{step}/50" for step in range(5, 51, 5)]
     assert len([line for line in lines if "val/loss" in line]) == 10
-    assert re.fullmatch(r"step 25/50 · loss [\d.e-]+ · [\d.]+k? samples/s · 0:00 left", training[4])
+    assert re.fullmatch(r"step 25/50 · loss [\d.e-]+ · [\d.]+k? samples/s · 0:0\d left", training[4])
     out, err = capfd.readouterr()
     assert "\r" not in out + err
     assert "\x1b" not in out + err

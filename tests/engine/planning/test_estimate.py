@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
+import torch
 
-from lightswitch.planning import report
+from lightswitch.planning import device, report
+from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.device import CONTEXT_BYTES, CUBLAS_BYTES, GIB, NCCL_BYTES, Device
 from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
@@ -64,6 +67,22 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert found.memory.peak.bytes == 2 * GIB
     # shards come twice in each of three micro batches, over 31.5 GB/s
     assert found.time.seconds["host's memory"] == pytest.approx(2 * 3 * 2 * GIB / 31.5e9)
+
+
+def test_the_hosts_link_is_the_devices_own() -> None:
+    found = estimate((), STEP, RUN, replace(DEVICE, host_gb_per_second=63), on_host=STATES)
+    assert found.time.seconds["host's memory"] == pytest.approx(2 * 3 * 2 * GIB / 63e9)
+
+
+def test_a_strategy_that_computes_in_another_dtype_has_its_peak() -> None:
+    whole = replace(RUN, precision="32-true")
+    seconds = [
+        estimate((), STEP, replace(whole, param_dtype=dtype), DEVICE).time.seconds["arithmetic"]
+        for dtype in (None, "bfloat16")
+    ]
+    assert seconds == pytest.approx([5e12 * 2 * 3 / 10e12, 5e12 * 2 * 3 / 100e12])  # of two samples, three times
+    fsdp, fsdp1 = Candidate((), {"param_dtype": "bfloat16"}), Candidate((), {"mixed_precision": {"param_dtype": "x"}})
+    assert (fsdp.param_dtype, fsdp1.param_dtype, Candidate((), {}).param_dtype) == ("bfloat16", "x", None)
 
 
 def test_a_cpus_memory_is_shared_by_its_processes() -> None:
@@ -185,3 +204,13 @@ def test_the_answer_is_a_line(found: Estimate) -> None:
     )
     large = estimate(("strategy=fsdp",), STEP, RUN, DEVICE.with_memory(8))
     assert report.answer(large, DEVICE) == "nothing fits; the least is fsdp, micro batch 2: 9.02 of 7.92 GiB on X"
+
+
+def test_gpus_are_looked_at_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks that are forked after it could not use CUDA. There is no GPU here, so a function says who asks."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "_smallest_gpu", lambda: (str(os.getpid()), 80 * GIB))
+    found = device.here()
+    assert (found.name == str(os.getpid()), found.memory_gib) == (False, 80)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device.here().name == str(os.getpid())

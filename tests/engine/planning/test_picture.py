@@ -55,7 +55,7 @@ def test_the_axes_of_scaling_have_units_that_fit(
     seconds: float, bytes: float, units: tuple[str, ...], told: str
 ) -> None:
     points = [Point(2**n, 64, 8, 1, bytes, 2 * bytes, seconds / 2**n, "arithmetic", bytes) for n in range(4)]
-    drawn = scaling.picture([Line("fsdp", "strong", tuple(points))])
+    drawn = scaling.picture([Line("fsdp", tuple(points))])
     texts = re.findall(r">([^<>]*)</text>", drawn.light)
     assert all(any(text.startswith(unit) for text in texts) for unit in units)
     assert [text for text in texts if EXPONENT.search(text)] == []

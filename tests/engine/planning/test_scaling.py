@@ -11,27 +11,29 @@ import pytest
 from lightswitch.planning import scaling
 
 
-def _estimate(nodes: int, accumulation: int, seconds: float) -> dict[str, Any]:
+def _estimate(nodes: int, seconds: float) -> dict[str, Any]:
     return {
         **{"nodes": nodes, "devices_per_node": 8, "replicas": 8 * nodes, "micro_batch": 2},
-        "global_batch": 8 * nodes * 2 * accumulation,
-        **{"accumulation": accumulation, "bytes": 2**30, "usable_bytes": 2**31, "bound_by": "network"},
-        **{"least_seconds": {"network": seconds, "arithmetic": seconds / 2}},
+        **{
+            "global_batch": 64,
+            "accumulation": 4 // nodes,
+            "bytes": 2**30,
+            "usable_bytes": 2**31,
+            "bound_by": "network",
+        },
+        **{"bound_by": "network", "least_seconds": {"network": seconds, "arithmetic": seconds / 2}},
         **{"bytes_within_node": 1e9, "bytes_between_nodes": 8e9},
     }
 
 
 def test_efficiency_is_of_a_device_against_the_least_world(tmp_path: Path) -> None:
-    for number, (nodes, strong_seconds) in enumerate([(2, 1.5), (1, 2.0)]):
-        (tmp_path / str(number)).mkdir()
-        told = {"strong": _estimate(nodes, 4 // nodes, strong_seconds), "weak": _estimate(nodes, 4, 2.0)}
-        (tmp_path / str(number) / scaling.FILE).write_text(json.dumps({"strategy": "fsdp", "scaling": told}))
-    strong, weak = scaling.read(tmp_path.glob(f"*/{scaling.FILE}"))
-    assert [point.ranks for point in strong.points] == [8, 16]
-    assert [point.global_batch for point in strong.points] == [64, 64]
-    assert [point.global_batch for point in weak.points] == [64, 128]
-    assert strong.efficiencies() == [1, pytest.approx(2.0 / (2 * 1.5))]  # 64 / 1.5 / 16 by 64 / 2 / 8
-    assert weak.efficiencies() == [1, 1]
-    assert strong.points[0].received_bytes == 1e9 + 8e9 / 8  # what a node gets is shared by its devices
-    rows = scaling.table([strong, weak]).splitlines()
-    assert rows[2].split() == ["strong", "16", "64", "2", "×", "2", "1", "yes", "1.5", "network", "2", "42.7", "67%"]
+    for nodes, seconds in [(2, 1.5), (1, 2.0)]:
+        (tmp_path / str(nodes)).mkdir()
+        told = {"strategy": "fsdp", "estimate": _estimate(nodes, seconds)}
+        (tmp_path / str(nodes) / scaling.FILE).write_text(json.dumps(told))
+    (line,) = scaling.read(tmp_path.glob(f"*/{scaling.FILE}"))
+    assert [(point.ranks, point.global_batch) for point in line.points] == [(8, 64), (16, 64)]
+    assert line.efficiencies() == [1, pytest.approx(2.0 / (2 * 1.5))]  # 64 / 1.5 / 16 by 64 / 2 / 8
+    assert line.points[0].received_bytes == 1e9 + 8e9 / 8  # what a node gets is shared by its devices
+    rows = scaling.table(line).splitlines()
+    assert rows[2].split() == ["16", "64", "2", "×", "2", "1", "yes", "1.5", "network", "2", "42.7", "67%"]

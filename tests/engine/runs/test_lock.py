@@ -183,6 +183,29 @@ def test_two_torchruns_of_one_id_are_two(tmp_path: Path) -> None:
         lock.take(tmp_path, _never, environ=mine | {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "near"})
 
 
+def test_a_holder_learns_that_a_node_of_its_torchrun_is_in_another_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 0.1)
+    mine = {"TORCHELASTIC_RUN_ID": "mine", "PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "head:29500"}
+    asked = threading.Event()
+    held = lock.take(tmp_path, _never, asked.set, mine)
+    elsewhere = {
+        "other id": mine | {"TORCHELASTIC_RUN_ID": "other"},
+        "other store": mine | {"PET_RDZV_ENDPOINT": "b:1"},
+    }
+    for environ in elsewhere.values():
+        with pytest.raises(Refused, match="give this run another run_id"):
+            lock.take(tmp_path, _never, environ=environ)
+    assert not asked.wait(0.5)
+    with pytest.raises(Refused, match=f"process {os.getpid()} on .* of the same torchrun; they meet again"):
+        lock.take(tmp_path, _never, environ=mine)
+    assert asked.wait(5)
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_holder_that_stood_still_learns_that_it_was_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

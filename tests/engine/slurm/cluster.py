@@ -29,13 +29,14 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NEW_NAMESPACES = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 SUBNET = "10.77.0"
 
-# SlurmdParameters: a node may have more processors than the machine; cred_expire: a requeued job waits for it
+# SlurmdParameters: a node may have more processors than the machine; cred_expire: a requeued job waits for it,
+# and a busy machine takes more than 5 s to launch a step
 SLURM_CONF = """\
 ClusterName=lightswitch
 SlurmctldHost=head({subnet}.254)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket,cred_expire=5
+AuthInfo=socket={root}/munge.socket,cred_expire=15
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -27,6 +27,7 @@ from tests.engine.fits import Fits
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.night import at_night
+from tests.pool import Pool
 
 STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS)
 ON_GPU = (*STEPS, "trainer.accelerator=gpu")
@@ -213,3 +214,38 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], li
 def test_nothing_of_it_is_imported_where_it_is_off() -> None:
     script = "import sys, lightswitch.launch.build\nprint(*(name for name in sys.modules if 'compilation' in name))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == []
+
+
+def graphs(strategy: str) -> int:
+    """Return how many graphs are compiled of a fit, of whose units each is one."""
+    made: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    name = f"counting_{strategy}"
+    torch._dynamo.register_backend(counting, name=name)
+    callbacks = (partial(Compilation, backend=name),)
+    fit = replace(LANGUAGE_FIT, strategy=strategy, steps=1, callbacks=callbacks)
+    fit.trainer().fit(fit.module(), fit.data())
+    return len(made)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo looks at gradients of what is no leaf
+def test_units_are_not_cut_by_the_buckets_of_ddp(pool: Pool) -> None:
+    assert pool(1)(graphs, "ddp bucket_cap_mb=0.001") == pool(1)(graphs, "single")
+
+
+@pytest.mark.parametrize("strategy", ["FSDP", "TensorParallel", "FSDP1", "DeepSpeed", "DDP"])
+def test_cuda_graphs_are_refused_where_parameters_move(strategy: str) -> None:
+    cfg: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}, "trainer": {}}
+    cfg["trainer"]["strategy"] = {"_target_": f"some.{strategy}", "stage": 3}
+    told = [
+        line for line in devices.compiler_problems(cfg, "cuda") if line.startswith("compile.mode=reduce-overhead: ")
+    ]
+    assert len(told) == (strategy != "DDP")
+    assert not [line for line in devices.compiler_problems(cfg, "cpu") if "compile.mode" in line]
+    cfg["trainer"]["strategy"]["stage"] = 2
+    assert strategy != "DeepSpeed" or not [one for one in devices.compiler_problems(cfg, "cuda") if "graphs" in one]

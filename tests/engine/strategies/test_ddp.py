@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.auto import auto
+from lightswitch.strategies.ddp import DDP
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fits
 from tests.engine.plain import PlainModel
-from tests.pool import RankFailed
+from tests.pool import Pool, RankFailed
 
 SHORT = replace(PLAIN, steps=3)
 
@@ -118,6 +120,23 @@ def test_it_is_refused_for_steps_of_several_micro_batches(ranks: int, fits: Fits
         fits(replace(SHORT, module=GoesByItsLoss, strategy="ddp" if ranks > 1 else "single"), ranks)
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).endswith(
-        "would be that of the last one alone; leave micro_batch_size and GradientAccumulationScheduler out, or type "
+        "would be that of the last one alone; leave micro_batch_size out, or type "
         f"global_batch_size={6 * ranks} for steps of one"
     )
+
+
+def on_a_stream() -> str:
+    """Wrap a module as on a GPU, where there is none: DDP says what it was given."""
+    dist.init_process_group("gloo")
+    strategy = DDP()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    try:
+        strategy._setup_model(nn.Linear(1, 1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_model_is_wrapped_on_the_stream_of_its_steps(pool: Pool) -> None:
+    """Lightning opens another, which fails where CUDA can't be opened."""
+    assert "device_ids [0]" in pool(1)(on_a_stream)[0]

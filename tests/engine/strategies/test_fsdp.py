@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
+from lightswitch.strategies.fsdp import FSDP
 from tests.engine.curves import largest_difference
 from tests.engine.data.pictures import Pictures
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
-from tests.engine.foreign import Encoder
+from tests.engine.foreign import Classifier, Encoder
 from tests.engine.models.language import LanguageModel
 from tests.engine.plain import AveragedModel
 from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
-from tests.pool import RankFailed
+from tests.pool import Pool, RankFailed
 
 SWITCHES = {  # ranks, and the part of the model that each rank holds
     "fsdp × 1": (1, 1.0),
@@ -107,6 +108,81 @@ def test_every_precision_trains(rounded: str, fits: Fits) -> None:
     assert {tensor.dtype for tensor in run.end.values()} == {ROUNDED[rounded]}
 
 
+class Gathering(LanguageModel):
+    """Logs the bytes of what its forward passes compute with: of a linear layer, a norm, and what is in no unit."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: dict[str, int] = {}
+        block = self.transformer.blocks[0]
+        hooks = [
+            module.register_forward_pre_hook(lambda one, _, name=name: found.update({name: one.weight.itemsize}))
+            for name, module in {"linear": block.mlp.input, "norm": block.mlp_norm, "tokens": self.tokens}.items()
+        ]
+        loss = super().training_step(batch, batch_idx)
+        for hook in hooks:
+            hook.remove()
+        self.log_dict({f"bytes/{name}": float(bytes) for name, bytes in found.items()})
+        return loss
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), (TENSOR_PARALLEL, 4)])
+def test_bf16_mixed_gathers_in_16_bits_what_autocast_rounds_and_changes_no_bit(
+    strategy: str, ranks: int, fits: Fits
+) -> None:
+    strategy = strategy.replace("LanguageModel", "Gathering")
+    mixed = replace(LANGUAGE, module=partial(Gathering, ADAMW), steps=8, arguments="precision=bf16-mixed")
+    found = fits(replace(mixed, strategy=strategy), ranks)[0]
+    whole = fits(replace(mixed, strategy=f"{strategy} param_dtype=float32"), ranks)[0]
+    sizes = [{name: run.column(f"bytes/{name}")[0] for name in ("linear", "norm", "tokens")} for run in (found, whole)]
+    assert sizes == [{"linear": 2, "norm": 4, "tokens": 4}, {"linear": 4, "norm": 4, "tokens": 4}]
+    assert largest_difference(found, whole) == 0
+    assert {tensor.dtype for tensor in found.end.values()} == {torch.float32}
+
+
+def test_what_would_be_rounded_though_autocast_leaves_it_stays_whole(fits: Fits) -> None:
+    mixed = replace(CLIPPED, module=WithBatchNorm, arguments="precision=bf16-mixed")
+    found, expected = fits(replace(mixed, strategy="fsdp"), 2)[0], fits(replace(mixed, strategy="ddp"), 2)[0]
+    assert largest_difference(found, expected) <= 1e-3
+
+
+class WithBatchNorm(Classifier):
+    """Of blocks that hold a batch norm, which takes no weights in 16 bits beside means in 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 16, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_back_end_that_sums_for_an_average_is_asked_for_sums() -> None:
+    at = {"nccl": False, "gloo": True}
+    for backend, only_sums in at.items():
+        assert FSDP(process_group_backend=backend).only_sums == only_sums
+    assert not FSDP(process_group_backend="nccl", cpu_offload=True).only_sums
+
+
+def test_dimensions_of_one_device_are_left_out_of_the_mesh(pool: Pool) -> None:
+    """Each is a process group, which torch 2.8 can't make of two back ends, as offloading needs them."""
+    for sharding, names in {"FULL_SHARD": ("shard",), "NO_SHARD": ("replicate", "shard")}.items():
+        assert pool(2)(mesh_of, sharding) == [names] * 2
+
+
+def mesh_of(sharding: str) -> tuple[str, ...] | None:
+    fit = replace(LANGUAGE, strategy=f"fsdp_offload sharding_strategy={sharding}", steps=1)
+    trainer = fit.trainer()
+    trainer.fit(fit.module(), fit.data())
+    return trainer.strategy.device_mesh.mesh_dim_names
+
+
 def test_units_can_be_named_and_offloading_on_the_cpu_is_told(fits: Fits) -> None:
     named = "fsdp_offload units=[Attention,transformer.blocks.*.mlp]"
     sharded = fits(replace(LANGUAGE, strategy=named, steps=1), 2)[0]
@@ -139,11 +215,12 @@ def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> 
         (_request(**HYBRID, shard_size=3), "shard_size=3 does not divide 4 devices; use one of 1, 2, 4"),
         (_request(2, **HYBRID), "HYBRID_SHARD over one device of each node shards nothing"),
         (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both say what to compute in"),
+        (_request(param_dtype="float32", precision="bf16-true"), "both say what to compute in"),
         (_request(precision="16-mixed"), "does not scale the loss as 16-mixed needs it; use precision=bf16-mixed"),
         (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica is HYBRID_SHARD's"),
         (_request(prefetch=0), "trainer.strategy.prefetch=0: it counts units, so use 1 or more, or leave it out"),
     ],
-    ids=["shard_size", "uneven", "nothing", "two precisions", "16-mixed", "within_replica", "prefetch"],
+    ids=["shard_size", "uneven", "nothing", "two precisions", "also two", "16-mixed", "within_replica", "prefetch"],
 )
 def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Request, line: str) -> None:
     (problem,) = problems(request_)
@@ -154,6 +231,7 @@ def test_what_it_can_do_is_not_refused() -> None:
     for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
         assert not list(problems(_request(**HYBRID, precision=precision)))
     assert not list(problems(_request(accumulate_gradients="unsharded", prefetch=1)))
+    assert not list(problems(_request(param_dtype="float32", precision="bf16-mixed")))
 
 
 AVERAGED = replace(PLAIN, module=AveragedModel, micro_batch=None, steps=3)

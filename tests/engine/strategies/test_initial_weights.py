@@ -29,7 +29,7 @@ def test_ties_kinds_and_values_stay() -> None:
     model.register_buffer("scale", torch.tensor([2.0, 3.0]), persistent=False)
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
-    broadcast_weights(model, CPU, done=set())
+    broadcast_weights(model.modules(), CPU, done=set())
 
     assert model[1].weight is model[0].weight
     assert not model[0].bias.requires_grad
@@ -41,9 +41,9 @@ def test_ties_kinds_and_values_stay() -> None:
 def test_a_module_that_has_its_values_keeps_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     done: set[nn.Module] = set()
-    broadcast_weights(model[0], CPU, done)
+    broadcast_weights(model[0].modules(), CPU, done)
     first, second = model[0].weight, model[1].weight
-    broadcast_weights(model, CPU, done)
+    broadcast_weights(model.modules(), CPU, done)
     assert model[0].weight is first
     assert model[1].weight is not second
 
@@ -51,7 +51,7 @@ def test_a_module_that_has_its_values_keeps_them() -> None:
 def test_tensors_with_strides_of_their_own_are_laid_out_plainly() -> None:
     convolution = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
     expected = convolution.weight.detach().clone()
-    broadcast_weights(convolution, CPU, done=set())
+    broadcast_weights(convolution.modules(), CPU, done=set())
     assert convolution.weight.is_contiguous()  # as fully_shard wants it
     assert torch.equal(convolution.weight, expected)
 

@@ -35,6 +35,8 @@ def _found() -> dict[str, list[int]]:
         "complex": torch.tensor([1.0 + 1j * (rank == 1)]),
         "whole": own,
         "empty": torch.empty(0),
+        "mirrored": torch.tensor([0.3, -0.3]) + 1e-3 * (rank == 3),
+        "far apart": torch.arange(2**20 + 9).roll(2**20 * (rank == 1)),
         "sharded": DTensor.from_local(own, copies["shards"], [Shard(0)]),
         "copied": DTensor.from_local(own, copies, shards),
         "same copies": DTensor.from_local(torch.full((3,), float(rank % 2)), copies, shards),
@@ -43,7 +45,7 @@ def _found() -> dict[str, list[int]]:
 
 
 def test_differences_beyond_rounding_are_found_with_their_ranks(pool: Pool) -> None:
-    expected = {"flag": [3], "complex": [1], "whole": [2], "copied": [2]}
+    expected = {"flag": [3], "complex": [1], "mirrored": [3], "whole": [2], "copied": [2]}
     assert pool(4)(_found) == [expected] * 4
 
 

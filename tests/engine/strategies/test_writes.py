@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, Stopped
 from lightswitch.failures.classify import Rank, failure_of
+from lightswitch.failures.preemption import Preemption
+from lightswitch.process.signals import Signals
+from lightswitch.process.state import Process
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
+from tests.engine.plain import PlainData
 from tests.engine.strategies import writing
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -113,6 +121,18 @@ def test_accumulation_and_mixed_precision_keep_what_is_written(strategy: str, fi
     replicated, run = (fits(fit("Clamped", way, **plain), 2)[0] for way in ("ddp", strategy))
     assert distance(run.end, replicated.end) <= 1e-3
     assert max(float(run.end[name].abs().max()) for name in run.end if name.startswith("net")) <= 0.4 + 1e-6
+
+
+def test_what_is_written_to_weights_that_are_gathered_in_16_bits_is_not_rounded(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(fit("Bounded", "fsdp", arguments="precision=bf16-mixed"), 2)
+    assert isinstance(failed.value.error, Refused)
+    told = "set within training_step, and gathered in bfloat16, which would round what is set; type trainer.strategy."
+    assert f"{told}param_dtype=float32" in str(failed.value.error)
+    whole, expected = (
+        fits(fit("Bounded", way, arguments="precision=bf16-mixed"), 2)[0] for way in ("fsdp param_dtype=float32", "ddp")
+    )
+    assert largest_difference(whole, expected) <= 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -222,3 +242,45 @@ def test_it_is_refused_where_no_save_comes(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(fit("Clamped", strategy, module=WritesLate, steps=130), 2)
     assert str(failed.value.error).startswith(LATE)
+
+
+class AsksToEnd(pl.Callback):
+    """Sends the signal of a scheduler to its rank 0 after the step in which a module begins to write."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5 and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+LONG_EPOCH = {"steps": 100, "data": partial(PlainData, samples=4800)}  # whose last step, which is looked at, is far
+
+
+def ended_by_signal(fit: Fit, folder: Path) -> None:
+    saves = LastCheckpoints(str(folder), every_n_steps=100)
+    fit.trainer(Preemption(Signals(Process())), saves, AsksToEnd()).fit(fit.module(), fit.data())
+
+
+def test_what_began_to_be_written_before_a_signal_is_refused_and_not_saved(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(ended_by_signal, fit("Clamped", COPIES[0], module=WritesLate, **LONG_EPOCH), tmp_path)
+    assert str(failed.value.error).startswith(LATE)
+    assert list(tmp_path.glob("step_*")) == []
+
+
+def test_a_signal_to_a_module_that_writes_nothing_ends_it_in_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(ended_by_signal, fit("Clamped", COPIES[0], module=writing.PlainModel, **LONG_EPOCH), tmp_path)
+    assert isinstance(failed.value.error, Stopped)
+    assert len(list(tmp_path.glob("step_*"))) == 1
+
+
+def with_the_best(fit: Fit, folder: Path) -> None:
+    fit.trainer(ModelCheckpoint(folder, monitor="val/loss")).fit(fit.module(), fit.data())
+
+
+def test_what_began_to_be_written_before_a_validation_is_refused_and_not_saved(pool: Pool, tmp_path: Path) -> None:
+    late = fit("Clamped", COPIES[0], module=WritesLate, steps=5)  # then it validates
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(with_the_best, late, tmp_path)
+    assert str(failed.value.error).startswith(LATE)
+    assert list(tmp_path.iterdir()) == []

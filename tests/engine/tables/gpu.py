@@ -34,9 +34,11 @@ def document(content: Mapping[str, Any]) -> list[str]:
         "parity": ("The same losses as on one device", _parity),
         "resume": ("From each strategy to each other", _resume),
         "failures": ("Failures between ranks", _failures),
+        "shared": ("Two ranks on one card, by NCCL", _shared),
         "memory": ("Memory, as planned and as measured", _memory),
         "benchmark": ("Speed", _speed),
         "compiled": ("Speed under torch.compile", _speed),
+        "parts": ("A step by part", _parts),
         "largest": ("The largest GPT that trains", _largest),
     }
     lines = [_heading(content)]
@@ -54,10 +56,12 @@ def _heading(content: Mapping[str, Any]) -> str:
     machine = content["machine"]
     cells = [cell for cells in content["pieces"].values() for cell in _run(cells).values()]
     dates, commits = sorted({cell["date"] for cell in cells}), sorted({cell["commit"] for cell in cells})
+    drivers = sorted({cell["driver"] for cell in cells} - {None})
     cards = machine["devices"]
     card = f"{len(cards)} × {cards[0]} ({machine['gib'][0]} GiB)" if cards else "no GPU, models of no size on a CPU"
-    named = {"driver": "driver", "cuda": "CUDA", "nccl": "NCCL", "cores": "cores", "python": "Python"}
-    told = [f"{label} {machine[name]}" for name, label in named.items() if machine.get(name)]
+    named = {"cuda": "CUDA", "nccl": "NCCL", "cores": "cores", "python": "Python"}
+    told = [f"driver {' and '.join(drivers)}"] if drivers else []
+    told += [f"{label} {machine[name]}" for name, label in named.items() if machine.get(name)]
     others = [f"{name} {machine[name]}" for name in machine if name not in (*named, "devices", "gib")]
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{when}, {card}, {', '.join([*told, *others])}, commit {', '.join(commits)}: `make gpu`."
@@ -112,6 +116,23 @@ def _failures(cells: Cells) -> list[str]:
         )
     head = ["what happens", "started by", "seconds until all is gone", "exit code", "the first line"]
     return documents.markdown(head, rows)
+
+
+def _shared(cells: Cells) -> list[str]:
+    rows = []
+    for name, cell in cells.items():
+        found = cell["found"]
+        seen = found.get("outcome") or found.get("line") or _shown(found.get("largest_difference"))
+        rows.append([*name.split(": ", 1), seen])
+    return documents.markdown(["what", "of", "what came of it; of parity and resume, the largest difference"], rows)
+
+
+def _parts(cells: Cells) -> list[str]:
+    found = {name: cell["found"] for name, cell in cells.items() if cell["found"]}
+    parts = list(dict.fromkeys(part for of_loop in found.values() for part in of_loop))
+    rows = [[part, *(_shown(of_loop.get(part)) for of_loop in found.values())] for part in parts]
+    told = "Milliseconds a step, by torch's profiler, whose own work is in the gaps; of a GPU, kernels by their names."
+    return [told, "", *documents.markdown(["part", *found], rows)]
 
 
 def _memory(cells: Cells) -> list[str]:

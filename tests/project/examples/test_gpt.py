@@ -2,12 +2,19 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from project.models.transformer import rotary, rotate
+from project.data.windows import ManyWindows, Windows
+from project.models import cross_entropy, document_attention
+from project.models import gpt as gpt_module
+from project.models.cross_entropy import LinearCrossEntropy
+from project.models.gpt_plan import VocabularyParallel
+from project.models.transformer import Linear, rotary, rotate, side_by_side
 
 OPTIONS = [
     {},
@@ -197,3 +204,141 @@ def test_a_document_end_keeps_attention_inside_of_a_document(gpt):
     apart = torch.cat([model(window[:, :3]), model(window[:, 3:])], dim=1)
     torch.testing.assert_close(model(window), apart)
     assert not torch.allclose(gpt(document_end=None).eval()(window), apart)
+
+
+# The same numbers, faster
+
+
+@pytest.mark.parametrize("classes", [11, 128])  # padded to 64, and not
+@pytest.mark.parametrize("rows_each", [20, 7])
+def test_the_loss_by_pieces_is_that_of_all_logits(classes, rows_each, monkeypatch):
+    pieces = [slice(begin, begin + rows_each) for begin in range(0, 20, rows_each)]
+    cut = lambda _, *batch: [[each[piece] for each in batch] for piece in pieces]  # noqa: E731
+    monkeypatch.setattr(cross_entropy, "_chunks", cut)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 5, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(classes, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(classes, (4, 5), generator=generator)
+    targets[1, 2:] = -100
+    expected = F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
+    found = LinearCrossEntropy(-100)(x, weight, targets)
+    torch.testing.assert_close(found, expected)
+    for own, wanted in zip(*(torch.autograd.grad(3 * one, (x, weight)) for one in (found, expected)), strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
+def test_a_piece_of_gpt2s_logits_takes_half_a_gibibyte_at_most():
+    rows = torch.empty(16 * 1024, 1, device="meta")
+    sizes = [len(x) for (x,) in cross_entropy._chunks(50257, rows)]
+    assert sum(sizes) == 16 * 1024
+    assert max(sizes) * 50257 * 4 <= 2**29
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_loss_of_a_batch_is_that_of_its_logits(gpt, options):
+    model, (ids, targets) = gpt(**options).eval(), windows()
+    torch.testing.assert_close(model.loss((ids, targets)), F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()))
+
+
+def test_evaluation_makes_no_gradients_of_the_head(gpt, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    with torch.no_grad(), Named() as ran:
+        gpt().eval().loss(windows())
+    assert "_log_softmax" in ran.names
+    assert "scatter_" not in ran.names
+
+
+def test_one_product_gives_what_three_layers_do():
+    torch.manual_seed(0)
+    layers = [Linear(8, outputs, bias=True, std=0.5) for outputs in (8, 4, 6)]
+    for layer in layers:
+        torch.nn.init.normal_(layer.bias)
+    x = torch.randn(3, 5, 8)
+    with Named() as ran:
+        together = side_by_side(x, *layers)
+    assert [*map(torch.Tensor.size, together)] == [(3, 5, 8), (3, 5, 4), (3, 5, 6)]
+    for found, layer in zip(together, layers, strict=True):
+        torch.testing.assert_close(found, layer(x))
+    assert "cat" in ran.names
+
+
+def test_a_layer_that_is_hooked_is_called(gpt):
+    model, called = gpt(), []
+    model.transformer.blocks[0].attention.keys.register_forward_hook(lambda *_: called.append(1))
+    expected = gpt()(windows()[0])
+    torch.testing.assert_close(model(windows()[0]), expected)
+    assert called
+
+
+def test_rotary_positions_are_compiled_without_complex_numbers():
+    x = torch.randn(2, 3, 5, 8)
+    graphs = []
+
+    def noted(graph, _):
+        graphs.append(str(graph.graph))
+        return graph
+
+    found = torch.compile(rotate, backend=noted)(x, rotary(5, 8, like=x))
+    assert "complex" not in "".join(graphs)
+    torch.testing.assert_close(found, rotate(x, rotary(5, 8, like=x)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # a CPU's kernel has no backward pass
+def test_attention_by_blocks_is_that_by_a_mask(gpt, monkeypatch):
+    model = gpt(document_end=7)
+    ids = torch.tensor([[1, 2, 7, 3, 4, 5], [7, 1, 1, 2, 3, 7]])
+    with torch.no_grad():
+        expected = model(ids)
+        monkeypatch.setattr(gpt_module, "has_blocks", lambda *_: True)
+        found = model(ids)
+    torch.testing.assert_close(found, expected)
+    assert not document_attention.has_blocks(ids, 64, 0.0)  # of a CPU
+
+
+@pytest.mark.gpu
+def test_a_gpu_skips_what_other_documents_hold(gpt, monkeypatch):
+    model = gpt(document_end=7, width=64).cuda()
+    batch = tuple(each.cuda() for each in windows())
+    assert document_attention.has_blocks(batch[0], 32, 0.0)
+    by_blocks = model.loss(batch)
+    found = torch.autograd.grad(by_blocks, [*model.parameters()])
+    monkeypatch.setattr(gpt_module, "has_blocks", lambda *_: False)
+    by_mask = model.loss(batch)
+    torch.testing.assert_close(by_blocks, by_mask)
+    for own, wanted in zip(found, torch.autograd.grad(by_mask, [*model.parameters()]), strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_batches_have_no_gaps_that_a_gpu_would_wait_for():
+    tokens = np.arange(100, dtype=np.uint8)
+    for data in (Windows(tokens, 8), ManyWindows([tokens, tokens], 8)):
+        inputs, targets = data.__getitems__([3, 1])
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        assert inputs.tolist() == [[*range(24, 32)], [*range(8, 16)]]
+        assert torch.equal(targets, inputs + 1)
+
+
+def cut_head(rank, store):
+    """Of two ranks, each with its half of a vocabulary: the loss and the gradients of a head that is whole."""
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 5, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(22, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(22, (4, 5), generator=generator)
+    targets[1, 2:] = -100
+    mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    loss, cut = LinearCrossEntropy(-100), LinearCrossEntropy(-100)
+    VocabularyParallel()._apply(cut, init_device_mesh("cpu", (2,)))
+    expected, found = loss(x, weight, targets), cut(x, mine, targets)
+    torch.testing.assert_close(found, expected)
+    by_x, by_weight = torch.autograd.grad(expected, (x, weight))
+    own_x, own_weight = torch.autograd.grad(found, (x, mine))
+    torch.testing.assert_close(own_x, by_x)
+    torch.testing.assert_close(own_weight, by_weight.chunk(2)[rank])
+    torch.distributed.destroy_process_group()
+
+
+def test_a_head_that_is_cut_by_token_ids_gathers_no_logits(tmp_path):
+    torch.multiprocessing.spawn(cut_head, (tmp_path / "store",), nprocs=2)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lightswitch
+from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.export.__main__ import main
-from lightswitch.export.files import Weights
 from project.data.text import TextFiles
 from project.hub import check_weights, read_tokenizer
 from project.models.hf_causal_lm import HFCausalLM

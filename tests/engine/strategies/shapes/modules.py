@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -448,13 +448,6 @@ class FreezingInGroup(FreezingByTurns):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-5)
-
-
-class Scheduled(Plain):
-    """Steps once in three batches, of eight, so that the last step has fewer, and from its second epoch on in two."""
-
-    def configure_callbacks(self) -> list[pl.Callback]:
-        return [GradientAccumulationScheduler({0: 3, 1: 2})]
 
 
 class Boring(BoringModel):

@@ -29,6 +29,8 @@ from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.trees import MARK, make_tree, remove_tree
 
 FOLDER_STEM = "model"  # of the files in a folder that is named without any
+OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weights, else its last
+SHARD_BYTES = 5 * 10**9
 OF_TORCH = (".pt", ".ckpt")  # files of `torch.save`
 _ARGUMENTS = "hyper_parameters"
 _OF_TRAINING = (
@@ -48,10 +50,9 @@ def write(
     weights: Weights,
     config: dict[str, Any],
     file: Path,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    names_of_tied: Mapping[str, str],
-    on_read: OnRead,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    on_read: OnRead | None = None,
 ) -> list[Path]:
     """Write weights beside their place, compare what was written, and rename it: the files are complete, or not there.
 
@@ -60,7 +61,6 @@ def write(
         file: with the suffix .safetensors, .pt or .ckpt.
         dtype: what floating-point tensors are rounded to; None for their own.
         shard_bytes: of one file of safetensors at most, unless a single tensor is larger. It bounds the memory taken.
-        names_of_tied: for a state dict, more names of tensors: the name in ``weights`` by the other.
         on_read: called with the number of bytes that were just read.
 
     Returns:
@@ -83,7 +83,7 @@ def write(
             if file.suffix == ".safetensors":
                 _save(partial / name, tensors)
             else:
-                others = {other: tensors[first] for other, first in names_of_tied.items()}
+                others = {other: tensors[first] for other, first in weights.first_names.items()}
                 state = {**tensors, **others, **weights.extra_state}
                 _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights.state, config))
             shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors lets its owner alone read it
@@ -145,6 +145,11 @@ def config_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.yaml")
 
 
+def partial_of(file: Path) -> Path:
+    """Return the folder in which the files of ``file`` are written before they are renamed."""
+    return file.with_name(f"{file.name}.partial")
+
+
 def index_of(file: Path) -> Path:
     """Return where the index of shards lies for a file of weights."""
     return file.with_name(f"{file.name}.index.json")
@@ -183,7 +188,7 @@ def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, lis
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
     """Yield a folder whose files are moved to beside ``file`` at the end, if nothing is raised before."""
-    partial = make_tree(directory.vacant(file.with_name(f"{file.name}.partial")))
+    partial = make_tree(directory.vacant(partial_of(file)))
     try:
         yield partial
         for path in sorted(partial.iterdir()):
@@ -249,7 +254,8 @@ class Weights:
     Attributes:
         state: all of the checkpoint but tensors.
         extra_state: what modules keep that is not a tensor, by name.
-        names_of_tied: first names of tied tensors by their others; None in checkpoints of an earlier version.
+        first_names: of tied tensors, by their others: a state dict has all names, a checkpoint the first.
+        lists_tied: whether the checkpoint says which tensors are tied; those of an earlier version do not.
         like: tensors by name on the meta device, shapes and dtypes without values.
 
     Raises:
@@ -260,9 +266,11 @@ class Weights:
         self._reader = Reader(path, group=None)
         self.state = self._reader.state
         self.extra_state = self._mapping("extra_state")
-        self.names_of_tied = self._mapping("names_of_tied") if "names_of_tied" in self.state else None
         names = sorted(self._reader.names(_PREFIX))
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}  # without values: shapes and dtypes
+        self.lists_tied = "names_of_tied" in self.state
+        tied = self._mapping("names_of_tied")
+        self.first_names = {other: first for other, first in tied.items() if first in self.like}
 
     def read(
         self, names: Iterable[str], dtype: torch.dtype | None = None, on_read: OnRead | None = None

@@ -1,0 +1,130 @@
+"""Who reads what of a checkpoint: ranks read it once between them, whatever of it each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.flat_shard import Piece
+from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.checkpoints.reader import Reader
+from lightswitch.errors import UnfitCheckpoint
+from tests.engine.fits import ADAMW, Fit
+from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
+from tests.engine.models.language import LanguageModel
+from tests.pool import Pool, RankFailed
+
+RANKS = 4
+SHAPES = {"a": (1000, 1000), "b": (300, 7, 50), "one": (), **{f"small.{n}": (n, 40) for n in range(8)}}
+
+
+def value(name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.rand(SHAPES[name], generator=generator).to(torch.bfloat16 if name == "b" else torch.float32)
+
+
+def whole(name: str, rank: int) -> Tensor:
+    return torch.zeros_like(value(name))
+
+
+def piece(name: str, rank: int) -> Piece:
+    """Which lies across what any other number of ranks have written."""
+    size = value(name).numel()
+    first, end = size * rank // RANKS, size * (rank + 1) // RANKS
+    return Piece(torch.zeros(end - first, dtype=value(name).dtype), value(name).shape, first)
+
+
+def bytes_read() -> int:
+    """By this process, from files, in all."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line)
+
+
+def filled(path: Path, room: Callable[[str, int], Tensor | Piece]) -> int:
+    """Read a checkpoint's tensors as a rank; return the bytes that it has read."""
+    dist.init_process_group("gloo")
+    reader, rank = Reader(path, dist.new_group()), dist.get_rank()
+    rooms = {name: room(name, rank) for name in SHAPES}
+    before = bytes_read()
+    reader.fill(rooms)
+    after = bytes_read()
+    for name, one in rooms.items():
+        expected = one.of(value(name)) if isinstance(one, Piece) else value(name)
+        assert torch.equal(one.values if isinstance(one, Piece) else one, expected), name
+    return after - before
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("room", [whole, piece])
+def test_what_several_ranks_need_is_read_once(room: Callable[[str, int], Any], pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    directory.write(path, {name: value(name) for name in SHAPES}, {}, ranks=None)
+    read = pool(RANKS)(filled, path, room)
+    assert sum(read) <= 1.2 * size_of(path)
+
+
+def test_a_file_that_one_rank_can_not_read_is_told_by_all(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    directory.write(path, {name: value(name) for name in SHAPES}, {}, ranks=None)
+    with pytest.raises(RankFailed) as failed:
+        pool(RANKS)(cut_and_filled, path)
+    assert isinstance(failed.value.error, UnfitCheckpoint)
+    assert "a.ckpt can't be read as a checkpoint: rank " in str(failed.value.error)
+
+
+def cut_and_filled(path: Path) -> None:
+    dist.init_process_group("gloo")
+    reader = Reader(path, dist.new_group())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in path.glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:100_000])
+    dist.barrier()
+    reader.fill({name: whole(name, 0) for name in SHAPES})
+
+
+class Counted(pl.Callback):
+    """Notes the bytes that are read between the checks of a checkpoint and the first step."""
+
+    def __init__(self) -> None:
+        self.before = self.read = 0
+
+    def on_load_checkpoint(self, *_: Any) -> None:
+        self.before = bytes_read()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.read = bytes_read() - self.before
+
+
+MODEL = partial(LanguageModel, ADAMW, width=128, layers=4)
+
+
+def resumed(fit: Fit, folder: Path, path: Path | None) -> int:
+    counted = Counted()
+    trainer = fit.trainer(counted, LastCheckpoints(str(folder), every_n_steps=1))
+    trainer.fit(fit.module(), fit.data(), ckpt_path=path)
+    if dist.is_initialized():
+        dist.barrier()  # the pool ends a rank that has used DeepSpeed, which may be the one that has the others' store
+    return counted.read
+
+
+@pytest.mark.filterwarnings("ignore")  # DeepSpeed's own, and Lightning's of a resume within an epoch
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
+def test_a_resume_reads_the_checkpoint_once(strategy: str, pool: Pool, tmp_path: Path) -> None:
+    fit = replace(LANGUAGE_FIT, module=MODEL, steps=1, arguments=f"default_root_dir={tmp_path}")
+    pool(1)(resumed, fit, tmp_path, None)
+    path = tmp_path / "step_1.ckpt"
+    read = pool(RANKS)(resumed, replace(fit, strategy=strategy, steps=2), tmp_path, path)
+    assert sum(read) <= 1.3 * size_of(path)

@@ -1,0 +1,150 @@
+"""What is faster and computes the same: attention's kernels, garbage between steps, batches without gaps."""
+
+from __future__ import annotations
+
+import gc
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightswitch.batches.rank_loader import dense
+from lightswitch.errors import Refused
+from lightswitch.strategies import kernels
+from lightswitch.strategies.compilation import Compilation, is_compiled
+from lightswitch.strategies.float8 import Float8, is_fitting
+from tests.engine.conftest import runs_in
+from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainData, PlainModel
+from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+
+
+class Asks(pl.Callback):
+    """Notes whether Python collects garbage at any moment, and how often which generation was collected."""
+
+    def __init__(self) -> None:
+        self.in_steps: list[bool] = []
+        self.in_evaluation: list[bool] = []
+        self.collected: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.in_steps.append(gc.isenabled())
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.in_evaluation.append(gc.isenabled())
+
+
+def fitted(callbacks: list[pl.Callback], folder: Path, model: pl.LightningModule | None = None, **options: Any) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=1, limit_val_batches=1, default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(model or PlainModel(), PlainData())
+
+
+def test_garbage_is_collected_after_steps_and_at_no_other_moment_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.freeze()  # as launch/build does
+    asks, own, frozen = Asks(), gc.collect, gc.get_freeze_count()
+    monkeypatch.setattr(kernels, "_COLLECTS_EVERY_N_STEPS", 3)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: asks.collected.append(generation) or own(generation))
+    between = [kernels.GarbageBetweenSteps(), asks]
+    fitted(between, tmp_path, max_steps=3, accumulate_grad_batches=2, val_check_interval=4)
+    assert asks.in_steps == [False] * 6
+    assert asks.in_evaluation
+    assert all(asks.in_evaluation)
+    assert asks.collected[-3:] == [0, 0, 2]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen / 2, "imports stay frozen: to search them as the process ends takes a second"
+    gc.unfreeze()
+
+
+class Raises(PlainModel):
+    def training_step(self, *_: Any) -> None:
+        raise RuntimeError("this is the bug")
+
+
+def test_garbage_is_collected_as_before_once_a_run_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="this is the bug"):
+        fitted([kernels.GarbageBetweenSteps()], tmp_path, Raises(), max_steps=1)
+    assert gc.isenabled()
+
+
+class Order(pl.Callback):
+    def on_train_start(self, *_: Any) -> None:
+        self.first = torch._C._get_sdp_priority_order()[0]
+
+
+def test_attention_tries_cudnn_first_where_it_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, order = torch._C._get_sdp_priority_order(), Order()
+    assert not kernels.has_fast_cudnn(torch.device("cpu"))
+    fitted([kernels.AttentionBackends(), order], tmp_path, max_steps=1)
+    assert order.first == before[0]
+    monkeypatch.setattr(kernels, "has_fast_cudnn", lambda device: True)
+    fitted([kernels.AttentionBackends(), order], tmp_path, max_steps=1)
+    assert order.first == int(SDPBackend.CUDNN_ATTENTION)
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_a_back_end_that_takes_no_such_tensor_gives_way_to_the_next_one() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    expected = nn.functional.scaled_dot_product_attention(q, q, q)
+    with sdpa_kernel(kernels._BY_SPEED, set_priority=True):
+        torch.testing.assert_close(nn.functional.scaled_dot_product_attention(q, q, q), expected)
+
+
+def test_what_is_copied_to_a_gpu_has_no_gaps_and_keeps_its_layout() -> None:
+    windows = torch.arange(12).view(3, 4)
+    assert dense(windows[:, :-1]).is_contiguous()
+    assert torch.equal(dense(windows[:, :-1]), windows[:, :-1])
+    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for whole in (windows, windows.t(), windows[1:], channels_last):
+        assert dense(whole) is whole
+
+
+class WithLoss(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+        self.criterion = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(("units", "is_taken"), [(None, True), (["Linear"], False)])
+def test_a_models_losses_are_compiled_with_its_blocks(units: list[str] | None, is_taken: bool, tmp_path: Path) -> None:
+    model = WithLoss()
+    with torch.compiler.set_stance("force_eager"):
+        fitted([Compilation(backend="eager", units=units)], tmp_path, model, max_steps=1)
+    assert is_compiled(model.criterion) == is_taken
+
+
+# 8 bits
+
+
+def test_float8_is_refused_where_it_has_no_package_or_no_card(tmp_path: Path) -> None:
+    found = "torchao, which is not installed" if find_spec("torchao") is None else "is for NVIDIA's GPUs"
+    with pytest.raises(Refused, match=rf"callbacks.float8 .*{found}.*leave out callbacks.float8"):
+        fitted([Float8()], tmp_path, max_steps=1)
+
+
+def test_float8_takes_no_matrix_of_an_odd_size() -> None:
+    assert is_fitting(nn.Linear(32, 48))
+    assert not is_fitting(nn.Linear(32, 50257))
+    assert not is_fitting(nn.Embedding(32, 48))
+
+
+@pytest.mark.gpu
+def test_a_model_trains_in_8_bits(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    run = (*LANGUAGE, *NO_CHECKPOINTS, "strategy=single", "trainer.accelerator=gpu", "precision=bf16-mixed")
+    train = runs_in(tmp_path)
+    eight = train(*run, "callbacks=[default,float8]", "compile=true", timeout_seconds=280)
+    assert "linear layers in 8 bits" in eight.out
+    assert largest_difference(eight, train(*run)) <= 0.1
