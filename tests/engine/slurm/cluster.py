@@ -30,7 +30,8 @@ NEW_NAMESPACES = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--
 SUBNET = "10.77.0"
 
 # SlurmdParameters: a node may have more processors than the machine; cred_expire: a requeued job waits for it,
-# and a busy machine takes more than 5 s to launch a step
+# and a busy machine takes more than 5 s to launch a step. A job whose launch takes longer than MessageTimeout, or
+# whose end is told later than BatchStartTimeout, Slurm runs a second time
 SLURM_CONF = """\
 ClusterName=lightswitch
 SlurmctldHost=head({subnet}.254)
@@ -49,7 +50,8 @@ ReturnToService=2
 MailProg=/bin/true
 KillWait=10
 SlurmdTimeout=20
-MessageTimeout=10
+MessageTimeout=30
+BatchStartTimeout=60
 SchedulerParameters=bf_interval=2,sched_interval=2
 SlurmdParameters=config_overrides
 SlurmctldPidFile={root}/slurmctld.pid
