@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError
 
 from lightswitch.config import hydra_errors
 from lightswitch.preflight import targets
-from tests.engine.config.mistaken import TRAIN, Answer, answers
+from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import CHECKOUT, PLAIN
 
 PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
