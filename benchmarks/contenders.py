@@ -23,10 +23,10 @@ from torch.nn.utils import clip_grad_norm_
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
-from lightswitch.launch import build, resolvers
+from lightswitch.launch import build
+from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight.check import check
-from lightswitch.process.signals import Signals
-from lightswitch.process.state import Process
+from lightswitch.process import Process, Signals
 
 CONF = Path(__file__).parents[1] / "conf"
 WARMUP_STEPS = 20
@@ -78,7 +78,7 @@ def with_peer(model: LightningModule, data: LightningDataModule, folder: Path, t
 @contextlib.contextmanager
 def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictConfig]:
     """A run's config, without the process that a run is."""
-    resolvers.register(placement.detect())
+    register_resolvers(placement.detect())
     common = [
         f"hydra.run.dir={folder}",
         f"trainer.max_steps={steps}",

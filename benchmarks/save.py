@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.results import Row, interleaved, options, publish, row
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.ddp import Single
 
 
 class Linears(LightningModule):

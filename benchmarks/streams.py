@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from benchmarks.data import WindowSamples
 from benchmarks.results import Row, interleaved, options, publish, row
 from lightswitch.batches.loaders import training_loader
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position
-from lightswitch.batches.stream_loader import training_stream
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.rank_loader import training_stream
 from project.data.loaders import Pair
 
 GLOBAL_BATCH, CONTEXT = 64, 256

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightswitch.export.model import load
+    from lightswitch.export.models import load
 
 __all__ = ["load"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "load":  # when asked for: it imports torch, which most of the launch does without
-        from lightswitch.export.model import load
+        from lightswitch.export.models import load
 
         return load
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -10,8 +10,7 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
-from lightswitch.process.signals import Signals
-from lightswitch.process.state import Process
+from lightswitch.process import Process, Signals
 
 
 @dataclass(frozen=True)

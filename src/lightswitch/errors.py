@@ -1,6 +1,6 @@
-"""The engine's exceptions and exit codes.
+"""The engine's exceptions and exit codes, and how the commands beside train.py end by them.
 
-    Exception
+Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
     │   │   ├── Unplanned          nothing can be known of a run before it starts
@@ -28,14 +28,17 @@ checkpoint see UnfitCheckpoint.
 
 from __future__ import annotations
 
+import argparse
 import enum
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,3 +231,33 @@ def shown(path: Path) -> str:
 def printable(text: str) -> str:
     """Return a text without what a terminal acts on: control characters, and those that turn the order of letters."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
+
+
+class Command(argparse.ArgumentParser):
+    """Parser of a command's arguments, which refuses as train.py does: a line on stderr, and exit code 2.
+
+    From here on Ctrl+C ends the process without a traceback.
+
+    Args:
+        name: of the module that is run.
+        description: its docstring, printed by --help as it is.
+    """
+
+    def __init__(self, name: str, description: str | None) -> None:
+        sys.excepthook = _tell
+        super().__init__(
+            f"python -m {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the message, and without argparse's lines of usage."""
+        print(f"error: {printable(message)}", file=sys.stderr)
+        raise SystemExit(ExitCode.REFUSED)
+
+
+def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print a traceback as Python does, and of Ctrl+C a line: Python then ends by the signal, as shells expect."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("stopped    by SIGINT", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)

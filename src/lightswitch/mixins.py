@@ -1,4 +1,4 @@
-"""Mixins for objects that someone else's code has made: the engine's methods come before those of the object's class.
+"""Mixins for objects that someone else's code has made, and the types of attributes that Lightning does not declare.
 
 A method is overridden as in any subclass, but the class to derive from is known only once the object is there: that of
 a strategy which a config names, or of a precision that Lightning chooses.
@@ -6,7 +6,10 @@ a strategy which a config names, or of a precision that Lightning chooses.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
 
 
 class Mixin:
@@ -54,3 +57,9 @@ def mixed_class(*bases: type) -> Any:
 def _without_state(*bases: type) -> Any:
     kind = mixed_class(*bases)
     return kind.__new__(kind)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the Trainer's own list of its callbacks: what is put into it is called as well."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector of Lightning's sets it
+    return callbacks

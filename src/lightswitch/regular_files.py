@@ -1,4 +1,4 @@
-"""Files that may come from anywhere, read only where they are regular, and no larger or deeper than a run writes them.
+"""Files read only where they are regular and no larger than a run writes them, and directories that are ours to remove.
 
 A pipe in the place of a file would be waited for, a device never ends, and a few bytes of YAML can stand for gigabytes.
 What a run writes, it writes into files of its own directory alone: a link there may lead anywhere. Imports no torch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its type
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.errors import IrregularFile, shown
+from lightswitch.errors import IrregularFile, Refused, shown
 
 _MOST_BYTES = 32 << 20  # of a JSON file: the index of a model with a hundred thousand tensors has a third of it
 _MOST_YAML_BYTES = 256 << 10  # it takes seconds to parse
@@ -223,3 +224,57 @@ def _checked(path: Path, found: os.stat_result, expected: str, other: str = "") 
     if what:
         raise IrregularFile(f"{shown(path)} is {what}, expected {expected}; put a copy there, or remove it")
     return path
+
+
+MARK = ".lightswitch"  # an empty file in each of them
+
+
+def make_tree(path: Path) -> Path:
+    """Make a directory that `remove_tree` will remove, and the parents that it lacks.
+
+    Raises:
+        FileExistsError: something stands there already.
+        OSError: it can't be made, as on a full disk; nothing is left of it.
+    """
+    path.mkdir(parents=True)
+    try:
+        (path / MARK).touch()
+    except OSError:  # a full disk
+        path.rmdir()
+        raise
+    return path
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory that `make_tree` has made, or an empty one.
+
+    Raises:
+        Refused: it is a link, the working directory, the home, one of their parents, or holds no mark of ours.
+        OSError: a part of it could not be removed.
+    """
+    if reason := _why_not(path):
+        raise Refused(f"{path} is not removed: {reason}; if it is to go, remove it by hand")
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        elif child.name != MARK:
+            child.unlink()
+    shutil.rmtree(path)  # the mark last: a removal that was killed can be done again
+
+
+def is_own_tree(path: Path) -> bool:
+    """Return whether a path is a directory that `remove_tree` removes."""
+    return _why_not(path) is None
+
+
+def _why_not(path: Path) -> str | None:
+    for kept, name in ((Path.cwd(), "the working directory"), (Path("~").expanduser(), "the home directory")):
+        if path.resolve() in (kept.resolve(), *kept.resolve().parents):
+            return f"it is {name}, or holds it"
+    if path.is_symlink():
+        return "it is a link"
+    if not path.is_dir():
+        return "it is no directory"
+    if not any(path.iterdir()):  # a process was killed before it had set the mark, or after it had removed it
+        return None
+    return None if (path / MARK).is_file() else f"it holds no {MARK}, so lightswitch has not made it"

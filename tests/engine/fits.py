@@ -26,12 +26,11 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.hooked_strategy import hooked
-from lightswitch.launch.hooks import skip_empty_hooks
-from lightswitch.launch.loop import replace_loops
-from lightswitch.monitoring.grad_norm import GradNorm
+from lightswitch.launch.loop import replace_loops, skip_empty_hooks
+from lightswitch.monitoring.progress import GradNorm
+from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.kernels import FusedStep
 from lightswitch.strategies.known_callbacks import KnownCallbacks
-from lightswitch.strategies.single import Single
 from tests.engine.data.pictures import Pictures
 from tests.engine.data.text import Text
 from tests.engine.models.language import LanguageModel

@@ -16,10 +16,9 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import RefusedRequest
-from lightswitch.launch import resolvers
+from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight.check import check
-from lightswitch.process.signals import Signals
-from lightswitch.process.state import Process
+from lightswitch.process import Process, Signals
 from tests.runs import CHECKOUT
 
 ALONE = Placement("local")
@@ -43,7 +42,7 @@ def composing() -> Iterator[None]:
 
 def composed(*words: str, into: Path) -> Request:
     """Return the request that train.py would get of these words, of a run whose directory would be `into`."""
-    resolvers.register(ALONE)
+    register_resolvers(ALONE)
     fixed = ("run_id=composed", f"hydra.runtime.output_dir={into}")
     cfg = compose("config", [*normalised([*words]), *fixed], return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
@@ -53,7 +52,7 @@ def composed(*words: str, into: Path) -> Request:
 
 def problems(request: Request, placement: Placement = ALONE) -> set[str]:
     """Return the lines with which the last composed request is refused; none where it would run."""
-    resolvers.register(placement)
+    register_resolvers(placement)
     process = Process()
     try:
         check(request.cfg, RunContext.of(request.cfg, request.hydra, placement, process, Signals(process)))

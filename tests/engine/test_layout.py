@@ -37,8 +37,8 @@ PACKAGES = (
         "config",
     ),
     *("deepspeed", "strategies", "context", "cluster", "process", "checkpoints", "batches", "monitoring"),
-    *("command", "figures", "hooked_strategy", "gathering", "lightning_types", "mixins"),  # files beside the packages
-    *("patches", "trees", "versions", "regular_files", "errors"),
+    *("figures", "hooked_strategy", "mixins"),  # files beside the packages
+    *("patches", "versions", "regular_files", "errors"),
 )
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
@@ -52,8 +52,6 @@ WITHOUT_TORCH = (
     "lightswitch.runs.finished",
     "lightswitch.preflight.targets",
     "lightswitch.preflight.devices",
-    "lightswitch.preflight.devices",
-    "lightswitch.preflight.launchers",
     "lightswitch.preflight.signatures",
     "lightswitch.config.hydra_errors",
     "lightswitch.cluster.placement",
@@ -61,14 +59,11 @@ WITHOUT_TORCH = (
     "lightswitch.runs.saved",
     "lightswitch.runs.lock",
     "lightswitch.runs.log",
-    "lightswitch.config.names",
+    "lightswitch.config.values",
     "lightswitch.config.overrides",
-    "lightswitch.launch.resolvers",
     "lightswitch.patches",
     "lightswitch.batches.plan",
     "lightswitch.deepspeed.config",
-    "lightswitch.deepspeed.config",
-    "lightswitch.deepspeed.ops",
     "lightswitch.preflight.strategies",
     "lightswitch.figures",
     "lightswitch.regular_files",

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.ddp import DDP
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.ddp import DDP, Single
 
 
 class _Doubled(Mixin, Precision):

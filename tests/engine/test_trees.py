@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightswitch.errors import Refused
-from lightswitch.trees import make_tree, remove_tree
+from lightswitch.regular_files import make_tree, remove_tree
 from tests.engine.conftest import CHECKOUT
 
 
@@ -74,4 +74,4 @@ def test_nothing_else_removes_directories() -> None:
         path for path in sources
         if path.suffix in (".py", ".sh") and re.search(r"rmtree\(|removedirs\(|\brm -\w*r", path.read_text())
     ]  # fmt: skip
-    assert {path.name for path in found} == {"trees.py"}
+    assert {path.name for path in found} == {"regular_files.py"}

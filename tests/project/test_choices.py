@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import moved
-from lightswitch.launch import resolvers
-from lightswitch.preflight import targets, unread
+from lightswitch.launch.hydra_entry import register_resolvers
+from lightswitch.preflight import root_keys, targets
 from lightswitch.preflight.signatures import signature
 from tests.project.choices import CONF, choices
 
@@ -36,7 +36,7 @@ def test_what_is_typed_of_optimizer_and_scheduler_is_read_or_refused(model: str)
     given = OmegaConf.to_container(cfg.model, resolve=False).values()
     for group in ("optimizer", "scheduler"):
         keys = [f"{group}.{key}" for key in cfg[group] if not key.startswith("_")]
-        assert {*unread.of(cfg, keys)} == ({*()} if "${" + group + "}" in given else {*keys})
+        assert {*root_keys.unread(cfg, keys)} == ({*()} if "${" + group + "}" in given else {*keys})
 
 
 @pytest.mark.parametrize("group", ["model", "data"])
@@ -55,7 +55,7 @@ def test_each_key_that_a_choice_has_is_taken_by_another_or_refused_by_its_name(g
 
 def _with_data(model: str) -> DictConfig:
     """The config of a model with the first data that have what it refers to."""
-    resolvers.register(Placement("local"))
+    register_resolvers(Placement("local"))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for data in choices("data"):
             words = [f"model={model}", f"data={data}", "run_id=x", "hydra.runtime.output_dir=x"]

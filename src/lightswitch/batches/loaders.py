@@ -13,12 +13,17 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.order import EvaluationSlices, TrainingSlices, sampler_of, samples_of, unwrapped
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position
-from lightswitch.batches.randomness import EvaluatedSamples, SeededSamples
-from lightswitch.batches.rank_loader import RankLoader, made_anew
-from lightswitch.batches.stream_loader import evaluation_stream, training_stream
+from lightswitch.batches.order import (
+    EvaluatedSamples,
+    EvaluationSlices,
+    SeededSamples,
+    TrainingSlices,
+    sampler_of,
+    samples_of,
+    unwrapped,
+)
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.rank_loader import RankLoader, evaluation_stream, made_anew, training_stream
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)

@@ -1,27 +1,34 @@
-"""What ranks log of an epoch or an evaluation, brought together where it ends, also where a run was resumed."""
+"""Logged metrics over all ranks and micro-batches, of a step, an epoch or an evaluation, also over a resume."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
-from lightswitch.batches.position import Position, saved_position
+from lightswitch.batches.plan import Position, saved_position
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.monitoring.step_results import Logged, Results, joined, logged
+from lightswitch.monitoring.metrics import Logged, MetricsFile, Results, is_counted, joined, logged
+
+log = logging.getLogger(__name__)
+
 
 OF_RANKS = "of_ranks"  # of a checkpoint: a list of what each rank adds to it, in numbers, lists and dictionaries
 _LARGEST = 10_000  # elements of a metric's state that is saved; it goes through the store where ranks have met
@@ -222,3 +229,211 @@ def _whole(metric: Metric, states: Iterable[State]) -> Mapping[str, Tensor]:
         part = torch.tensor(values, dtype=own.dtype, device=own.device)
         whole[name] = _REDUCED[metric._reductions[name]](whole[name], part) if name in whole else part
     return whole
+
+
+@dataclass(frozen=True)
+class Part:
+    """Value that a rank has logged in a micro batch.
+
+    Attributes:
+        reduce_fx: mean, sum, min or max, as of an epoch.
+        weight: of the micro batch in the mean over its step.
+    """
+
+    reduce_fx: str
+    value: float
+    weight: float
+
+
+class StepLogs:
+    """Values of steps on their way to the loggers.
+
+    Lightning sends them what rank 0 has logged in the last micro batch: another number wherever the cut of the batch is
+    another. A step of an evaluation is one of its batches, and goes to the loggers that have an axis for it:
+    metrics.csv has a row for each step of training.
+
+    Args:
+        share: of the ranks that read other samples than those before them, as of `LogsOfRanks`.
+
+    Attributes:
+        weight: of the micro batch that was trained on last.
+    """
+
+    def __init__(self, trainer: Trainer, share: float) -> None:
+        self._trainer = trainer
+        self._share = share
+        self.weight = 1.0
+        self._parts: list[tuple[str, str, Tensor, float]] = []  # of this step so far
+        self._seen: dict[str, Tensor] = {}  # by Lightning's key, what was logged last
+
+    def install(self) -> None:
+        """Bring together from now on."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        log_trained, log_evaluated = connector.update_train_step_metrics, connector.update_eval_step_metrics
+
+        def trained() -> None:
+            results = self._trainer._results
+            if is_counted(self._trainer) and isinstance(results, Results):
+                self._add(results)
+                if not (self._trainer.fit_loop._should_accumulate() and self._is_automatic):
+                    self._join(results)
+            log_trained()
+
+        def evaluated(step: int) -> None:
+            loggers = trainer.loggers
+            trainer.loggers = [logger for logger in loggers if not isinstance(logger, MetricsFile)]
+            try:
+                log_evaluated(step)
+            finally:
+                trainer.loggers = loggers
+
+        patches.replace(connector, "update_train_step_metrics", trained)
+        patches.replace(connector, "update_eval_step_metrics", evaluated)
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self._trainer.lightning_module.automatic_optimization
+
+    def remove(self) -> None:
+        """Leave what is logged to Lightning again."""
+        patches.restore(self._trainer._logger_connector, "update_train_step_metrics")
+        patches.restore(self._trainer._logger_connector, "update_eval_step_metrics")
+
+    def _add(self, results: Results) -> None:
+        """Take what was logged in a micro batch of a step that loggers are sent."""
+        for key, value in results.logged_by_step():
+            if self._seen.get(key) is not value:
+                meta = results[key].meta
+                fx = "mean" if meta.sync.should else meta.reduce_fx.__name__  # Lightning has brought it together
+                self._parts.append((key, fx, value, self.weight))
+                self._seen[key] = value
+
+    def _join(self, results: Results) -> None:
+        """Give each value of the step that of all its micro batches and ranks. Collective."""
+        own: dict[str, list[Part]] = {}
+        for key, fx, value, weight in self._parts:
+            own.setdefault(key, []).append(Part(fx, float(value), weight))
+        self._parts = []
+        of_ranks = [own]
+        if self._trainer.world_size > 1:
+            of_ranks = [{} for _ in range(self._trainer.world_size)]
+            dist.all_gather_object(of_ranks, own)
+        for key in own:
+            joined = whole([part for parts in of_ranks for part in parts.get(key, ())], self._share)
+            self._seen[key] = results.put_of_step(key, joined)
+        if own:  # what Lightning has read before, and shows until the next batch is over; reading it puts it right
+            connector = self._trainer._logger_connector
+            _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
+
+
+def whole(parts: Iterable[Part], share: float = 1.0) -> float:
+    """Return the value of all parts together; those of no weight have read a sample that is another's."""
+    counted = [part for part in parts if part.weight]
+    if not counted:
+        return float("nan")
+    values = [part.value for part in counted]
+    fx = counted[0].reduce_fx
+    if fx == "mean":
+        return sum(part.value * part.weight for part in counted) / sum(part.weight for part in counted)
+    return {"sum": lambda: sum(values) * share, "min": lambda: min(values), "max": lambda: max(values)}[fx]()
+
+
+_KEY = "metrics"  # of a checkpoint
+_PLATEAU_KEY = "plateau"  # of a checkpoint
+
+
+class Ending(Callback):
+    """Callback that keeps the Trainer's `callback_metrics` in checkpoints.
+
+    Early stopping, schedules and results.json go by them, and Lightning saves none. What the module itself has gathered
+    over an epoch, in a list for one, is gone with its process: where a run is resumed after an epoch's last batch, and
+    the module's `on_train_epoch_end` fails for that, the run goes on without it. It precedes `GlobalBatch`, which runs
+    the validation that was due.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, float] = {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
+        checkpoint[_KEY] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            metrics = checkpoint.get(_KEY, {})
+            self._metrics = metrics if isinstance(metrics, dict) else {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._metrics.items()}
+        trainer._logger_connector._callback_metrics.update(metrics)
+        if trainer.ckpt_path is not None:
+            patches.replace(pl_module, "on_train_epoch_end", _lenient(trainer, pl_module.on_train_epoch_end))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        patches.restore(pl_module, "on_train_epoch_end")
+
+
+def _lenient(trainer: Trainer, end: Callable[[], None]) -> Callable[[], None]:
+    progress, epoch = trainer.fit_loop.epoch_loop.batch_progress, trainer.current_epoch
+    begun_before = progress.total.ready
+
+    @functools.wraps(end)  # whose module tells whether it is the user's own
+    def attempt() -> None:
+        try:
+            end()
+        except Exception as error:
+            if progress.total.ready != begun_before:  # the module has seen batches of the epoch
+                raise
+            log.warning(
+                "epoch %d was cut off before its end: on_train_epoch_end fails without what it had gathered (%s: %s); "
+                "the run goes on without it", epoch, type(error).__name__, error,
+            )  # fmt: skip
+
+    return attempt
+
+
+class PlateauState(Callback):
+    """Callback that keeps in checkpoints which steps of ReduceLROnPlateau were due.
+
+    A checkpoint of a batch is written before the validation and the schedule's step that follow it. It follows
+    `GlobalBatch`, which runs the validation that was due.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[int] = []
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        plateaus, position = _plateaus(trainer), saved_position(checkpoint)
+        if not plateaus or position is None:
+            return
+        checkpoint[_PLATEAU_KEY] = {
+            "due": [index for index, config in plateaus.items() if _is_due(config, trainer, position)]
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._due = checkpoint.get(_PLATEAU_KEY, {}).get("due", [])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the steps that were due, by the metrics of the validation that was due, or else by those saved."""
+        for index, config in _plateaus(trainer).items():
+            metric = trainer.callback_metrics.get(str(config.monitor))
+            if index in self._due and metric is not None:
+                call._call_lightning_module_hook(trainer, "lr_scheduler_step", config.scheduler, metric)
+        self._due = []
+
+
+def _plateaus(trainer: Trainer) -> dict[int, LRSchedulerConfig]:
+    """Return the schedules that step by a metric, by their index among all; Lightning steps none of manual modules."""
+    if not trainer.lightning_module.automatic_optimization:
+        return {}
+    return {index: config for index, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
+
+
+def _is_due(config: LRSchedulerConfig, trainer: Trainer, position: Position) -> bool:
+    """Return whether a schedule steps after the batch or the epoch that has just ended, and has not yet."""
+    loop = trainer.fit_loop
+    if config.interval == "epoch":
+        is_ahead, count = loop.epoch_progress.current.completed < position.epoch, trainer.current_epoch + 1
+    else:
+        is_ahead, count = loop.epoch_loop._batches_that_stepped < position.steps, loop.epoch_loop.batch_idx + 1
+    return is_ahead and count % config.frequency == 0

@@ -1,14 +1,29 @@
-"""DataLoaders made anew, by torch's constructor, from the arguments of others, whoever wrote those."""
+"""DataLoaders made anew from the arguments of others, so that each rank reads its share of a dataset or a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
+
+from lightswitch.batches.combined import Combined
+from lightswitch.batches.order import TrainingSlices
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.stream import Cursor, Cut, Place, Reader, Resume, Unkept, global_batches, last_rounds, rounds
+from lightswitch.errors import Refused
+
+log = logging.getLogger(__name__)
+
 
 _TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")
 _Kind = TypeVar("_Kind", bound="RankLoader")
@@ -118,3 +133,345 @@ def dense(tensor: Tensor) -> Tensor:
     `tokens[:, :-1]`, it would first make a copy in memory that is not pinned, and wait for that."""
     strides = torch.empty_like(tensor, device="meta").stride()  # those of a copy, which keeps a dense tensor's
     return tensor if tensor.stride() == strides else tensor.contiguous()
+
+
+Gather = Callable[[int], list[int]]  # what each rank has, in the order of ranks
+_ENDLESS = sys.maxsize  # samples of a stream whose length is unknown
+_UNFINISHED_STEPS = 2  # that a loader may be ahead of training, as Lightning looks one batch ahead
+
+
+def training_stream(
+    loader: DataLoader[Any],
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    at: Position,
+    gather: Gather,
+    combined: Combined | None = None,
+    pins_for_gpu: bool = False,
+) -> StreamLoader:
+    """Return another DataLoader over an IterableDataset that reads this rank's slices of each global batch.
+
+    Each of its processes reads the whole stream. The arguments are those of
+    `lightswitch.batches.loaders.training_loader`.
+
+    Args:
+        gather: collective, called with the first batch.
+    """
+    samples, readers = sized_len(loader.dataset), max(1, loader.num_workers)
+    drop_last = bool(loader.drop_last)
+    slices = StreamSlices(samples, drop_last, plan, rank, seed, at, combined, readers)
+    groups = partial(global_batches, size=plan.global_batch, drop_last=drop_last)
+    cursor = Cursor(plan, rank, seed, groups, seeded_samples=plan.global_batch)
+    return _shared(loader, slices, cursor, gather, pins_for_gpu)
+
+
+def evaluation_stream(
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, gather: Gather, pins_for_gpu: bool = False
+) -> StreamLoader:
+    """Return another DataLoader over an IterableDataset that reads this rank's share of the samples.
+
+    Each sample is read once over all ranks, and ranks make equally many batches: in turns, as the end is not known.
+    """
+    batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
+    of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
+    slices = StreamRounds(sized_len(loader.dataset), of_round)
+    groups = partial(rounds, size=of_round.global_batch, replicas=plan.replicas)
+    cursor = Cursor(of_round, rank, seed, groups, seeded_samples=1)
+    return _shared(loader, slices, cursor, gather, pins_for_gpu)
+
+
+def _shared(
+    loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather, pins_for_gpu: bool
+) -> StreamLoader:
+    reader, received = Reader(loader.dataset, cursor), Received(slices, gather)
+    return made_anew(StreamLoader, loader, reader, slices, received, pins_for_gpu)
+
+
+class BatchesAlone:
+    """Loader that refuses to yield a `Cut` in place of its batch, which the user's own class may have passed on."""
+
+    def __iter__(self) -> Any:
+        return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the loader that this is mixed into
+
+    def _batch(self, batch: Any) -> Any:
+        if isinstance(batch, Cut):
+            raise Refused(
+                f"a stream's data loader, {type(self).__name__}, has an __iter__ that does not call torch's by "
+                "super().__iter__(); use torch's DataLoader, or data.sharded_by=dataset to run it as it is"
+            )
+        return batch
+
+
+class StreamLoader(RankLoader):
+    """DataLoader whose readers send what training is to know of a stream beside each batch."""
+
+    before_own = (BatchesAlone, OwnLength)
+
+    def __init__(
+        self, given: DataLoader[Any], reader: Reader, slices: Any, received: Received, pins_for_gpu: bool
+    ) -> None:
+        super().__init__(given, reader, Collate(given.collate_fn), pins_for_gpu, batch_size=None, sampler=slices)
+        self._received = received
+
+    def __iter__(self) -> Any:
+        return self._received.batches(super().__iter__())
+
+
+class Collate:
+    """Collation of a cut's samples, which leaves alone what is beside them."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, cut: Cut) -> Cut:
+        return cut._replace(batch=self.collate(cut.batch)) if cut.samples else cut
+
+
+class Received:
+    """Receiver of what a loader's readers send: it hands on the batches, and keeps what is beside them.
+
+    Args:
+        gather: see `training_stream`.
+    """
+
+    def __init__(self, slices: StreamSlices | StreamRounds, gather: Gather) -> None:
+        self._slices = slices
+        self._gather = gather
+        self._digests: dict[tuple[int, int], int] = {}  # of the current pass
+        self._told: set[str] = set()
+
+    def batches(self, cuts: Iterator[Cut]) -> Iterator[Any]:
+        """Yield batches, up to where the stream ends."""
+        for cut in cuts:
+            if not cut.samples:
+                self._slices.end(cut)
+                return
+            yield self._take(cut)
+
+    def _take(self, cut: Cut) -> Any:
+        if cut.digest is not None:
+            self._compare(cut.digest, (cut.place.turn, cut.place.key))
+        if cut.skipped is not None:
+            self._tell_skipped(*cut.skipped)
+        if isinstance(cut.state, Unkept):
+            self._tell(
+                f"the stream's state holds a {cut.state.kind}, which a checkpoint can't keep: a resumed run reads the "
+                "stream up to its place"
+            )
+            cut = cut._replace(state=None)
+        elif cut.samples < self._slices.plan.replicas and isinstance(self._slices, StreamRounds):
+            raise Refused(
+                f"an evaluation set of {cut.samples} samples can't be shared by {self._slices.plan.replicas} devices; "
+                "use fewer devices"
+            )
+        self._slices.note(cut)
+        return cut.batch
+
+    def _compare(self, digest: int, of_pass: tuple[int, int]) -> None:
+        """Check that all readers begin with the same samples: the ranks at the first batch, this one's at any.
+
+        Raises:
+            Refused: they do not.
+        """
+        known = self._digests.get(of_pass)
+        self._digests = {of_pass: digest}
+        if known is not None:
+            others, which = [known, digest], "the workers of a data loader read"
+        elif "compared" not in self._told:
+            self._told.add("compared")
+            others, which = self._gather(digest), "the ranks read"
+        else:
+            return
+        if len(set(others)) > 1:
+            raise Refused(
+                f"{which} different samples of a stream that they are to share: if its dataset splits itself, type "
+                "data.sharded_by=dataset; else let it draw from the generators of torch, NumPy and Python, or from "
+                "one that set_epoch seeds"
+            )
+
+    def _tell_skipped(self, samples: int, seconds: float) -> None:
+        self._tell(
+            f"skipped    {samples:,} samples of a stream in {seconds:.1f} s, to go on where the run stood; a "
+            "dataset with state_dict and load_state_dict goes on at once"
+        )
+
+    @rank_zero_only
+    def _tell(self, line: str) -> None:
+        key = line.split()[0]
+        if key not in self._told:
+            self._told.add(key)
+            log.info("%s", line)
+
+
+class StreamSlices(TrainingSlices):
+    """Batch sampler of one rank: the places of its micro batches, until the stream ends.
+
+    The place of a micro batch is the same as a map-style dataset's: a slice of the k-th G samples of the stream.
+
+    Args:
+        samples: of the stream, as its ``len()`` says; None where that is unknown.
+        readers: processes that read for this rank.
+    """
+
+    def __init__(
+        self,
+        samples: int | None,
+        drop_last: bool,
+        plan: BatchPlan,
+        rank: int,
+        seed: int,
+        at: Position,
+        combined: Combined | None,
+        readers: int,
+    ) -> None:
+        self._is_sized = samples is not None
+        self._drop_last = drop_last
+        self._readers = readers
+        self._turn = 0
+        self._short: tuple[Place, int] | None = None  # the pass's last step, and its samples
+        self._states: dict[int, Any] = {}  # of the dataset, by the step that comes next
+        self._begins: dict[str, int] = {}  # digests of the first samples of passes that were read from their start
+        self._continued: str | None = None  # the pass that went on from a state
+        total = _ENDLESS if samples is None else samples
+        super().__init__(None, total, drop_last, plan, rank, seed, at.epoch, at.step, combined)
+
+    @property
+    def is_sized(self) -> bool:
+        return self._is_sized
+
+    @property
+    def is_even(self) -> bool:
+        if self._is_sized:
+            return super().is_even
+        return self.plan.is_even and (self._drop_last or self.plan.slices == 1)
+
+    @property
+    def epoch_samples(self) -> int:
+        if self._short is None:
+            return super().epoch_samples
+        place, samples = self._short
+        return (place.step - place.begin) * self.plan.global_batch + samples
+
+    def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
+        super().start_at(epoch, step)
+        self._kept = state
+        self._begins |= (state or {}).get("begins", {})
+
+    def state_at(self, step: int) -> dict[str, Any] | None:
+        """Return what a run that goes on at a step of the epoch needs; None at the epoch's start.
+
+        The state is the dataset's at the nearest known step up to this one; step 0 and None if there is none. Beside it
+        are digests of the samples that passes began with.
+        """
+        nearest = max((one for one in self._states if one <= step), default=0)
+        return {"step": nearest, "state": self._states.get(nearest), "begins": self._begins} if step else None
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first = self.epoch, self._first_step()
+        self._turn += 1
+        self._short, self._states = None, {}
+        resumes = repeat(self._resume(first), self._readers)  # micro batches are dealt to readers in turn
+        for step in range(first, self.steps):
+            cycle = step // self.own_steps
+            key, begin = self._pass_key(epoch, cycle), cycle * self.own_steps
+            for micro in range(self.plan.accumulation):
+                yield Place(self._turn, self._told_epoch(epoch, cycle), key, begin, step, micro, next(resumes, None))
+
+    def _resume(self, step: int) -> Resume | None:
+        if step == 0:
+            return None
+        begin = step // self.own_steps * self.own_steps  # of the pass
+        if self._kept is None or not begin < self._kept["step"] <= step:
+            return Resume(step - begin)
+        self._states[self._kept["step"]] = self._kept["state"]
+        self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
+        return Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
+
+    def note(self, cut: Cut) -> None:
+        """Note what came beside a micro batch: how many samples its step has, and the state after it."""
+        step = cut.place.step
+        if cut.samples < self.plan.global_batch:
+            self._short = cut.place, cut.samples
+        if cut.digest is not None:
+            self._compare(str(cut.place.key), cut.digest)
+        if cut.state is None:
+            return
+        self._states[step + 1] = cut.state
+        latest = max((one for one in self._states if one <= step + 1 - _UNFINISHED_STEPS), default=0)
+        self._states = {one: state for one, state in self._states.items() if one >= latest}
+
+    def _compare(self, of_pass: str, digest: int) -> None:
+        """Warn if a pass begins with other samples than it did in the run that is resumed."""
+        if of_pass == self._continued:
+            return
+        if self._begins.get(of_pass, digest) != digest and self.rank == 0:
+            log.warning(
+                "a stream does not begin as it did before, so that the run does not go on at its sample: its data have "
+                "changed, or its order is drawn anew by each process; let it draw from the generators of torch, NumPy "
+                "and Python, or from one that set_epoch seeds"
+            )
+        self._begins = {of_pass: digest}
+
+    def end(self, cut: Cut) -> None:
+        """Note that the stream has ended before a step.
+
+        Raises:
+            Refused: it has none.
+        """
+        steps = cut.place.step - cut.place.begin
+        if steps == 0 and self._drop_last:
+            raise Refused(
+                f"the training stream has fewer samples than global_batch_size={self.plan.global_batch}, and its "
+                "loader drops the last batch; use a smaller global_batch_size"
+            )
+        if steps == 0:
+            raise Refused("the training stream has no samples")
+        if self._is_sized and self.rank == 0:
+            log.warning(
+                "a training stream has ended after %d samples, and its len() is %d: correct its dataset's __len__",
+                self.epoch_samples if self._short else steps * self.plan.global_batch, self.samples,
+            )  # fmt: skip
+
+    def samples_of(self, step: int, micro: int) -> list[int]:
+        """Return the positions in the stream, from 0, of this rank's samples in a micro batch."""
+        begin, end = self._bounds(step, micro)
+        return list(range(begin, max(end, begin + 1)))
+
+    def step_samples(self, step: int) -> int:
+        if self._short is not None and step == self._short[0].step:
+            return self._short[1]
+        return self.plan.global_batch
+
+
+class StreamRounds(Sampler[Any]):
+    """Batch sampler of an evaluation over a stream: the places of its rounds, until the stream ends.
+
+    Args:
+        samples: of the stream, as its ``len()`` says; None where that is unknown.
+        plan: of a round, without accumulation.
+    """
+
+    def __init__(self, samples: int | None, plan: BatchPlan) -> None:
+        self.samples = samples
+        self.plan = plan
+        self.batch_size = plan.micro_batch
+        self._turn = 0
+
+    def __len__(self) -> int:
+        if self.samples is None:
+            raise TypeError("the length of the stream is unknown")
+        size, replicas = self.plan.global_batch, self.plan.replicas
+        whole = max(0, (self.samples - replicas) // size)
+        return whole + last_rounds(self.samples - whole * size, size, replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._turn += 1
+        for step in range(_ENDLESS):
+            yield Place(self._turn, 0, 0, 0, step, 0)
+
+    def note(self, cut: Cut) -> None:
+        """Do nothing: a round's samples count by the batch that they are in."""
+
+    def end(self, cut: Cut) -> None:
+        """Do nothing: each rank has made as many batches."""

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, _utils, get_worker_info
 
 from lightswitch import patches
+from lightswitch.batches.order import mix, seed_generators
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.randomness import mix, seed_generators
 
 _COMPARED_SAMPLES = 16  # of the first that a reader meets, whose digest is compared among readers
 _STATE_SHARE = 0.05  # of the time, at most, that a reader spends on asking the dataset for its state

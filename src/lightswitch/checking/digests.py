@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightswitch.checkpoints.flat_shard import Piece, Stored, local
+from lightswitch.checkpoints.shards import Piece, Stored, local
 
 LENGTH = 16  # of a digest, in sums
 _ROW, _ROWS = 1024, 4093  # signs repeat after their product, where only exactly opposite differences would cancel

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.checking import digests
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.flat_shard import Stored
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.lightning_types import callbacks_of
+from lightswitch.checkpoints.shards import Stored
+from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.replicas import EqualReplicas
 
 FILE = "moments.jsonl"

@@ -79,8 +79,7 @@ def exports(run_dir: Path) -> str:
     """Export a run's last checkpoint, load it, and return what is wrong with it in a line, or EQUAL."""
     from lightswitch.checkpoints import names, weight_files
     from lightswitch.checkpoints.weight_files import Weights
-    from lightswitch.export import source
-    from lightswitch.export.model import load
+    from lightswitch.export.models import load, model_config
 
     checkpoint = run_dir / "checkpoints" / "last.ckpt"
     if not checkpoint.exists():
@@ -88,7 +87,7 @@ def exports(run_dir: Path) -> str:
     try:
         weights = Weights(checkpoint)
         file = run_dir / ("exported.pt" if weights.extra_state else "exported.safetensors")
-        node = source.model_config(checkpoint, trust=True).node
+        node = model_config(checkpoint, trust=True).node
         weight_files.write(weights, node, file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

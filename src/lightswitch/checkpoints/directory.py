@@ -32,18 +32,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightswitch.checkpoints import index, manifest, safe
-from lightswitch.checkpoints.flat_shard import Piece
 from lightswitch.checkpoints.index import Index
-from lightswitch.checkpoints.ranks import (
+from lightswitch.checkpoints.saver import (
     CollectiveError,
     Ranks,
     UnansweredCollective,
-    describe,
+    describe_failure,
     first_line,
+    with_own_storage,
 )
-from lightswitch.checkpoints.saver import with_own_storage
+from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
-from lightswitch.trees import is_own_tree, make_tree, remove_tree
+from lightswitch.regular_files import is_own_tree, make_tree, remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def _write_tensors(
         writer, planner = _Writer(folder), _Planner()
         save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CollectiveError(describe(error, rank)) from error
+        raise CollectiveError(describe_failure(error, rank)) from error
     except RuntimeError as error:
         if group is None:
             raise

@@ -1,4 +1,4 @@
-"""Layers that are frozen and unfrozen while a run goes on, through a resume."""
+"""Frozen layers: unfrozen while a run goes on, also over a resume, and left out of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR
 
 from lightswitch import patches
-from lightswitch.batches.position import Position
+from lightswitch.batches.plan import Position
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused
-from lightswitch.lightning_types import callbacks_of
+from lightswitch.mixins import callbacks_of
 
 # torch's that fail in their next step
 _BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
@@ -137,3 +137,37 @@ class Freezing(Callback):
 
 def _frozen(module: LightningModule) -> dict[str, bool]:
     return {name: not parameter.requires_grad for name, parameter in names.parameters(module).items()}
+
+
+LEFT_OUT = "left_out"  # of a checkpoint's state: names of parameters that the model brings itself
+
+
+class TrainableOnly(Callback):
+    """Callback that leaves out of checkpoints what the run has not trained (`requires_grad=False`), as those of
+    adapters alone.
+
+    The model that reads one has to bring it itself, as one does that reads a pretrained model when it is built. A
+    parameter that is frozen later, or in a resumed run, is saved.
+    """
+
+    def __init__(self) -> None:
+        self._frozen: dict[str, nn.Parameter] | None = None  # so far; None before the run trains
+        self._trained: set[str] = set()  # before the resume
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if LEFT_OUT in checkpoint:
+            self._trained = names.parameters(pl_module).keys() - set(checkpoint[LEFT_OUT])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._frozen = names.without(names.parameters(pl_module), self._trained)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        assert self._frozen is not None
+        self._frozen = {name: parameter for name, parameter in self._frozen.items() if not parameter.requires_grad}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        so_far = names.parameters(pl_module) if self._frozen is None else self._frozen
+        frozen = {name for name, parameter in so_far.items() if not parameter.requires_grad}
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value for name, value in weights.items() if name not in frozen}
+        checkpoint[LEFT_OUT] = sorted(frozen & weights.keys())

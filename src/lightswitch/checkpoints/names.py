@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from lightswitch.checkpoints.flat_shard import Piece
+from lightswitch.checkpoints.shards import Piece
 
 Kept = TypeVar("Kept")
 

@@ -17,15 +17,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightswitch.batches.position import saved_position
-from lightswitch.checkpoints import find, foreign, names, optimizers, trainable, writing
-from lightswitch.checkpoints.finetuning import Finetuned, unfreeze_again
-from lightswitch.checkpoints.flat_shard import Piece, Stored
-from lightswitch.checkpoints.reader import Reader
-from lightswitch.checkpoints.sharded_state import laid_out
+from lightswitch.batches.plan import saved_position
+from lightswitch.checkpoints import names, optimizers, writing
+from lightswitch.checkpoints.finetuning import LEFT_OUT, Finetuned, unfreeze_again
+from lightswitch.checkpoints.last import checkpoints_up_to, first_whole
+from lightswitch.checkpoints.reader import Reader, is_hub
+from lightswitch.checkpoints.shards import Piece, Stored, laid_out
 from lightswitch.checkpoints.writing import TRANSIENT, WrittenTogether
 from lightswitch.errors import Refused, listed
-from lightswitch.lightning_types import callbacks_of
+from lightswitch.mixins import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         assert module is not None
         trainer, path = module.trainer, Path(checkpoint_path)
         if trainer.state.fn == TrainerFn.FITTING:
-            candidates = self.broadcast(find.up_to(path, Path(trainer.default_root_dir)))
-            self._reader = find.first_whole(candidates, self.checkpoint_group)
+            candidates = self.broadcast(checkpoints_up_to(path, Path(trainer.default_root_dir)))
+            self._reader = first_whole(candidates, self.checkpoint_group)
             trainer.ckpt_path = self._reader.path
         else:
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
@@ -109,7 +109,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         module = self.lightning_module
         assert module is not None
         self._reader = Reader(path, self.checkpoint_group)
-        if of_hub := foreign.is_hub(path):
+        if of_hub := is_hub(path):
             state = self.lightning_module_state_dict()
             live = [name for name, value in state.items() if names.is_stored(value)]
             self._reader.take(lambda found: fitted(path, found, module, live, renamed))
@@ -118,7 +118,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        state = names.without(self.lightning_module_state_dict(), checkpoint.get(trainable.KEY, ()))
+        state = names.without(self.lightning_module_state_dict(), checkpoint.get(LEFT_OUT, ()))
         self.check_model(state, checkpoint, strict)
         loose = names.loose(module, state)
         live = {name: value for name, value in state.items() if names.is_stored(value) and name not in loose}

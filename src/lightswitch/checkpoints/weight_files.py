@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightswitch.checkpoints import directory, foreign, safe
-from lightswitch.checkpoints.reader import OnRead, Reader, unreadable, why
+from lightswitch.checkpoints import directory, safe
+from lightswitch.checkpoints.reader import OnRead, Reader, hub_weights, read_foreign, unreadable, why
 from lightswitch.errors import Refused, UnfitCheckpoint
-from lightswitch.trees import MARK, make_tree, remove_tree
+from lightswitch.regular_files import MARK, make_tree, remove_tree
 
 FOLDER_STEM = "model"  # of the files in a folder that is named without any
 OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weights, else its last
@@ -108,10 +108,10 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
         return None
     try:
         if file.suffix == ".ckpt":
-            return file, foreign.read(file)["state_dict"]
+            return file, read_foreign(file)["state_dict"]
         if file.suffix == ".pt":
             return file, _checked(safe.load(file))
-        return file, foreign.hub_weights(file if file.is_file() else index_of(file))
+        return file, hub_weights(file if file.is_file() else index_of(file))
     except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
 

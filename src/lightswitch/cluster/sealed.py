@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightswitch.errors import Refused
-from lightswitch.trees import make_tree, remove_tree
+from lightswitch.regular_files import make_tree, remove_tree
 
 _NAME = re.compile(r"\.meeting_[0-9a-f]{16}")
 _KEY_BYTES = 32

@@ -15,8 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightswitch.command import Command
-from lightswitch.errors import Refused
+from lightswitch.errors import Command, Refused
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,13 +1,23 @@
-"""Translation of the command line as people type it to the form that Hydra takes."""
+"""From the command line to a composed config: overrides in the form that Hydra takes, composed in less time."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hydra._internal.hydra import Hydra
 from hydra.conf import HydraConf
-from omegaconf import OmegaConf
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightswitch import patches
+from lightswitch.config.confidential import Cleaner
+from lightswitch.config.values import name_problems
+from lightswitch.errors import RefusedRequest
 
 # Groups whose file is the arguments of one constructor: any argument of it may be given, listed in the file or not.
 CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
@@ -137,3 +147,36 @@ def typed_overrides(hydra: HydraConf) -> list[str]:
 def typed_keys(hydra: HydraConf) -> set[str]:
     """Return the keys that the command line sets; what nobody typed gives way to what a module needs."""
     return {key_and_value(override)[0] for override in typed_overrides(hydra)}
+
+
+def patch_composition() -> None:
+    """Keep the config that Hydra composes to see whether it asks for a sweep, and would compose again to run it."""
+    look = Hydra.get_mode
+
+    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        if asks_for_a_sweep(sys.argv[1:]):  # also if it has a single job
+            return look(self, config_name, overrides)
+        try:
+            cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
+        except (HydraException, OmegaConfBaseException):
+            return look(self, config_name, overrides)  # a sweep, or a problem that the run will report
+        check_names(cfg)
+        if cfg.hydra.mode != RunMode.MULTIRUN:
+            patches.replace(self.config_loader, "load_configuration", lambda *_, **__: cfg)
+        return cfg.hydra.mode
+
+    patches.replace(Hydra, "get_mode", get_mode)
+
+
+def check_names(cfg: DictConfig) -> None:
+    """Check a run's name and id before a directory is made of them.
+
+    Raises:
+        RefusedRequest: they can't be names of folders.
+    """
+    try:
+        given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
+    except OmegaConfBaseException:  # the run will report it
+        return
+    if problems := list(name_problems(given)):
+        raise RefusedRequest(Cleaner.of(cfg).cleaned(problems))

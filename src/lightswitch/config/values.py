@@ -1,4 +1,12 @@
-"""The words that a key at the top of a config may be set to, where they are few, and the types of values."""
+"""The values that keys may have: words, types, the choices of a group, and names of runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hydra.conf import HydraConf
 
 AUTO = "auto"
 LARGEST_INTEGER = 2**63 - 1  # torch and NumPy count in 64 bits
@@ -46,3 +54,32 @@ KINDS_OF_OTHERS: dict[str, tuple[type, ...]] = {  # a config of an older version
     "check.devices": (int,),
     "check.strategies": (str, list, _NULL),
 }
+
+
+_LONGEST = 128
+_FORM = "letters, digits and . _ - = , are allowed"
+
+
+def name_problems(names: Mapping[str, object]) -> Iterator[str]:
+    """Yield what is wrong with names, and what to type instead.
+
+    Args:
+        names: by their keys, `{"run_id": "mine"}`.
+    """
+    for key, name in names.items():
+        text = "" if name is None else str(name)
+        if not text:
+            yield f"{key} is empty; type {key}=NAME"
+        elif text in (".", ".."):
+            yield f"{key}={text} can't be the name of a folder; type {key}=NAME"
+        elif not re.fullmatch(r"[A-Za-z0-9._=,-]+", text):
+            yield f"{key}={text[:_LONGEST]!r} is no valid name: {_FORM}; type {key}=NAME"
+        elif len(text) > _LONGEST:
+            yield f"{key} has {len(text)} characters, and {_LONGEST} are allowed; type {key}=NAME"
+
+
+def files_of_group(hydra: HydraConf, group: str) -> dict[str, Path]:
+    """Return the file of each choice of a group by its name; of two folders with the same, that which Hydra takes."""
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(found.items()))

@@ -15,8 +15,8 @@ from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.errors import Refused
-from lightswitch.strategies.compilation import is_compiled
-from lightswitch.strategies.rank_0 import broadcast_in_place
+from lightswitch.strategies.replicas import broadcast_in_place
+from lightswitch.strategies.units import is_compiled
 
 
 def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:

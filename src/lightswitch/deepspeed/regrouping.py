@@ -19,16 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.flat_shard import Piece, Stored, local, with_local
-from lightswitch.deepspeed.checkpoints import PortableDeepSpeed, States
+from lightswitch.checkpoints.shards import Piece, Stored, local, with_local
 from lightswitch.deepspeed.quiet_import import deepspeed
-from lightswitch.deepspeed.state import pieces, scatter_states, scatter_weights
+from lightswitch.deepspeed.state import PortableDeepSpeed, States, pieces, scatter_states, scatter_weights
 from lightswitch.deepspeed.writes import EngineWrites
 from lightswitch.errors import Refused
-from lightswitch.strategies.averaging import laid_out_anew
-from lightswitch.strategies.compilation import is_compiled
-from lightswitch.strategies.known_callbacks import is_on_nvme
+from lightswitch.strategies.known_callbacks import is_on_nvme, laid_out_anew
 from lightswitch.strategies.trained import Trained, Unused
+from lightswitch.strategies.units import is_compiled
 from lightswitch.strategies.writes import CarriesWrites
 
 

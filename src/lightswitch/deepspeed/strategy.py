@@ -29,10 +29,10 @@ from lightswitch.deepspeed.placement import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.regrouping import Regrouping
 from lightswitch.errors import Refused, listed
-from lightswitch.lightning_types import callbacks_of
+from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.kernels import fuse
-from lightswitch.strategies.rank_0 import broadcast_in_place, fill_with_nothing, placeholders
+from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
 from lightswitch.strategies.sharded import set_timeouts
 
 # DeepSpeed 0.19 calls collectives by the names they had before torch 2.13

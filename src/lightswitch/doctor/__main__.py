@@ -9,8 +9,7 @@ Rank 0 prints the report. The exit code is 1 where it names a problem.
 
 from __future__ import annotations
 
-from lightswitch.command import Command
-from lightswitch.errors import Refused
+from lightswitch.errors import Command, Refused
 
 
 def main() -> None:

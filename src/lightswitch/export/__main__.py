@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightswitch.command import Command
-from lightswitch.errors import Refused
+from lightswitch.errors import Command, Refused
 from lightswitch.monitoring.display import Line
 
 if TYPE_CHECKING:
@@ -94,10 +93,10 @@ def _export(arguments: argparse.Namespace) -> None:
 
     from lightswitch.checkpoints import weight_files
     from lightswitch.checkpoints.weight_files import Weights
-    from lightswitch.export import source
+    from lightswitch.export.models import checkpoint_at, model_config
 
-    checkpoint = source.checkpoint_at(arguments.source)
-    config = source.model_config(checkpoint)
+    checkpoint = checkpoint_at(arguments.source)
+    config = model_config(checkpoint)
     print(f"reads      {checkpoint}", flush=True)
     weights = Weights(checkpoint)
     file: Path = arguments.output
@@ -128,9 +127,10 @@ def _export_hf(arguments: argparse.Namespace) -> None:
         raise Refused(f"{folder} exists already; remove it, or name another folder")
     import torch
 
-    from lightswitch.export import hub, source
+    from lightswitch.export import hub
+    from lightswitch.export.models import checkpoint_at
 
-    checkpoint = source.checkpoint_at(arguments.source)
+    checkpoint = checkpoint_at(arguments.source)
     print(f"reads      {checkpoint}", flush=True)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     for path in hub.write(checkpoint, folder, dtype, arguments.shard_size):
@@ -141,11 +141,11 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 def _call(file: Path) -> str:
     """Return the call that gives the model back, with the argument that it needs where it would be refused without."""
     from lightswitch.checkpoints import weight_files
-    from lightswitch.export import source
+    from lightswitch.export.models import read_config, untrusted
 
-    config = source.read_config(weight_files.config_of(file))
+    config = read_config(weight_files.config_of(file))
     try:
-        called = source.untrusted(config.node, config.file.resolve().parent)
+        called = untrusted(config.node, config.file.resolve().parent)
     except ImportError:  # the code may be elsewhere
         called = None
     if called is None:

@@ -15,9 +15,9 @@ from lightswitch import regular_files, versions
 from lightswitch.checkpoints import directory, weight_files
 from lightswitch.config.confidential import without_secret
 from lightswitch.errors import Refused, printable
-from lightswitch.export.model import load
+from lightswitch.export.models import load
 from lightswitch.monitoring.display import escaped
-from lightswitch.trees import MARK, make_tree, remove_tree
+from lightswitch.regular_files import MARK, make_tree, remove_tree
 
 CARD = "README.md"
 

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
-from lightswitch.process.state import Process, ended_by
+from lightswitch.process import Process, ended_by
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
 # Errors of a rank that has lost its connection to another one: of gloo, NCCL, and the store that ranks connect to

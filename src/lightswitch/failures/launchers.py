@@ -34,9 +34,8 @@ from lightswitch.failures import classify
 from lightswitch.failures.classify import node_name
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.lightning_types import callbacks_of
-from lightswitch.process.signals import stopped_with
-from lightswitch.process.state import Process, ended_by
+from lightswitch.mixins import callbacks_of
+from lightswitch.process import Process, ended_by, stopped_with
 from lightswitch.runs import log as run_log
 
 _SIGNAL_SECONDS = 2  # for a signal that has ended another rank to reach this one, which may be in C code

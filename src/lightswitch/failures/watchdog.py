@@ -1,7 +1,7 @@
 """The watchdog over the ranks of a run: if one fails, hangs or is lost, all end soon, with a message that names it.
 
 A thread in each rank talks to the hub in rank 0 (hub.py) over a socket of its own, as the process group's means (a
-store, a collective) may block forever just when they are needed. verdict.py holds the rules, as pure functions.
+store, a collective) may block forever just when they are needed. hub.py holds the rules, as pure functions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import Rank, node_name, shortened
-from lightswitch.failures.crash_report import CrashReport
-from lightswitch.failures.hub import LONGEST_LINE_BYTES, Hub, OwnSockets, Route, listen, route_to
-from lightswitch.failures.stacks import oom_kills, thread_position
-from lightswitch.failures.verdict import ANSWER_SECONDS, WITHOUT_MESSAGE, Timeouts
-from lightswitch.process.signals import stopped_with
-from lightswitch.process.state import Process
+from lightswitch.failures.crash_report import CrashReport, oom_kills, thread_position
+from lightswitch.failures.hub import (
+    ANSWER_SECONDS,
+    LONGEST_LINE_BYTES,
+    WITHOUT_MESSAGE,
+    Hub,
+    OwnSockets,
+    Route,
+    Timeouts,
+    listen,
+    route_to,
+)
+from lightswitch.process import Process, stopped_with
 from lightswitch.runs import starts
 
 log = logging.getLogger(__name__)

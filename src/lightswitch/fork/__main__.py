@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightswitch.command import Command
-from lightswitch.errors import Refused
-from lightswitch.fork import checkout, engine, repository, tree
+from lightswitch.errors import Command, Refused
+from lightswitch.fork import engine, repository, tree
 
 _TAKEN = ("lightswitch", "tests", "train", "conf", "src", "slurm")  # what lies, or is imported, beside the package
 _IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "scikit-learn": "sklearn", "protobuf": "google"}
@@ -49,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _make(asked: argparse.Namespace) -> None:
     if not asked.name or not asked.into:  # as make hands them on where they were not typed
         raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
-    root, into = checkout.root(), Path(asked.into)
+    root, into = repository.root(), Path(asked.into)
     check_name(asked.name, root)
     pin = engine.requirement(asked.engine_from) if asked.engine == "package" else None
     if asked.engine == "folder" and asked.engine_from:
@@ -57,8 +56,8 @@ def _make(asked: argparse.Namespace) -> None:
     in_place = into.resolve() == root
     if not in_place:
         repository.check_empty(into, root)
-    checkout.check_clean(root)
-    version, commit = checkout.version(root), checkout.commit(root)
+    repository.check_clean(root)
+    version, commit = repository.version(root), repository.commit(root)
     files = tree.of_fork(root, asked.name, asked.bare, pin)
     if in_place:
         repository.replace(root, asked.name, files)
@@ -71,7 +70,7 @@ def _make(asked: argparse.Namespace) -> None:
         print(
             "           which is there on this machine alone; where others work on it, name a git address or a version"
         )
-    if in_place and (origin := checkout.origin(root)):
+    if in_place and (origin := repository.origin(root)):
         print(f"origin     is still {origin}; type git remote set-url origin ADDRESS before you push")
     print(f"train      {'' if in_place else f'cd {shlex.quote(str(into))} && '}make train")
     print("test       make test")

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightswitch.command import Command
-from lightswitch.errors import Refused, listed
+from lightswitch.errors import Command, Refused, listed
 from lightswitch.fork import engine
 
 MANIFEST = ".examples.json"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightswitch.errors import Refused
-from lightswitch.fork import checkout
+from lightswitch.fork import repository
 
 FOLDER = "src/lightswitch"
 MANIFEST = "engine.json"
@@ -33,7 +33,7 @@ def requirement(source: str | None) -> str:
         return f"lightswitch @ {Path(source).resolve().as_uri()}"
     if is_git(source):
         address, ref = split_git(source)
-        return f"lightswitch @ git+{address}@{checkout.commit_at(address, ref)}"
+        return f"lightswitch @ git+{address}@{repository.commit_at(address, ref)}"
     raise Refused(f"{source} is no version, no wheel and no git address; use 0.1.0, PATH.whl or git+https://…@REF")
 
 

@@ -23,12 +23,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from lightswitch.command import Command
-from lightswitch.errors import Refused, listed
-from lightswitch.fork import checkout, engine, tree
+from lightswitch.errors import Command, Refused, listed
+from lightswitch.fork import engine, repository, tree
 from lightswitch.fork.repository import File, write
-from lightswitch.fork.text import with_pin
-from lightswitch.trees import make_tree, remove_tree
+from lightswitch.fork.tree import with_pin
+from lightswitch.regular_files import make_tree, remove_tree
 
 _BESIDE = ("cloud", "conf", "slurm", "Makefile", "train.py")  # what a fork took once, and keeps as its own
 
@@ -88,7 +87,7 @@ def _pages(new: Source, known: Mapping[str, str] | None, fork: Path) -> dict[str
     if new.root is None or not known or engine.digests(engine.read(fork / tree.DOCUMENTS)) != dict(known):
         return None
     named = re.search(r'^name = "(\w+)"$', (fork / "pyproject.toml").read_text(), re.MULTILINE)
-    there = {path for path in checkout.tracked(fork) if not path.startswith(f"{engine.FOLDER}/")}
+    there = {path for path in repository.tracked(fork) if not path.startswith(f"{engine.FOLDER}/")}
     return tree.documents(
         new.root, named[1] if named else "", {*there, *(f"{engine.FOLDER}/{path}" for path in new.files)}
     )
@@ -120,12 +119,12 @@ def _refuse_changed(folder: Path, fork: Path) -> None:
     changed = engine.changed(folder)
     if not changed:
         return
-    written = checkout.git(fork, "log", "-1", "--format=%H", "--", f"{engine.FOLDER}/{engine.MANIFEST}").strip()
+    written = repository.git(fork, "log", "-1", "--format=%H", "--", f"{engine.FOLDER}/{engine.MANIFEST}").strip()
     known = engine.named_in_manifest(folder)
     added = [f"{engine.FOLDER}/{path}" for path in changed if path not in known]
     edited = [f"{engine.FOLDER}/{path}" for path in changed if path in known]
     if written and edited:
-        print(checkout.git(fork, "diff", written, "--", *edited), end="")
+        print(repository.git(fork, "diff", written, "--", *edited), end="")
     for path in added:
         print(f"new file: {path}")
     back = [f"git checkout {written[:7] or 'COMMIT'} -- {' '.join(edited)}"] if edited else []
@@ -250,7 +249,7 @@ class Source:
         if self.root is None or not re.fullmatch(r"[0-9a-f]{40}", commit):
             return []
         try:
-            return checkout.git(self.root, "diff", "--name-status", commit, self.commit, "--", *_BESIDE).splitlines()
+            return repository.git(self.root, "diff", "--name-status", commit, self.commit, "--", *_BESIDE).splitlines()
         except Refused:  # a shallow clone, or another repository
             return []
 
@@ -267,8 +266,8 @@ def found_engine(given: str, space: Path) -> Source:
         return _checkout(Path(given).resolve())
     if engine.is_git(given):
         address, ref = engine.split_git(given)
-        checkout.git(Path(), "clone", "--quiet", address, str(space / "clone"))
-        checkout.git(space / "clone", "checkout", "--quiet", "--detach", checkout.commit_at(address, ref))
+        repository.git(Path(), "clone", "--quiet", address, str(space / "clone"))
+        repository.git(space / "clone", "checkout", "--quiet", "--detach", repository.commit_at(address, ref))
         return _checkout(space / "clone")
     raise Refused(
         f"{given} is no folder, no wheel and no git address; use ../lightswitch, PATH.whl or git+https://…@REF"
@@ -281,15 +280,15 @@ def _checkout(root: Path) -> Source:
         raise Refused(f"found no {engine.FOLDER} in {root}; name a checkout of lightswitch")
     if (folder / engine.MANIFEST).is_file():
         raise Refused(f"{root} is a fork; name a checkout of lightswitch itself")
-    checkout.check_clean(root)
-    inside = [path for path in checkout.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
+    repository.check_clean(root)
+    inside = [path for path in repository.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
     files = {path.removeprefix(f"{engine.FOLDER}/"): (root / path).read_bytes() for path in inside}
     if (root / engine.CHANGELOG).is_file():  # where the engine's own is a link to it, or, of an older one, is not there
         files[engine.CHANGELOG] = (root / engine.CHANGELOG).read_bytes()
     there = re.search(r"^dependencies = \[\n((?:    .*\n)*)\]", (root / "pyproject.toml").read_text(), re.MULTILINE)
     requirements = re.findall(r'^    "(.*?)"', there[1] if there else "", re.MULTILINE)
     train = (root / "train.py").read_text()
-    return Source(files, checkout.version(root), requirements, checkout.commit(root), train, root)
+    return Source(files, repository.version(root), requirements, repository.commit(root), train, root)
 
 
 def _wheel(path: Path) -> Source:

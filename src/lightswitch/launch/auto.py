@@ -43,7 +43,7 @@ def _asks_for_strategy(cfg: DictConfig) -> bool:
     strategy = cfg.trainer.get("strategy")
     if cfg.mode == "plan" or not isinstance(strategy, DictConfig):
         return False
-    return str(strategy.get("_target_")) == "lightswitch.strategies.auto.auto" and _is_memory_known(cfg)
+    return str(strategy.get("_target_")) == "lightswitch.strategies.ddp.auto" and _is_memory_known(cfg)
 
 
 def _is_memory_known(cfg: DictConfig) -> bool:

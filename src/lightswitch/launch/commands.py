@@ -8,7 +8,7 @@ import sys
 
 from omegaconf import DictConfig
 
-from lightswitch.batches.position import Position
+from lightswitch.batches.plan import Position
 from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
 from lightswitch.config.overrides import quoted, shortened
 

@@ -20,21 +20,20 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.launch import commands, compatibility, estimates
+from lightswitch.launch import commands, estimates
+from lightswitch.launch.build import problems_elsewhere
 from lightswitch.launch.estimates import Request
 from lightswitch.launch.instantiation import raise_all
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.collectives import exchanges
 from lightswitch.planning.device import GIB
-from lightswitch.planning.dry_run import DryRun, Rehearsed, as_data, page
-from lightswitch.planning.estimate import Estimate, Step, estimate
+from lightswitch.planning.dry_run import DryRun, Rank, Rehearsed, as_data, page, rehearse
+from lightswitch.planning.estimate import Estimate, Step, estimate, exchanges
 from lightswitch.planning.fakes import World
-from lightswitch.planning.rank import Rank, rehearse
-from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
+from lightswitch.planning.simulation import check_evaluation, first_reads
 from lightswitch.preflight import planned
-from lightswitch.process import forked
+from lightswitch.process import call_each_forked
 from lightswitch.runs import finished
 
 log = logging.getLogger(__name__)
@@ -68,11 +67,11 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
     estimates.check(request, candidate, batch)
     strategy = estimates.strategy_of(request, candidate)
-    raise_all(compatibility.problems_elsewhere(cfg, run, batch, strategy, request.world.size))
+    raise_all(problems_elsewhere(cfg, run, batch, strategy, request.world.size))
     _check_evaluation(request, batch)
     asked: Any = OmegaConf.to_container(cfg.dry_run)
     tasks = [partial(_rehearsed, request, candidate, batch, number) for number in planned.ranks(asked["rank"])]
-    ranks = tuple(_with_reads(request, batch, one) for one in forked.call_each(tasks))
+    ranks = tuple(_with_reads(request, batch, one) for one in call_each_forked(tasks))
     return DryRun(
         f"{candidate.words[0]}, precision {cfg.trainer.get('precision')}",
         request.device,

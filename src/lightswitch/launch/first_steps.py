@@ -19,19 +19,21 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightswitch.batches.randomness import generator_states, restore_generators
+from lightswitch.batches.order import generator_states, restore_generators
 from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import raised_in
-from lightswitch.strategies.rank_0 import broadcast_in_place
+from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.sharded import first_name
 from lightswitch.strategies.writes import CarriesWrites
+
+log = logging.getLogger(__name__)
+
 
 STEPS = 3  # of a process that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # have lines of their own
 _SKIPPED = "by returning"  # of Lightning's errors where a step gives None
 _LIBRARIES = ("torch", "deepspeed", "lightning")
-log = logging.getLogger(__name__)
 
 Arguments = OrderedDict[str, Any]  # of `training_step`
 Output = TypeVar("Output")

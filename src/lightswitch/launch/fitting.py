@@ -39,7 +39,7 @@ class Choice:
 
     Attributes:
         told: the strategy and the reason, for the log.
-        candidate: None for the default of strategies/auto.py: single on one device, ddp on several.
+        candidate: None for the default of strategies/ddp.py: single on one device, ddp on several.
         words: overrides that choose it on the command line.
     """
 
@@ -277,5 +277,5 @@ def _strategy_of(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
     node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
     if isinstance(node, dict) and not str(node.get("_target_")).endswith(".auto.auto"):
         return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)
-    cls = "lightswitch.strategies.single.Single" if world.size == 1 else "lightswitch.strategies.ddp.DDP"
+    cls = "lightswitch.strategies.ddp.Single" if world.size == 1 else "lightswitch.strategies.ddp.DDP"
     return Candidate((), {"_target_": cls})

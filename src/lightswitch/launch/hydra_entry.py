@@ -1,4 +1,4 @@
-"""From the command line to a composed config and its RunContext, or to messages about it, by Hydra."""
+"""From the command line to a composed config and its RunContext, by Hydra, and the end of a run in this process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import functools
 import gc
 import logging
 import os
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any, NoReturn
 
 import hydra
@@ -21,20 +25,92 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch import patches
 from lightswitch.cluster import placement
-from lightswitch.config import composition
+from lightswitch.cluster.placement import Placement
+from lightswitch.config.confidential import Cleaner
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
-from lightswitch.config.overrides import asks_for_help, normalised
+from lightswitch.config.overrides import asks_for_help, normalised, patch_composition
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, RanksFailed, RefusedRequest, Stopped
-from lightswitch.failures import classify, requeue
-from lightswitch.launch import commands, ending, resolvers
+from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, RefusedRequest, Stopped, ToldElsewhere
+from lightswitch.failures import classify, crash_report
+from lightswitch.failures.classify import full_traceback, one_line
+from lightswitch.failures.crash_report import CrashReport, print_once
+from lightswitch.launch import commands
 from lightswitch.preflight import environment, targets
-from lightswitch.process import signals
-from lightswitch.process.signals import Signals, stopped_with
-from lightswitch.process.state import Process
+from lightswitch.preflight.targets import own_batch
+from lightswitch.process import REQUEUED, Process, Signals, ignore_signals, stopped_with
 from lightswitch.runs import claim
+from lightswitch.runs.claim import new_run_id, slurm_job
 
 log = logging.getLogger(__name__)
+
+
+def exit_with(problems: list[str]) -> NoReturn:
+    """Print problems that the user can fix, once for all processes of a launcher, and exit with code 2."""
+    print_once("\n".join(f"error: {problem}" for problem in problems))
+    raise SystemExit(ExitCode.REFUSED)
+
+
+def leave_watchdog(process: Process) -> None:
+    """Wait for all ranks, if there is a watchdog, and end it: the run is done."""
+    if process.is_watched.is_set():
+        _finish_uploads()
+    process.leave_watchdog()
+
+
+def _finish_uploads() -> None:
+    """Finish wandb's upload now: once other ranks have ended, srun leaves this one only a few seconds."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
+
+
+def is_known(process: Process) -> bool:
+    """Return whether the ranks have agreed on the first failure."""
+    return process.watchdog is not None and process.has_failed.is_set()
+
+
+def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None:
+    """Report an error to the user, and return the exit code.
+
+    None for a bug in a run of one process: Python prints its traceback.
+    """
+    if isinstance(error, ToldElsewhere):
+        run.process.note_failure(f"error: {error}")
+        return ExitCode.REFUSED
+    has_begun = run.process.steps_have_begun.is_set()
+    if (member := run.process.watchdog) is not None:
+        from lightswitch.failures.watchdog import Member  # slow to import, and imported by now
+
+        assert isinstance(member, Member)
+        first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
+        return first.exit_code
+    report = CrashReport(run)
+    if isinstance(error, RanksFailed):
+        return error.failure.exit_code if error.is_told or report.is_printed else _tell(error.failure, report)
+    rank = classify.rank_of(cfg, run.placement)
+    first = classify.failure(error, cfg, rank, has_begun)
+    if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
+        return _tell(first, report)
+    run.process.note_failure(one_line(error))
+    crash_report.add_report(error, first, rank, "outside of the Trainer", report)
+    report.log(first.details)
+    return None
+
+
+def _tell(first: Failure, report: CrashReport) -> int:
+    if first.exit_code == ExitCode.REFUSED:
+        report.run.process.note_failure(first.line)
+        if print_once(first.line):
+            report.log_details(first.details)
+        return ExitCode.REFUSED
+    crash_report.write_for_torchrun(first)
+    return report.print_failure(first)
+
+
+def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
+    """Write an error to the run's log only."""
+    CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))
+
 
 Main = Callable[[DictConfig, RunContext], None]
 
@@ -63,35 +139,35 @@ class Entry:
         gc.disable()  # until all is imported (launch/build turns it on): many objects, and little garbage
         try:
             self._run_hydra(config_path, config_name)
-            signals.ignore()
+            ignore_signals()
         except Stopped as stopped:
-            signals.ignore()
-            raise requeue.after(stopped, self.signals.is_first) from None
+            ignore_signals()
+            raise requeue_after(stopped, self.signals.is_first) from None
         except (HydraException, OmegaConfBaseException, OSError, RefusedRequest, *NO_YAML) as error:
             if self.is_composed:
                 raise
             if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
                 _leave_stdout()
                 return
-            ending.exit_with(problems_of_composition(error, targets.parameters))
+            exit_with(problems_of_composition(error, targets.parameters))
         finally:
             self.process.release_locks()
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
-        composition.patch_composition()
+        patch_composition()
         _patch_multirun(self.process)
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
-        resolvers.register(found)
+        register_resolvers(found)
         if found.launcher == "local" and "LOCAL_RANK" in os.environ:
             self.process.follow_parent()
         if found.launcher == "torchrun":
             self.process.end_with_parent()
         if (about := asks_for_help(sys.argv[1:])) is not None:
-            from lightswitch.reference import help
+            from lightswitch.reference.choices import help_text
 
-            print(help.text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
+            print(help_text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
             return
         sys.argv[1:] = normalised(sys.argv[1:], found.rank)
         check_flags(sys.argv[1:])
@@ -121,11 +197,11 @@ class Entry:
             self.main(cfg, run)
             run.process.raise_disk_error()
             _flush_stdout()
-            ending.leave_watchdog(run.process)
+            leave_watchdog(run.process)
         except Stopped as stopped:
             _stop(stopped, cfg, run)
         except Ended:
-            signals.ignore()
+            ignore_signals()
             run.process.end_ranks()
             raise
         except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
@@ -180,14 +256,14 @@ def _leave_stdout() -> None:
 
 
 def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
-    stopped = None if ending.is_known(run.process) else _stop_cause(error, run)  # launchers end the remaining ranks
+    stopped = None if is_known(run.process) else _stop_cause(error, run)  # launchers end the remaining ranks
     if stopped is not None:
-        ending.log(error, cfg, run)
+        log_error(error, cfg, run)
         _stop(stopped, cfg, run)
-    code = ending.answer(error, cfg, run)
+    code = answer(error, cfg, run)
     if isinstance(error, BrokenPipeError):
         _leave_stdout()
-    signals.ignore()  # of the launcher, which ends the remaining ranks when one has ended
+    ignore_signals()  # of the launcher, which ends the remaining ranks when one has ended
     run.process.end_ranks()
     run.process.release_locks()
     claim.remove_if_empty(run.run_dir)  # Hydra has made it before all checks
@@ -213,3 +289,91 @@ def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
         log.info("stopped    by %s", stopped.by.name)
         log.info("go on      %s", commands.repeat(cfg, run.placement))
     raise stopped from None
+
+
+def register_resolvers(placement: Placement) -> None:
+    """Register the resolvers, for a process with this placement."""
+    resolvers: dict[str, Callable[..., object]] = {
+        "new_run_id": _RunId(),
+        "run_name": _run_name,
+        "launched_devices": lambda: placement.devices_per_node or 1,
+        "launched_nodes": lambda: placement.nodes,
+        "unless": _unless,
+        "steps_or_all": _steps_or_all,
+        "own_batch": _own_batch,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+class _RunId:
+    """The run id of this process, found once: a config is resolved more than once.
+
+    submitit pickles resolvers, and what functools caches can't be.
+    """
+
+    def __init__(self) -> None:
+        self._found: str | None = None
+
+    def __call__(self) -> str:
+        if self._found is None:
+            self._found = new_run_id()
+        return self._found
+
+
+def _unless(value: object, otherwise: object, *siblings: str, _parent_: DictConfig) -> object:
+    """Return a value, or another one where a key beside it is set: `${unless:500,-1,max_epochs}`."""
+    return value if all(_parent_.get(name) is None for name in siblings) else otherwise
+
+
+def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
+    """Return steps, or those of the whole run beside them where it is shorter: `${steps_or_all:250}`."""
+    max_steps = _parent_.get("max_steps")
+    return min(steps, max_steps) if isinstance(max_steps, int) and max_steps > 0 else steps
+
+
+def _own_batch(otherwise: int, *, _root_: DictConfig) -> int:
+    """Return the batch size that the data have themselves, or another: `${own_batch:64}`."""
+    found = own_batch(_root_)
+    return otherwise if found is None else found.size
+
+
+def _run_name(*, _root_: DictConfig) -> str:
+    """Return the choice of model, or its class if the command line named one."""
+    hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # while a sweep names its directory
+    choice = hydra.runtime.choices.get("model")
+    if choice is None and "model" not in _root_:
+        told = "model: the config has no such key, and the engine reads it; add it to config.yaml"
+        raise RefusedRequest([told])
+    named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
+    return named.replace("/", "_")  # of a choice in a subfolder
+
+
+def requeue_after(stopped: Stopped, is_first: bool) -> Stopped:
+    """Requeue the job if Slurm's notice stopped the run, and return the exception to exit by.
+
+    SIGTERM is such a notice only if Slurm preempts the job, which it starts again if the job outlives its grace period.
+    A user who cancels a job, which also sends SIGTERM, wants it to end.
+    """
+    job = slurm_job()
+    if job is None:
+        return stopped
+    if shutil.which("scontrol") is None:
+        if stopped.by in REQUEUED:
+            stopped.code = ExitCode.REQUEUE
+    elif is_first and (stopped.by in REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))):
+        _requeue(job)
+    return stopped
+
+
+def _is_preempted(job: str) -> bool:
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    return re.search(r"\bPreemptTime=\d", shown) is not None
+
+
+def _requeue(job: str) -> None:
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    if done.returncode:
+        log.error("job %s can't be requeued: %s", job, done.stderr.strip())
+    else:
+        log.info("requeued   job %s", job)

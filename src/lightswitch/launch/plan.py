@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from lightswitch import figures, regular_files
-from lightswitch.config import groups
 from lightswitch.config.overrides import typed_keys
+from lightswitch.config.values import files_of_group
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.launch import commands
@@ -105,7 +105,7 @@ def _precisions(request: Request, run: RunContext) -> list[Precision]:
         bool(typed_keys(run.hydra) & {"precision", "trainer.precision"})
         or cfg.trainer.get("precision") != device.UNASKED_PRECISION
     )
-    files = groups.files(run.hydra, "precision")
+    files = files_of_group(run.hydra, "precision")
     return device.compared_precisions(cfg.plan.get("precisions"), files, request.device, is_chosen)
 
 

@@ -20,8 +20,7 @@ from lightswitch.checking import table
 from lightswitch.checking.check import SINGLE, Check
 from lightswitch.checking.comparison import EPS_32, states
 from lightswitch.checking.runs import Ended, Starter, Way
-from lightswitch.config import groups
-from lightswitch.config.values import AUTO
+from lightswitch.config.values import AUTO, files_of_group
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended as RunEnded
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, shown
@@ -123,7 +122,7 @@ def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
 
 def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the strategies of the config folders that several devices train under, each in one way to start it."""
-    for name, path in groups.files(run.hydra, "strategy").items():
+    for name, path in files_of_group(run.hydra, "strategy").items():
         node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         node = node.get("strategy")
         if not isinstance(node, dict) or "???" in node.values() or not node.keys().isdisjoint(_ALIKE):

@@ -20,7 +20,7 @@ from lightswitch import regular_files, versions
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import weight_files
 from lightswitch.checkpoints.directory import read_state, vacant
-from lightswitch.checkpoints.find import best_or_last, position_of
+from lightswitch.checkpoints.last import best_or_last, position_of
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
@@ -29,7 +29,7 @@ from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
-from lightswitch.preflight import own_batch
+from lightswitch.preflight.targets import own_batch
 from lightswitch.runs import finished, saved, starts
 from lightswitch.runs.resume import Start
 
@@ -64,7 +64,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
 
 def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
     """Return what became of a batch size that is the data's own: the global batch, or, if typed, that of evaluation."""
-    own = own_batch.of(cfg)
+    own = own_batch(cfg)
     if own is None:
         return ""
     if OmegaConf.is_interpolation(cfg, "global_batch_size"):

@@ -15,12 +15,11 @@ from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config import groups
+from lightswitch.config.values import files_of_group
 from lightswitch.planning import report
 from lightswitch.planning.device import GIB, Device, Precision
-from lightswitch.planning.estimate import STATES, Estimate
+from lightswitch.planning.estimate import STATES, Estimate, Kind
 from lightswitch.planning.fakes import World
-from lightswitch.planning.timeline import Kind
 
 _TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by strategy=auto
 _TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # on one device
@@ -144,7 +143,7 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
         with_zero: DeepSpeed's stages are among them, where it is installed.
     """
     found: dict[str, Mapping[str, Any]] = {}
-    for name, path in groups.files(hydra, "strategy").items():
+    for name, path in files_of_group(hydra, "strategy").items():
         loaded: Any = OmegaConf.load(path)
         node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
         if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from lightswitch.process.forked import call_each
+from lightswitch.process import call_each_forked
 
 GIB = 2**30
 
@@ -100,7 +100,7 @@ def here() -> Device:
     free_gib = psutil.virtual_memory().available / GIB
     if torch.cuda.device_count():  # by NVML
         is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-        name, bytes = _smallest_gpu() if is_open else call_each([_smallest_gpu])[0]
+        name, bytes = _smallest_gpu() if is_open else call_each_forked([_smallest_gpu])[0]
         return Device(name, bytes / GIB, {}, host_gib=free_gib)
     return Device("this machine's CPU", free_gib, {}, kind="cpu")
 

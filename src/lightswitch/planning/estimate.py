@@ -1,13 +1,259 @@
-"""What a run takes on a device, from one simulated step: memory, time, traffic, a checkpoint. Arithmetic alone."""
+"""What a run takes on a device, from one simulated step: memory over time, traffic, a checkpoint. Arithmetic alone."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, get_args
 
-from lightswitch.planning.collectives import Collective, Traffic, traffic
+import torch.distributed as dist
+from torch import ScriptObject, Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_leaves
+
 from lightswitch.planning.device import Device
-from lightswitch.planning.timeline import Growth, Kind, Peak
+
+Kind = Literal[
+    "parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the memory in use: bytes that are taken or, if negative, given back.
+
+    Attributes:
+        phase: of the step: forward, backward or optimizer.
+        where: path of the module at work.
+    """
+
+    kind: Kind
+    bytes: float
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device holds at once, and when that is.
+
+    Attributes:
+        by_kind: bytes, which add up to ``bytes``.
+        phase, where: see `Change`.
+    """
+
+    bytes: float
+    by_kind: Mapping[Kind, float]
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes that are held when a step starts, and how they change until it ends."""
+
+    before: Mapping[Kind, float]  # bytes
+    changes: tuple[Change, ...]
+
+    def held(self) -> list[float]:
+        """Return the bytes that are held at the start and after each change."""
+        return list(accumulate((change.bytes for change in self.changes), initial=sum(self.before.values())))
+
+    def peak(self) -> Peak:
+        """Return the first of the moments at which most is held."""
+        held = self.held()
+        at = max(range(len(held)), key=held.__getitem__)
+        by_kind: dict[Kind, float] = defaultdict(float, self.before)
+        for change in self.changes[:at]:
+            by_kind[change.kind] += change.bytes
+        last = self.changes[at - 1] if at else None
+        shown = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
+        return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
+
+    def accumulating(self) -> Timeline:
+        """Return the step as if another micro batch had come before it, to whose gradients it adds its own.
+
+        A gradient is freed once it is added, which is when the next one is made.
+        """
+        changes, pending = [], 0.0
+        for change in self.changes:
+            if change.kind != "gradients":
+                changes.append(change)
+                continue
+            made = max(0.0, change.bytes)
+            changes.append(replace(change, bytes=made - pending if made else 0.0))
+            pending = made or pending
+        return Timeline(self.before, tuple(changes))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A step at two sizes of its micro batch, from which it is extrapolated to any other.
+
+    The bytes of each storage are affine in the samples. Those of the peak are not, as it may move to another moment; so
+    storages are extrapolated, and the peak is found anew.
+
+    Attributes:
+        samples: the two sizes.
+        steps: the step at each.
+    """
+
+    samples: tuple[int, int]
+    steps: tuple[Timeline, Timeline]
+
+    @cached_property
+    def is_known(self) -> bool:
+        """Whether the two sizes differ and the step does the same at both: a model may take another path at another
+        size."""
+        one, other = self.steps
+        if self.samples[0] == self.samples[1]:
+            return False
+        return [change.kind for change in one.changes] == [change.kind for change in other.changes]
+
+    def at(self, samples: int) -> Timeline:
+        """Return the step at a micro batch of so many samples; the first of the two, where growth is not known."""
+        one, other = self.steps
+        if samples == self.samples[0] or not self.is_known:
+            return one
+        weight = self._weight(samples)
+        changes = tuple(
+            replace(a, bytes=a.bytes + weight * (b.bytes - a.bytes))
+            for a, b in zip(one.changes, other.changes, strict=True)
+        )
+        before = {kind: bytes + weight * (other.before.get(kind, 0) - bytes) for kind, bytes in one.before.items()}
+        return Timeline(before, changes)
+
+    def accumulating(self) -> Growth:
+        """Return the growth of a step that accumulates several such micro batches; see `Timeline.accumulating`."""
+        one, other = self.steps
+        return Growth(self.samples, (one.accumulating(), other.accumulating()))
+
+    def peak_bytes(self, samples: int) -> float:
+        """Return the bytes of `at(samples).peak()`, in less time."""
+        weight = self._weight(samples)
+        return max(a + weight * (b - a) for a, b in self._held)
+
+    def _weight(self, samples: int) -> float:
+        return (samples - self.samples[0]) / (self.samples[1] - self.samples[0])
+
+    @cached_property
+    def _held(self) -> list[tuple[float, float]]:
+        """Pairs of the bytes that both steps hold after each change, each pair once."""
+        return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))
+
+
+_NAMES = {  # by the operator's name, in torch.ops.c10d and torch.ops._c10d_functional
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "broadcast": "broadcast",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective.
+
+    Attributes:
+        bytes: of the whole tensor: what each rank has after an all-gather, or before a reduce-scatter.
+        ranks: of the group.
+    """
+
+    name: str
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that collectives bring to one device from others in its node, and to one node from other nodes."""
+
+    within: float
+    between: float
+
+
+def collective(func: Any, args: Any, made: list[Tensor]) -> Collective | None:
+    """Return the collective that an operator is; None for any other operator."""
+    if func.namespace not in ("c10d", "_c10d_functional") or (name := _NAMES.get(func._opname)) is None:
+        return None
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    sizes = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in (*given, *made)}
+    largest = sum(sizes.values()) if func._opname == "allreduce_" else max(sizes.values(), default=0)
+    return Collective(name, largest, _ranks(func.namespace, args))
+
+
+def _ranks(namespace: str, args: Any) -> tuple[int, ...]:
+    if namespace == "c10d":
+        group = next(dist.ProcessGroup.unbox(leaf) for leaf in args if isinstance(leaf, ScriptObject))
+    else:
+        name: Any = next(leaf for leaf in reversed(args) if isinstance(leaf, str))
+        group = _resolve_process_group(name)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def traffic(collectives: Iterable[Collective], devices_per_node: int) -> Traffic:
+    """Return the least that links must carry, whatever the algorithm.
+
+    Of an all-gather, each device has to receive what it lacks, and so has each node; a reduce-scatter is the same
+    backwards, an all-reduce both (Thakur et al. 2005, doi:10.1177/1094342005051521).
+    """
+    within = between = 0.0
+    for one in collectives:
+        nodes = len({rank // devices_per_node for rank in one.ranks})
+        local = len(one.ranks) / max(1, nodes)  # devices of the group in a node
+        times = 2 if one.name == "all_reduce" else 1
+        groups = devices_per_node / local if nodes > 1 else 0  # of the same kind, which share the node's network
+        between += times * groups * one.bytes * (nodes - 1) / max(1, nodes)
+        within += times * one.bytes * (local - 1) / local if local > 1 else 0
+    return Traffic(within, between)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Traffic of a rank in a step by one kind of collective, within one group.
+
+    Attributes:
+        count: of collectives in a step.
+        bytes: of their whole tensors; see `Collective`.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    count: int
+    bytes: int
+
+
+def exchanges(step: Iterable[tuple[Collective, int]]) -> tuple[Exchange, ...]:
+    """Return a step's collectives, summed by name and group, the largest first.
+
+    Groups of one rank send nothing, and are left out.
+
+    Args:
+        step: each collective, and how often it comes in the step.
+    """
+    count: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    sent: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for one, times in step:
+        if len(one.ranks) > 1:
+            count[one.name, one.ranks] += times
+            sent[one.name, one.ranks] += times * one.bytes
+    found = [Exchange(*key, count[key], sent[key]) for key in count if count[key]]
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")  # what one step leaves to the next
 _MOST_SAMPLES = 2**20  # of a micro batch: beyond it, what is searched is not memory

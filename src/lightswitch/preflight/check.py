@@ -15,22 +15,12 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster import placement
-from lightswitch.config import groups, moved, names
+from lightswitch.config import moved
 from lightswitch.config.overrides import key_and_value, typed_overrides
-from lightswitch.config.values import AUTO
+from lightswitch.config.values import AUTO, files_of_group, name_problems
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
-from lightswitch.preflight import (
-    devices,
-    environment,
-    launchers,
-    planned,
-    root_keys,
-    strategies,
-    targets,
-    trainer,
-    unread,
-)
+from lightswitch.preflight import devices, environment, planned, root_keys, strategies, targets, trainer
 from lightswitch.runs import saved
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
@@ -48,15 +38,15 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
     _raise(iter(typed_problems(plain, run.hydra)))
-    _raise(unread.problems(cfg, run.hydra))
+    _raise(root_keys.unread_problems(cfg, run.hydra))
     typed_nodes = _nodes(typed)
     if is_planned := plain["mode"] in planned.MODES:
-        _raise(planned.problems(plain, run.placement, groups.files(run.hydra, "precision")))
+        _raise(planned.problems(plain, run.placement, files_of_group(run.hydra, "precision")))
         plain = planned.on_its_device(plain)
     if is_checked := plain["mode"] == planned.CHECK:
-        _raise(planned.checked_problems(plain, run.placement, groups.files(run.hydra, "strategy")))
+        _raise(planned.checked_problems(plain, run.placement, files_of_group(run.hydra, "strategy")))
     _raise(environment.unfit_packages())
-    _raise(launchers.other_counts(plain["trainer"], run.placement), launchers.absent(plain, run.placement))
+    _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes, _choices(run.hydra)),
         _batch(plain),
@@ -70,8 +60,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         *([] if is_planned or is_checked else _machine(plain, run)),
     )
     if not (is_planned or is_checked):
-        _raise(launchers.unstarted(plain, run.placement))
-        _raise(launchers.unfit_for_changes(), _worlds_to_come(plain))
+        _raise(devices.unstarted(plain, run.placement))
+        _raise(devices.unfit_for_changes(), _worlds_to_come(plain))
     return _plan(plain)
 
 
@@ -88,7 +78,7 @@ def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     return (
         [*root_keys.beyond_integers(cfg)]
         or [
-            *names.problems(given),
+            *name_problems(given),
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
             *targets.problems(cfg, _nodes(typed), choices),
@@ -98,7 +88,7 @@ def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
 
 
 def _choices(hydra: HydraConf) -> targets.Choices:
-    return {group: groups.files(hydra, group) for group in ("callbacks", "logger")}
+    return {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
 
 
 def _nodes(typed: list[str]) -> set[str]:
@@ -147,7 +137,7 @@ def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
 
 def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
     """Yield the choices of a group whose file has a key."""
-    for name, file in groups.files(run.hydra, group).items():
+    for name, file in files_of_group(run.hydra, group).items():
         if re.search(rf"^{key}:", file.read_text(), re.MULTILINE):
             yield f"{group}={name}"
 

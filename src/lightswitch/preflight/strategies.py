@@ -11,7 +11,7 @@ from typing import Any
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed import ops
+from lightswitch.deepspeed.config import operator_problems
 from lightswitch.errors import BatchError
 from lightswitch.preflight import devices
 
@@ -250,10 +250,10 @@ def _compiled(request: Request) -> Iterator[str]:
         path = Path(options.get("nvme_path", "/local_nvme"))
         if not os.access(path, os.W_OK):
             yield f"trainer.strategy.nvme_path={path}: there is no such folder to write to; give one on an NVMe drive"
-        yield from ops.problems("async_io", "offloading to NVMe")
+        yield from operator_problems("async_io", "offloading to NVMe")
     for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
         if optimizer == f"deepspeed.ops.adam.{name}":
-            yield from ops.problems(op, f"optimizer {name}")
+            yield from operator_problems(op, f"optimizer {name}")
 
 
 def _process_group(request: Request) -> Iterator[str]:

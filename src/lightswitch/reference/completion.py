@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
-from lightswitch.command import Command
 from lightswitch.config.values import ALLOWED
+from lightswitch.errors import Command
 from lightswitch.reference.choices import Choice, Key, config, groups
 
 _SHELLS = {"bash": ".bashrc", "zsh": ".zshrc", "fish": ".config/fish/conf.d/lightswitch.fish"}

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
-from lightswitch.command import Command
 from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
+from lightswitch.errors import Command
 from lightswitch.preflight.signatures import Parameter, Signature
 from lightswitch.reference import choices
 from lightswitch.reference.choices import Choice, Key, config, groups, signature_of

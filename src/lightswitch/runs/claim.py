@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from lightswitch.cluster import placement
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
-from lightswitch.process.state import Process
+from lightswitch.process import Process
 from lightswitch.runs import lock
 
 _CLOCK = "%Y-%m-%d_%H-%M-%S"

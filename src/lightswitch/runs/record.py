@@ -30,7 +30,7 @@ from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
-from lightswitch.lightning_types import callbacks_of
+from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.metrics import WORLD
 from lightswitch.monitoring.notices import ModelSize
 from lightswitch.runs import claim, finished, starts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightswitch.batches.position import Position
-from lightswitch.checkpoints.find import newest, position_of
+from lightswitch.batches.plan import Position
+from lightswitch.checkpoints.last import newest, position_of
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
 from lightswitch.runs import saved

@@ -1,4 +1,4 @@
-"""A replica of the model on each device; gradients are averaged."""
+"""One device, or a replica of the model on each device, whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_parser import _select_auto_accelerator
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -28,6 +30,24 @@ from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import CarriesWrites, share, take_rank_0s
 
 log = logging.getLogger(__name__)
+
+
+class Single(PortableCheckpoints, SingleDeviceStrategy):
+    """One device: Lightning's strategy on the Trainer's device, where Lightning's own wants the device's name.
+
+    Attributes:
+        parallel_devices: set by the Trainer, which looks for an attribute of this name; its one device.
+    """
+
+    parallel_devices: list[torch.device] | None = None
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"  # torch's, in a text of a page
 
@@ -262,3 +282,22 @@ def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:
                 f"{name} is of {dtype}, which {dist.get_backend()} of torch {torch.__version__} can't send as ddp "
                 "does; give it another dtype, or use strategy=fsdp"
             ) from error
+
+
+def auto(accelerator: Any, devices: Any, num_nodes: Any) -> Strategy:
+    """Return the strategy for a number of devices: one as it is, several under ddp.
+
+    The arguments have no types, as those of the Trainer are checked: a mistake in one would be told twice.
+
+    Args:
+        accelerator, devices, num_nodes: the Trainer's own.
+    """
+    return DDP() if num_nodes > 1 or _devices(accelerator, devices) > 1 else Single()
+
+
+def _devices(accelerator: str, devices: int | str | list[int]) -> int:
+    """Return the number of devices on a node as the Trainer counts them."""
+    name = {"auto": _select_auto_accelerator(), "gpu": "cuda" if CUDAAccelerator.is_available() else "mps"}
+    kind = AcceleratorRegistry.get(name.get(accelerator, accelerator))
+    count = kind.auto_device_count() if devices == "auto" else devices
+    return len(kind.get_parallel_devices(kind.parse_devices(count)))

@@ -28,13 +28,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.flat_shard import Stored
+from lightswitch.checkpoints.shards import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.elementwise import refuse_in_pieces
-from lightswitch.strategies.fsdp1_state import PortableFSDP1, handles
-from lightswitch.strategies.gathered_writes import GatheredWrites, of_fsdp1, write_back
-from lightswitch.strategies.rank_0 import broadcast_metric_states, broadcast_weights
+from lightswitch.strategies.gathered_writes import GatheredWrites, PortableFSDP1, handles, of_fsdp1, write_back
+from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.sharded import (
     Sharded,
     average_replicated,

@@ -1,25 +1,138 @@
-"""A watch over replicas: what every rank holds of the same tensor is equal, or the run ends before it is saved."""
+"""Replicas are equal: rank 0's values at the start, and compared while the run goes on."""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
+from torchmetrics import Metric
 
 from lightswitch.checkpoints import names
-from lightswitch.checkpoints.flat_shard import local
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.checkpoints.shards import local
 from lightswitch.errors import UnequalReplicas, listed
 
 log = logging.getLogger(__name__)
+
+
+def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return rank 0's tensor as a new one on the device. Collective.
+
+    Args:
+        tensor: of the same shape and dtype on every rank; on others than 0 it may be on the meta device.
+    """
+    if dist.get_rank() == 0:
+        value = tensor.detach().to(device).contiguous()
+    else:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(value.flatten().view(torch.uint8), src=0)  # as bytes: NCCL and gloo do not know every dtype
+    return value
+
+
+@torch.no_grad()
+def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors in place by rank 0's, those of one dtype and device at once, in a copy of them all.
+    Collective."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.dtype, tensor.device].append(tensor)
+    for (_, device), group in alike.items():
+        values = broadcast_tensor(torch.cat([tensor.flatten() for tensor in group]), device)
+        for tensor, value in zip(group, torch.split(values, [tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(value.view(tensor.shape))
+
+
+def broadcast_weights(modules: Iterable[nn.Module], device: torch.device, done: set[nn.Module]) -> None:
+    """Replace modules' own parameters and buffers on each rank by rank 0's, on the rank's device. Collective.
+
+    Args:
+        modules: of which ranks other than 0 may hold everything on the meta device.
+        done: modules that have theirs already; these are added.
+    """
+    replaced: dict[Tensor, Tensor] = {}  # a tied parameter stays tied
+    for part in [module for module in modules if module not in done]:
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(broadcast_tensor(parameter, device), parameter.requires_grad)
+            setattr(part, name, replaced[parameter])
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, broadcast_tensor(buffer, device))
+        done.add(part)
+
+
+def broadcast_metric_states(module: nn.Module, device: torch.device) -> None:
+    """Replace the states of metrics, which are neither parameters nor buffers, by rank 0's. Collective."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part._apply(lambda tensor: broadcast_tensor(tensor, device))
+
+
+def left_on_meta(module: nn.Module) -> list[str]:
+    """Return the names of tensors on the meta device that are plain attributes, which nothing moves to a device."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers") and not isinstance(part, Metric)
+        if any(tensor.is_meta for tensor in _tensors(value))
+    ]
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        yield from (item for item in items if isinstance(item, Tensor))
+
+
+@contextmanager
+def placeholders() -> Iterator[None]:
+    """Let modules built in the context have parameters on the meta device, which take no memory; all else is as ever.
+
+    Under `torch.device("meta")` plain tensors and the states of metrics would be on meta, too, and stay there.
+    """
+    replaced = WeakIdKeyDictionary()  # a tied parameter stays tied
+
+    def placeholder(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            return None
+        if parameter not in replaced:
+            replaced[parameter] = _like(parameter, "meta")
+        return cast(nn.Parameter, replaced[parameter])
+
+    hook = register_module_parameter_registration_hook(placeholder)  # type: ignore[arg-type]  # it may return one
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def fill_with_nothing(module: nn.Module) -> None:
+    """Turn placeholders into CPU parameters whose memory is taken only once it is written to."""
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            torch.utils.swap_tensors(parameter, _like(parameter, "cpu"))  # type: ignore[no-untyped-call]  # torch's
+
+
+def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)  # attributes that models set on their parameters
+    return made
+
 
 _FIRST_BATCHES = 3  # before which replicas are compared, beside each save
 _ROUNDING = 1e-6  # relative: machines of several kinds may round differently

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.rank_0 import broadcast_in_place
+from lightswitch.strategies.replicas import broadcast_in_place
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
-from lightswitch.process.signals import CAUGHT, REQUEUED
+from lightswitch.process import CAUGHT, REQUEUED
 from lightswitch.runs import finished
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record

@@ -20,12 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster import placement
 from lightswitch.config import moved
-from lightswitch.config.composition import check_names
 from lightswitch.config.confidential import Cleaner
-from lightswitch.config.overrides import quoted, typed_overrides
+from lightswitch.config.overrides import check_names, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
-from lightswitch.preflight import check, root_keys, unread
-from lightswitch.process.state import Process
+from lightswitch.preflight import check, root_keys
+from lightswitch.process import Process
 from lightswitch.runs import claim, finished
 from lightswitch.sweeps import record
 
@@ -216,6 +215,6 @@ def _problems_of_job(job: DictConfig) -> list[str]:
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    told = check.typed_problems(plain, hydra) or list(unread.problems(job, hydra))
+    told = check.typed_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))
     problems: list[str] = cleaner.cleaned(told)
     return problems

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightswitch.batches.loaders import obstacle, training_loader
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position
-from lightswitch.batches.stream_loader import training_stream
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.rank_loader import training_stream
 from lightswitch.errors import Refused
 
 SAMPLES = 61

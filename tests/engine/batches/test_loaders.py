@@ -7,9 +7,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position
-from lightswitch.batches.stream_loader import training_stream
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.rank_loader import training_stream
 from lightswitch.errors import Refused
 
 DATA = TensorDataset(torch.arange(50))

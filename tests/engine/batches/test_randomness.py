@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightswitch.batches.randomness import SeededSamples, mix, seed_generators
+from lightswitch.batches.order import SeededSamples, mix, seed_generators
 from tests.runs import context
 
 

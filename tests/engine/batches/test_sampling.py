@@ -23,8 +23,7 @@ from torch.utils.data import (
 )
 
 from lightswitch.batches.loaders import evaluation_loader, training_loader
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position
+from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
 
 DATA = TensorDataset(torch.arange(50))

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.position import Position
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.rank_loader import evaluation_stream, training_stream
 from lightswitch.batches.stream import packed, unpacked
-from lightswitch.batches.stream_loader import evaluation_stream, training_stream
 from lightswitch.errors import Refused
-from lightswitch.planning.samples import first_samples
+from lightswitch.planning.simulation import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainModel

@@ -10,7 +10,7 @@ import torch
 
 from lightswitch.checking.comparison import Comparison, State, States
 from lightswitch.checking.digests import Digest, merged, minus, norm, shards
-from lightswitch.checkpoints.flat_shard import Piece
+from lightswitch.checkpoints.shards import Piece
 
 EPS = 2.0**-23
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightswitch.batches.position import KEY, Position
+from lightswitch.batches.plan import KEY, Position
 from lightswitch.checkpoints import directory, manifest
 from tests.engine.plain import PlainModel
 

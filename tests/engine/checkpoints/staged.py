@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightswitch.checkpoints.flat_shard import Stored, local
 from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.checkpoints.shards import Stored, local
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.plain import PlainModel

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightswitch.checkpoints.flat_shard import Piece
+from lightswitch.checkpoints.shards import Piece
 from lightswitch.strategies.ddp import DDP
 from tests.engine.plain import PlainModel
 

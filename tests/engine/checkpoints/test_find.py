@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightswitch.batches.position import KEY, Position
+from lightswitch.batches.plan import KEY, Position
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.find import first_whole, newest, up_to
 from lightswitch.checkpoints.index import read as index_of
+from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, newest
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.checkpoints import damages, hostile
 from tests.engine.checkpoints.damages import Damage
@@ -88,7 +88,7 @@ def test_a_harmed_checkpoint_is_passed_over_with_a_word(
     harm(Random(name), harmed / name)
     with caplog.at_level(logging.WARNING):
         found, _ = newest(tmp_path)
-        assert first_whole(up_to(found, tmp_path), group=None).path == good
+        assert first_whole(checkpoints_up_to(found, tmp_path), group=None).path == good
     assert caplog.text.count(f"{harmed} can't be read as a checkpoint: ") == 1
 
 

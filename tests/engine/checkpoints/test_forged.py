@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from lightswitch.checkpoints.find import position_of
+from lightswitch.checkpoints.last import position_of
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
@@ -147,7 +147,7 @@ def test_good_safetensors_are_read(tmp_path: Path) -> None:
 
 
 def test_a_config_beside_weights_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    from lightswitch.export.source import read_config
+    from lightswitch.export.models import read_config
 
     os.mkfifo(tmp_path / "x.yaml")
     with pytest.raises(UnfitCheckpoint, match="is a pipe, expected a regular file"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightswitch.checkpoints.find import first_whole, newest, up_to
+from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, newest
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
@@ -51,7 +51,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_it_is_what_was_written(
             with told(seed, done), as_nobody("forbid" in str(done)):
                 found = newest(run_dir)
                 assert found is not None
-                reader = first_whole(up_to(found[0], run_dir), group=None)
+                reader = first_whole(checkpoints_up_to(found[0], run_dir), group=None)
                 assert same(whole(reader), expected[reader.path.name]), "it is read wrongly"
                 assert (reader.path / "trainer.pt").read_bytes() == states[reader.path.name]
                 passed_over = "step_4.ckpt can't be read as a checkpoint: " in caplog.text

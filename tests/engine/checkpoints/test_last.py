@@ -12,9 +12,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightswitch.checkpoints.directory import read_state
-from lightswitch.checkpoints.find import newest
-from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.trees import MARK
+from lightswitch.checkpoints.last import LastCheckpoints, newest
+from lightswitch.regular_files import MARK
 from tests.engine.checkpoints.conftest import Disk
 from tests.engine.conftest import PLAIN, Train
 from tests.night import at_night

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Size
 
 from lightswitch.checkpoints import directory, index
-from lightswitch.checkpoints.flat_shard import Piece
 from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.shards import Piece
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(Size)
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.flat_shard import Piece
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.fits import ADAMW, Fit
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightswitch.checkpoints import directory, find
+from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.last import position_of
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
 
@@ -56,7 +57,7 @@ def test_what_a_killed_process_was_writing_is_finished_or_removed(tmp_path: Path
     (tmp_path / "last.ckpt.partial").symlink_to("step_1.ckpt")
     directory.finish_changes(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"best.ckpt", "step_1.ckpt", "own.ckpt.bak"}
-    assert find.position_of(tmp_path / "best.ckpt") is None
+    assert position_of(tmp_path / "best.ckpt") is None
 
 
 def test_a_checkpoint_is_whole_or_gone_however_far_its_removal_has_come(

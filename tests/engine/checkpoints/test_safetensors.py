@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightswitch.checkpoints import foreign
+from lightswitch.checkpoints.reader import hub_weights
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.ways import WAYS
 from tests.night import at_night
@@ -54,4 +54,4 @@ def test_names_that_fit_nothing_are_refused_with_both_sides(folder: Path, train:
 def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
     with pytest.raises(ValueError, match=r"names a file outside of its folder: \.\./x\.safetensors"):
-        foreign.hub_weights(tmp_path)
+        hub_weights(tmp_path)

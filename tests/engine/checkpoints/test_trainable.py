@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightswitch.checkpoints.finetuning import TrainableOnly
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.reader import Reader
-from lightswitch.checkpoints.trainable import TrainableOnly
 from tests.engine.fits import local_trainer
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightswitch.compare import pictures, tables
+from lightswitch.compare import tables
 from lightswitch.compare.comparison import Comparison, choices, difference, differences, speeds
+from lightswitch.compare.page import draw_curves, draw_steps
 from lightswitch.compare.run import Curve, Run, read
 from lightswitch.errors import Refused
 from lightswitch.monitoring.step_times import StepTimes
@@ -155,7 +156,7 @@ def test_pictures_show_labels_as_they_are_and_leave_out_what_is_no_number() -> N
     odd = run("_$x$ & <b>", curves={"train/loss": {0: 1.0, 1: math.nan, 2: 1.5}}, times=TIMES)
     long = run("trainer.strategy.activation_checkpointing=true seed=1", curves={"train/loss": {0: 1.0, 1: 1.0, 2: 1.0}})
     comparison = Comparison((odd, long))
-    drawn = [*pictures.curves(comparison), *pictures.steps(comparison)]
+    drawn = [*draw_curves(comparison), *draw_steps(comparison)]
     assert len(drawn) == 2
     for picture in drawn:
         assert "_$x$ & <b>" in ElementTree.fromstring(picture.light).itertext()
@@ -165,7 +166,7 @@ def test_pictures_show_labels_as_they_are_and_leave_out_what_is_no_number() -> N
 def test_letters_of_pictures_are_readable_on_a_phone() -> None:
     """Of 390 pixels a page leaves 366 to a picture; 10 pixels are 7.5 points on paper."""
     comparison = Comparison(tuple(run(name, curves={"train/loss": {0: 1.0, 1: 2.0}}, times=TIMES) for name in "ab"))
-    for picture in (*pictures.curves(comparison), *pictures.steps(comparison)):
+    for picture in (*draw_curves(comparison), *draw_steps(comparison)):
         width = float(re.findall(r'viewBox="0 0 ([\d.]+) ', picture.light)[0])
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", picture.light)]
         assert sizes
@@ -176,14 +177,14 @@ def test_a_change_of_machines_is_a_mark_in_the_curves() -> None:
     curve, other = {0: 1.0, 1: 2.0, 2: 1.5}, run("other", curves={"train/loss": {0: 1.0, 1: 1.0, 2: 1.0}})
     marks = []
     for changes in ((), (1,), (1, 2)):
-        (picture,) = pictures.curves(Comparison((run("changed", curves={"train/loss": curve}, changes=changes), other)))
+        (picture,) = draw_curves(Comparison((run("changed", curves={"train/loss": curve}, changes=changes), other)))
         marks.append(picture.light.count("stroke-dasharray"))
     assert marks == [marks[0], marks[0] + 1, marks[0] + 2]
 
 
 def test_there_is_no_picture_of_nothing() -> None:
     comparison = Comparison((run("a"), run("b")))
-    assert (pictures.curves(comparison), pictures.steps(comparison)) == ([], [])
+    assert (draw_curves(comparison), draw_steps(comparison)) == ([], [])
 
 
 def test_the_judged_metric_is_found_by_the_name_that_the_module_logs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightswitch.checkpoints.flat_shard import Piece
+from lightswitch.checkpoints.shards import Piece
 from lightswitch.deepspeed import state as zero_state
 from tests.engine.strategies.witness import whole
 

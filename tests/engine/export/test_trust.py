@@ -22,7 +22,12 @@ FOREIGN = [
     *("importlib.import_module", "hydra.utils.get_method", "hydra.utils.instantiate", "hydra.utils.call"),
     *("torch.load", "torch.hub.load", "torch.nn.utils.clip_grad_norm_", "torch.nn.functional.torch.load"),
     *("torch.nn.Module.load_state_dict", "torch.optim.optimizer.functools.partial", "numpy.load", "__main__.Model"),
-    *("lightswitch.load", "lightswitch.trees.remove_tree", "lightning.pytorch.LightningModule", "nowhere.Model"),
+    *(
+        "lightswitch.load",
+        "lightswitch.regular_files.remove_tree",
+        "lightning.pytorch.LightningModule",
+        "nowhere.Model",
+    ),
     *(
         "tests.engine.plain.os.system",
         "tests.engine.plain.torch.load",

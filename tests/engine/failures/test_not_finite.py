@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightswitch.failures import not_finite
+from lightswitch.failures.stopping import _not_finite
 from tests.engine.conftest import PLAIN, Train
 from tests.night import at_night
 
@@ -82,7 +82,7 @@ def test_parameters_of_a_device_and_of_the_host_are_looked_at_together() -> None
         module = nn.Module()
         module.sharded, module.replicated = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="cuda"))
         with Stacked() as stacked, pytest.raises(DataDependentOutputException):  # which asks for the values
-            not_finite._not_finite(module)
+            _not_finite(module)
     assert stacked.devices == {"cpu"}
 
 

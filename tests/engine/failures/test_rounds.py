@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from lightswitch.failures.preemption import Rounds
+from lightswitch.failures.stopping import Rounds
 from tests.pool import Pool
 
 LONG_STEPS, SHORT_STEPS, ASKS_IN_STEP = 3, 100, 50  # rank 1 gives another number from a certain step on

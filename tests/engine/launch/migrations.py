@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.monitoring.monitored import EarlyStop
-from lightswitch.strategies.compilation import Compilation
+from lightswitch.strategies.units import Compilation
 from tests.engine.launch.migration_runs import (
     Elsewhere,
     Habit,

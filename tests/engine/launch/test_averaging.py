@@ -19,8 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.hooked_strategy import hooked
+from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.known_callbacks import KnownCallbacks
-from lightswitch.strategies.single import Single
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN as PLAIN_FIT

@@ -12,14 +12,13 @@ from omegaconf import OmegaConf
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch.build import _strategy
-from lightswitch.strategies.ddp import DDP
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.ddp import DDP, Single
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
 from tests.engine.plain import SGDModel
 from tests.engine.tiny import NO_CHECKPOINTS
 
-_BY_FUNCTION = {"_target_": "lightswitch.strategies.auto.auto", "accelerator": "cpu", "devices": 2, "num_nodes": 1}
+_BY_FUNCTION = {"_target_": "lightswitch.strategies.ddp.auto", "accelerator": "cpu", "devices": 2, "num_nodes": 1}
 
 
 def _named(strategy: dict[str, Any]) -> HookedStrategy:

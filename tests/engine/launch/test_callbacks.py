@@ -16,11 +16,11 @@ from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf import OmegaConf
 
-from lightswitch.launch.callbacks import trainer_arguments
+from lightswitch.launch.build import trainer_arguments
 from lightswitch.strategies import known_callbacks
+from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.fsdp1 import FSDP1
-from lightswitch.strategies.single import Single
 from tests.engine.conftest import PLAIN, Train
 
 NAMED = "lightning.pytorch.callbacks"

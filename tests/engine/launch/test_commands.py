@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
-from lightswitch.launch import commands, resolvers
+from lightswitch.launch import commands
+from lightswitch.launch.hydra_entry import register_resolvers
 from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.night import at_night
@@ -115,7 +116,7 @@ PATHS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _conf() -> Iterator[None]:
-    resolvers.register(placement.detect())
+    register_resolvers(placement.detect())
     with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
         yield
 

@@ -17,8 +17,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightswitch.errors import ExitCode
 from lightswitch.failures.launchers import Scripts
-from lightswitch.process.signals import Signals
-from lightswitch.process.state import Process
+from lightswitch.process import Process, Signals
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import PLAIN, Finished, Train, context
 from tests.engine.launch.witness import WITNESS, witnesses

@@ -51,7 +51,7 @@ def test_a_step_takes_few_calls_of_python(tmp_path: Path) -> None:
         trainer.fit(PlainModel(), PlainData())
         return counting.calls
 
-    assert calls(replace_loops) < 0.85 * calls(lambda trainer: None)  # with no help of launch/hooks.py
+    assert calls(replace_loops) < 0.85 * calls(lambda trainer: None)  # with no help of launch/loop.py
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightswitch.checkpoints import directory
 from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.ddp import Single
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainData, PlainModel

@@ -22,8 +22,7 @@ import lightswitch
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.export.__main__ import main as export
-from lightswitch.launch.build import in_order
-from lightswitch.launch.compatibility import trainer_problems
+from lightswitch.launch.build import in_order, trainer_problems
 from lightswitch.monitoring.metrics import MetricsFile
 from tests.engine.fits import Fit
 from tests.engine.modules.catalogue import CATALOGUE, MICRO, SINGLE, Entry

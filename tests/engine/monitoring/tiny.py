@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.ddp import Single
 
 BATCH = 8
 

@@ -10,14 +10,13 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB
-from lightswitch.planning.estimate import STATES, Estimate, Memory
+from lightswitch.planning.estimate import STATES, Estimate, Memory, Peak
 from lightswitch.planning.fakes import World
-from lightswitch.planning.timeline import Peak
 from tests.engine.planning.test_estimate import DEVICE, RUN, found
 
 __all__ = ["found"]  # a fixture
 FSDP = "lightswitch.strategies.fsdp.FSDP"
-SINGLE = Candidate(("strategy=single",), {"_target_": "lightswitch.strategies.single.Single"})
+SINGLE = Candidate(("strategy=single",), {"_target_": "lightswitch.strategies.ddp.Single"})
 DDP = Candidate(("strategy=ddp",), {"_target_": "lightswitch.strategies.ddp.DDP"})
 SHARDED = Candidate(("strategy=fsdp",), {"_target_": FSDP})
 OFFLOADED = Candidate(("strategy=fsdp_offload",), {"_target_": FSDP, "cpu_offload": True})

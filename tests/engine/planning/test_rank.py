@@ -12,11 +12,10 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.errors import RefusedRequest
-from lightswitch.planning.dry_run import span
+from lightswitch.planning.dry_run import Rank, rehearse, span
 from lightswitch.planning.fakes import World
-from lightswitch.planning.rank import Rank, rehearse
 from lightswitch.planning.simulation import Work
-from lightswitch.process import forked
+from lightswitch.process import call_each_forked
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.fsdp1 import FSDP1
 from tests.engine.models.language import LanguageModel
@@ -35,7 +34,7 @@ def _alone(make: Callable[[], Strategy], world: World) -> tuple[Rank, int]:
     def rehearsed() -> tuple[Rank, int]:
         return rehearse(WORK, make(), world)[0], rank_zero_only.rank  # type: ignore[attr-defined]  # a function's
 
-    (found,) = forked.call_each([rehearsed])
+    (found,) = call_each_forked([rehearsed])
     return found
 
 
@@ -57,7 +56,7 @@ def test_units_of_flat_parameters_are_found() -> None:
 
 def test_a_process_that_ends_is_told() -> None:
     with pytest.raises(RefusedRequest, match="has ended, with exit code 3"):
-        forked.call_each([lambda: os._exit(3)])
+        call_each_forked([lambda: os._exit(3)])
 
 
 @pytest.mark.parametrize(

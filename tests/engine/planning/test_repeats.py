@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightswitch.planning.repeats import Repeats
+from lightswitch.planning.values import Repeats
 
 aten = torch.ops.aten
 CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...]]]] = {

@@ -13,11 +13,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
+from lightswitch.planning.ledger import Tracking
 from lightswitch.planning.simulation import simulate
-from lightswitch.planning.tracking import Tracking
-from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.ddp import DDP, Single
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.single import Single
 from tests.engine.planning.test_rank import WORK
 
 

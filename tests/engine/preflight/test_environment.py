@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightswitch import versions
 from lightswitch.cluster import environments, placement
 from lightswitch.errors import RefusedRequest
-from lightswitch.preflight import environment, launchers
+from lightswitch.preflight import devices, environment
 from tests.engine.cluster.test_placement import BATCH_SHELL, EXPORTED, SRUN, TORCHRUN
 from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN
@@ -183,19 +183,19 @@ def _answer(environ: Mapping[str, str]) -> list[str]:
     except RefusedRequest as mistakes:
         return mistakes.problems
     place = placement.detect()
-    problems = list(launchers.other_counts({"num_nodes": place.nodes, "devices": place.devices_per_node or 2}, place))
+    problems = list(devices.other_counts({"num_nodes": place.nodes, "devices": place.devices_per_node or 2}, place))
     if problems:
         return problems
     met = environments.detect()
-    devices = place.devices_per_node or 2
+    per_node = place.devices_per_node or 2
     assert 1 <= met.main_port < 2**16
     assert met.main_address.strip()
-    assert (met.node_rank() * devices + met.local_rank() == 0) == (place.rank == 0)
+    assert (met.node_rank() * per_node + met.local_rank() == 0) == (place.rank == 0)
     assert not (_get_rank() and place.rank == 0)  # by which Lightning is silent
     if place.is_external:
-        assert met.node_rank() * devices + met.local_rank() == place.rank
-        assert met.global_rank() == place.rank < met.world_size() == place.nodes * devices
-        met.validate_settings(num_devices=devices, num_nodes=place.nodes)
+        assert met.node_rank() * per_node + met.local_rank() == place.rank
+        assert met.global_rank() == place.rank < met.world_size() == place.nodes * per_node
+        met.validate_settings(num_devices=per_node, num_nodes=place.nodes)
     return []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.preflight import unread
+from lightswitch.preflight import root_keys
 from lightswitch.reference import choices
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
 from tests.engine.requests import composed, composing, problems
@@ -60,7 +60,7 @@ def test_each_key_of_help_is_read_or_told(combination: str, tmp_path: Path) -> N
     expected = {key for key in keys if f"{key}.".startswith(tuple(f"{one}." for one in (*groups, *ELSEWHERE)))}
     if "optimizer but lr" in groups:
         expected |= {key for key in keys if key.startswith("optimizer.") and key != "optimizer.lr"}
-    assert {*unread.of(composed(*words, into=tmp_path).cfg, keys)} == expected
+    assert {*root_keys.unread(composed(*words, into=tmp_path).cfg, keys)} == expected
 
 
 @pytest.mark.parametrize("typed", TOLD)
@@ -78,7 +78,7 @@ def test_what_stands_in_an_experiment_is_told_with_its_name(tmp_path: Path) -> N
     )
     (tmp_path / "experiment/mine.yaml").write_text("\n".join((*lines, "trainer: {max_steps: 2}", "seed: 7\n")))
     request = composed(*PLAIN, "experiment=mine", f"hydra.searchpath=[{tmp_path}]", into=tmp_path)
-    assert [line.partition(":")[0] for line in unread.problems(request.cfg, request.hydra)] == [
+    assert [line.partition(":")[0] for line in root_keys.unread_problems(request.cfg, request.hydra)] == [
         "scheduler of experiment=mine",
         "optimizer.lr of experiment=mine, optimizer.betas of experiment=mine",
     ]

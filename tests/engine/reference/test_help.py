@@ -8,15 +8,14 @@ import pytest
 
 from lightswitch.config.overrides import asks_for_help
 from lightswitch.errors import RefusedRequest
-from lightswitch.reference import help
-from lightswitch.reference.choices import config, groups, sentences
+from lightswitch.reference.choices import config, groups, help_text, sentences
 from tests.engine.conftest import CHECKOUT
 
 TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
 
 
 def _text(about: str) -> str:
-    return help.text(about, TRAIN, CONF)
+    return help_text(about, TRAIN, CONF)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
-from lightswitch.launch import resolvers
+from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.runs.claim import new_run_id
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -65,7 +65,7 @@ def test_two_runs_in_the_same_second_differ() -> None:
 
 
 def test_a_process_asks_for_it_once() -> None:
-    resolvers.register(placement.detect({}))
+    register_resolvers(placement.detect({}))
     cfg = OmegaConf.create({"run_id": "${new_run_id:}", "dir": "runs/${new_run_id:}"})
     assert cfg.dir == f"runs/{cfg.run_id}"
 

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import psutil
 
-from lightswitch.trees import make_tree, remove_tree
+from lightswitch.regular_files import make_tree, remove_tree
 
 PROGRAMS = ("ip", "mount", "munged", "nsenter", "sbatch", "setpriv", "slurmctld", "slurmd", "unshare")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -19,7 +19,7 @@ from torch._logging import _internal as torch_logs
 
 import lightswitch
 from lightswitch.preflight import devices
-from lightswitch.strategies.compilation import Compilation, CompiledForward, tell_recompilations
+from lightswitch.strategies.units import Compilation, CompiledForward, tell_recompilations
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
@@ -190,7 +190,7 @@ def _problems(keys: dict[str, object], **strategy: object) -> list[str]:
 
 def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    config = {"_target_": "lightswitch.strategies.compilation.Compilation"}
+    config = {"_target_": "lightswitch.strategies.units.Compilation"}
     (problem,) = _problems(config)
     assert problem.startswith("compile=true needs a compiler, and there is no no-such-compiler here; type apt-get")
     assert not _problems({**config, "backend": "aot_eager"})

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightswitch.errors import Refused
-from lightswitch.strategies.auto import auto
-from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.ddp import DDP, auto
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fits
 from tests.engine.plain import PlainModel

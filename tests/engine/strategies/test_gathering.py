@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightswitch import gathering
+from lightswitch.hooked_strategy import filled
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.plain import PlainModel
 from tests.engine.tiny import NO_CHECKPOINTS
@@ -74,12 +74,12 @@ def test_other_shapes_are_refused_in_a_line(train: Train) -> None:
 
 def test_the_last_row_has_the_gradient_of_its_copies() -> None:
     rows = torch.ones(2, 3, requires_grad=True)
-    gathering.filled(rows, [(len(rows), *rows.shape[1:]), (4, *rows.shape[1:])]).sum().backward()
+    filled(rows, [(len(rows), *rows.shape[1:]), (4, *rows.shape[1:])]).sum().backward()
     assert rows.grad is not None
     assert rows.grad.tolist() == [[1, 1, 1], [3, 3, 3]]
 
 
 def test_a_rank_without_a_row_has_zeros_that_are_in_its_graph() -> None:
-    filled = gathering.filled(torch.ones(0, 3, requires_grad=True), [(0, 3), (2, 3)])
-    assert filled.tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert filled.requires_grad
+    rows = filled(torch.ones(0, 3, requires_grad=True), [(0, 3), (2, 3)])
+    assert rows.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert rows.requires_grad

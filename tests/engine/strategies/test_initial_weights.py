@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightswitch.strategies.rank_0 import broadcast_metric_states, broadcast_weights, left_on_meta
+from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights, left_on_meta
 
 CPU = torch.device("cpu")
 

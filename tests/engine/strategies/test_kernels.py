@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightswitch.batches.rank_loader import dense
 from lightswitch.errors import Refused
 from lightswitch.strategies import kernels
-from lightswitch.strategies.compilation import Compilation, is_compiled
-from lightswitch.strategies.float8 import Float8, is_fitting
+from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
 from tests.engine.conftest import runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainData, PlainModel

@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.strategies import Strategy
 
-from lightswitch.strategies.auto import auto
-from lightswitch.strategies.single import Single
+from lightswitch.strategies.ddp import Single, auto
 
 
 class Numbered(CPUAccelerator):

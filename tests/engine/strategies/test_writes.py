@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused, Stopped
 from lightswitch.failures.classify import Rank, failure_of
-from lightswitch.failures.preemption import Preemption
-from lightswitch.process.signals import Signals
-from lightswitch.process.state import Process
+from lightswitch.failures.stopping import Preemption
+from lightswitch.process import Process, Signals
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
 from tests.engine.plain import PlainData

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
-from lightswitch.launch import resolvers
+from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.sweeps.multirun import shared_problems
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
@@ -33,7 +33,7 @@ def told() -> Iterator[Told]:
         cfg = loader.load_configuration("config", words, RunMode.MULTIRUN)
         return shared_problems(cfg, partial(loader.load_sweep_config, cfg))
 
-    resolvers.register(placement.detect())
+    register_resolvers(placement.detect())
     with initialize_config_dir(str(CHECKOUT / "conf"), version_base="1.3"):
         yield of
     HydraConfig.instance().cfg = None

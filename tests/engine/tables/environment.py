@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from lightswitch.cluster.variables import SHOWN
+from lightswitch.cluster.placement import SHOWN
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables.page import code, page, table
 
@@ -56,7 +56,7 @@ def readers() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     engine = CHECKOUT / "src" / "lightswitch"
     for path in [*sorted(engine.rglob("*.py")), *sorted((CHECKOUT / "slurm").glob("*.sh"))]:
-        if path.match("cluster/variables.py"):  # only what reports may show
+        if path.match("cluster/placement.py"):  # only what reports may show
             continue
         name = str(path.relative_to(engine if path.suffix == ".py" else CHECKOUT))
         for variable in sorted({*(_of_python(path) if path.suffix == ".py" else _of_shell(path))} - OTHER_NAMES):

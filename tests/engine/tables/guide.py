@@ -16,8 +16,9 @@ from hydra.utils import instantiate
 
 from lightswitch.cluster import placement
 from lightswitch.errors import Refused
-from lightswitch.launch import estimates, fitting, resolvers
+from lightswitch.launch import estimates, fitting
 from lightswitch.launch.estimates import Request
+from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.fakes import World
@@ -47,7 +48,7 @@ MODELS = (
 
 
 def main() -> None:
-    resolvers.register(placement.detect())
+    register_resolvers(placement.detect())
     head = ["model", "devices", *CARDS]
     for marker, worlds, tried in (("guide", WORLDS, _by_auto), ("guide of DeepSpeed", WORLDS[1:], _by_deepspeed)):
         rows = [row for model in MODELS for row in _rows(model, worlds, tried)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightswitch.trees import remove_tree
+from lightswitch.regular_files import remove_tree
 from tests.engine.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -34,7 +34,7 @@ def test_two_clusters_do_not_meet_and_leave_nothing() -> None:
 
 def test_a_cluster_dies_with_the_process_that_started_it() -> None:
     start_and_hang = """
-from lightswitch.trees import remove_tree
+from lightswitch.regular_files import remove_tree
 from tests.engine.slurm.cluster import Cluster
 with Cluster(nodes=1) as cluster:
     print(cluster.root, flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.trees import make_tree, remove_tree
+from lightswitch.regular_files import make_tree, remove_tree
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from lightswitch.cluster import placement
-from lightswitch.launch import resolvers
+from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import targets
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -34,7 +34,7 @@ PAIRS = [(model, data) for model in LANGUAGE_MODELS for data in LANGUAGE_DATA] +
 
 @pytest.fixture(autouse=True)
 def _conf(tmp_path: Path) -> Iterator[None]:
-    resolvers.register(placement.detect())
+    register_resolvers(placement.detect())
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
     HydraConfig.instance().cfg = None

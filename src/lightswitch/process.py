@@ -1,0 +1,400 @@
+"""This process: its changing state, the signals that ask it to end, and functions called in processes forked off it.
+
+Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT.
+Before and after training a run has nothing to lose, and ends at once; while it trains, signals wait for the end of an
+optimizer step (lightswitch.failures.stopping).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
+
+_RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
+_GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
+
+
+class WatchdogMember(Protocol):
+    """This process's connection to the watchdog over the ranks."""
+
+    def leave(self) -> None:
+        """End the watchdog with all ranks, once the run is done."""
+
+    def stop(self, stopped: Stopped) -> None:
+        """Have all ranks end as this one does, by a signal that it alone may have received."""
+
+
+class Lock(Protocol):
+    """A hold on a directory, which other processes respect."""
+
+    descriptor: int
+
+    def release(self) -> None:
+        """Release the lock; a second time does nothing."""
+
+
+class Process:
+    """The state of one process, made once in it. A copy that reaches another process starts anew there.
+
+    Attributes:
+        ranks: processes that this one has started; it is then rank 0 of its node.
+        watchdog: the connection to it, once the ranks form a group; `is_watched` is set then.
+        has_failed: set once the run has failed, and all ranks know how; each ends with that exit code.
+        steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
+        refusal: why this start may not write its run directory; the other ranks learn it when they connect.
+        locks: on run directories, released when this process ends.
+        hosts: the machine of each rank, once they have connected.
+        crash_folder: of this start's crash report, the same in all ranks once they have connected.
+        disk_error: what a library's thread could not write; the run has failed by it.
+        decided: overrides that follow from this machine, and that the ranks which this process starts are given.
+        failure_file: where the sweep that has started this run reads its failure; None in any other run.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.watchdog: WatchdogMember | None = None
+        self.is_watched = threading.Event()
+        self.has_failed = threading.Event()
+        self.steps_have_begun = threading.Event()
+        self.refusal = ""
+        self.locks: list[Lock] = []
+        self.hosts: list[str] = []
+        self.crash_folder: Path | None = None
+        self.failure_file: Path | None = None
+        self.disk_error: BaseException | None = None
+        self.decided: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"crash_folder": self.crash_folder, "failure_file": self.failure_file}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Process.__init__(self)
+        self.__dict__.update(state)
+
+    def join_watchdog(self, watchdog: WatchdogMember) -> None:
+        """Keep the connection to the watchdog, which watches this process from now on."""
+        self.watchdog = watchdog
+        self.is_watched.set()
+
+    def leave_watchdog(self) -> None:
+        """Wait for all ranks, if there is a watchdog, and end it: the run is done.
+
+        Raises:
+            Ended: the run has failed.
+        """
+        if self.watchdog is not None:
+            self.watchdog.leave()
+        self._forget_watchdog()
+
+    def raise_disk_error(self) -> None:
+        """Raise `disk_error`, if there is one that the main thread has not met."""
+        if self.disk_error is not None:
+            raise self.disk_error
+
+    def stop_all_ranks(self, stopped: Stopped) -> None:
+        """Have the watchdog, if there is one, end the other ranks as this one is ended."""
+        if self.watchdog is not None and not self.has_failed.is_set():
+            self.watchdog.stop(stopped)
+
+    def _forget_watchdog(self) -> None:
+        self.watchdog = None
+        self.is_watched.clear()
+
+    def note_failure(self, line: str) -> None:
+        """Write the run's first failure to the file that its sweep reads."""
+        if self.failure_file is not None:
+            with contextlib.suppress(OSError), self.failure_file.open("x") as file:
+                file.write(line)
+
+    def release_locks(self) -> None:
+        """Release the locks on run directories."""
+        while self.locks:
+            self.locks.pop().release()
+
+    def how_ended(self, pid: int) -> str | None:
+        """Return how one of `ranks` ended, in words; None while it runs, and for any other process."""
+        code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
+        return None if code is None else ended_by(code)
+
+    def end_ranks(self) -> None:
+        """Wait 10 s for the ranks that this process started, then kill them."""
+        if threading.current_thread() is threading.main_thread():
+            # torch's handler would raise that the workers below were killed
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        end = time.monotonic() + _RANKS_PATIENCE_SECONDS
+        for rank in self.ranks:
+            try:
+                rank.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.kill()
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    def leave_now(self, code: int) -> NoReturn:
+        """End this process and its children at once, not by an exception: the main thread may be in a collective that
+        never returns."""
+        import psutil  # at the end alone: it takes its time to import
+
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        for pid in children:  # all at once, or torch reports dead loader workers in the main thread
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.release_locks()
+        os._exit(code)
+
+    def follow_parent(self) -> None:
+        """End this rank when its parent has ended, until the watchdog does that.
+
+        The rank would wait for its parent for half an hour.
+        """
+        parent = os.getppid()
+
+        def follow() -> None:
+            while not self.is_watched.wait(1):
+                if os.getppid() != parent:
+                    if os.environ["LOCAL_RANK"] == "1":  # one line for all ranks
+                        line = f"rank 0 failed: process {parent} was killed before it trained"
+                        print(line, file=sys.stderr, flush=True)
+                    self.leave_now(ExitCode.FAILED)
+
+        threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+    def end_with_parent(self) -> None:
+        """End this rank, which Python or torchrun has started, when its parent has ended.
+
+        Python's sends it SIGINT then, and a job in the background ignores that. One of torchrun's that was killed sends
+        nothing, and the others can't meet while its rank trains on.
+        """
+        parent = os.getppid()
+
+        def follow() -> None:
+            while os.getppid() == parent:
+                time.sleep(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_GRACE_SECONDS)
+            self.leave_now(ExitCode.STOPPED)
+
+        threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+
+def ended_by(exit_code: int) -> str:
+    """Return how a process ended, in words; the exit code of one that a signal killed is negative, as in subprocess."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def leave_group_at_exit() -> None:
+    """Have the process group ended before Python exits.
+
+    Lightning ends NCCL groups only; the threads of gloo, left running, can abort a finished process as it exits.
+    """
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    for name in ("deepspeed.comm", "torch.distributed"):  # DeepSpeed keeps groups of its own beside the world's
+        comm = sys.modules.get(name)
+        if comm is not None and comm.is_available() and comm.is_initialized():
+            comm.destroy_process_group()
+
+
+REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
+CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
+_PATIENCE_SECONDS = 5  # for a process to end by itself
+_WORKER_SECONDS = 120  # that a loader worker outlives a SIGTERM: its rank reads on until the step is over
+
+
+def ignore_signals() -> None:
+    """Ignore signals from now on: they come too late to change the exit code."""
+    if threading.current_thread() is threading.main_thread():
+        for number in CAUGHT:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def stopped_with(exit_code: int | None) -> Stopped | None:
+    """Return the `Stopped` of a process that a signal has ended with this exit code; None for any other code."""
+    return next((stopped for stopped in map(Stopped, CAUGHT[2:]) if stopped.exit_code == exit_code), None)
+
+
+class Signals:
+    """The signals that one process has received. A copy that reaches another process is empty there.
+
+    Attributes:
+        received: the first signal that asked this process to end.
+        is_first: whether this is rank 0, which reports for all ranks that a signal has ended them.
+        is_deferred: whether all ranks agree on what they have received, before one of them ends by it.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.received: signal.Signals | None = None
+        self.is_first = False
+        self.is_deferred = False
+        self._is_forwarded = False
+        self._pid = 0  # of the process that listens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Signals, (self.process,)
+
+    def catch(self, is_first: bool) -> None:
+        """Handle signals from now on; call it in the main thread. A second call only sets `is_first`.
+
+        Args:
+            is_first: see `Signals`.
+        """
+        self.is_first = is_first
+        if self._pid == os.getpid():
+            return
+        if not self._pid:  # else it was inherited by a fork
+            os.register_at_fork(after_in_child=self._in_forked_child)
+        self._pid = os.getpid()
+        for number in CAUGHT:
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as in a shell's background job
+                signal.signal(number, self._note)
+        self._listen()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)  # job scripts block them: until here, they would kill
+
+    def defer(self) -> None:
+        """Let signals wait until a caller reads `received`."""
+        self.is_deferred = True
+
+    def obey(self) -> None:
+        """Let signals end the process at once again, also one that was deferred.
+
+        Raises:
+            Stopped: a signal has been received.
+        """
+        self.is_deferred = False
+        if self.received is not None:
+            raise Stopped(self.received)
+
+    @contextmanager
+    def forwarded_by(self, launcher: object) -> Iterator[None]:
+        """Pass signals on to the ranks meanwhile, if Python has spawned them and this process only waits for them."""
+        self._is_forwarded = any(kind.__name__ == "_MultiProcessingLauncher" for kind in type(launcher).__mro__)
+        try:
+            yield
+        finally:
+            self._is_forwarded = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.process.has_failed.is_set():  # once a rank has ended, its launcher asks the others to
+            return
+        again = number == self.received == signal.SIGINT  # Ctrl+C twice
+        self.received = self.received or signal.Signals(number)
+        for rank in self.process.ranks:
+            rank.terminate()
+        if self._is_forwarded:
+            for process in multiprocessing.active_children():
+                process.terminate()
+        if again or not (self.is_deferred or self._is_forwarded):
+            raise Stopped(self.received)
+
+    def _listen(self) -> None:
+        """Start a thread that learns of signals while the main thread is in C code, where no handler runs."""
+        heard, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._enforce, args=(heard,), name="signals", daemon=True).start()
+
+    def _enforce(self, heard: socket.socket) -> None:
+        interrupts = 0
+        failed = self.process.has_failed
+        while numbers := heard.recv(64):
+            interrupts += numbers.count(signal.SIGINT)
+            asked = [number for number in numbers if number in CAUGHT]
+            if interrupts == 1 and self.is_deferred and self.is_first and sys.stderr.isatty():
+                self._say("stopping   at the end of this step; Ctrl+C again stops at once")
+            if asked and not failed.is_set() and (interrupts > 1 or not (self.is_deferred or self._is_forwarded)):
+                time.sleep(_PATIENCE_SECONDS)
+                if (interrupts > 1 or not self.is_deferred) and not failed.is_set():
+                    by = self.received or signal.Signals(asked[0])
+                    if self.is_first:
+                        self._say(f"stopped    by {by.name}, at once")
+                    self.process.leave_now(Stopped(by).exit_code)
+
+    def _say(self, text: str) -> None:
+        """Write a line while the main thread may be anywhere, also in a write of its own."""
+        erasing = "\r\x1b[K" if sys.stderr.isatty() else ""  # of a progress bar that the cursor is behind
+        os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
+
+    def _in_forked_child(self) -> None:
+        self.is_deferred = self._is_forwarded = False
+        signal.set_wakeup_fd(-1)
+        for number in (*REQUEUED, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _read_on)
+
+
+def _read_on(number: int, frame: FrameType | None) -> None:
+    """Let a loader worker read on after SIGTERM: schedulers signal all processes, and its rank has a step to finish."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:
+        signal.alarm(_WORKER_SECONDS)
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+T = TypeVar("T")
+
+
+def call_each_forked(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions, each in a process of its own, as many at once as there are cores, and return their results.
+
+    Args:
+        functions: return what can be pickled, and raise nothing but Refused.
+
+    Raises:
+        RefusedRequest: what the first of them was refused with, or that its process has ended.
+    """
+    with ThreadPoolExecutor(min(len(functions), os.cpu_count() or 1)) as pool:
+        return list(pool.map(_call, functions))
+
+
+def _call(function: Callable[[], T]) -> T:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(function, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        result, refusal = ours.recv()
+    except EOFError:
+        child.join()
+        raise RefusedRequest(
+            [f"a process that was forked to plan the run has ended, with exit code {child.exitcode}"]
+        ) from None
+    child.join()
+    if refusal is not None:
+        raise RefusedRequest(*refusal)
+    found: T = result
+    return found
+
+
+def _answer(function: Callable[[], T], result: Connection) -> None:
+    signal.set_wakeup_fd(-1)  # it is the parent's, as are the handlers
+    for number in CAUGHT:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        result.send((function(), None))
+    except Refused as refused:
+        result.send((None, (refused.problems, refused.details)))
