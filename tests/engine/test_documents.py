@@ -13,6 +13,8 @@ from tests.engine.conftest import CHECKOUT
 ENGINE = CHECKOUT / "src" / "lightswitch"
 DOCUMENTS = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 DOCUMENTS += sorted((CHECKOUT / "docs" / "zh").glob("*.md"))
+REFERENCE = sorted((CHECKOUT / "docs" / "reference").glob("*.md"))  # made by tests/engine/tables
+MOST_PAGES, MOST_LINES, MOST_LINES_OF_A_PAGE = 18, 4500, 450
 ROOTS = (CHECKOUT, CHECKOUT / "src", ENGINE, CHECKOUT / "docs", CHECKOUT / "tests" / "engine")
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|yaml|sh|toml|json|md|yml)|(?:[\w-]+/)+")
@@ -44,7 +46,7 @@ def test_the_names_of_files_are_found_in_the_documents() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    links = [(path, link) for path in DOCUMENTS for link in re.findall(r"\]\(([^)\s]+)\)", _prose(path))]
+    links = [(path, link) for path in (*DOCUMENTS, *REFERENCE) for link in re.findall(r"\]\(([^)\s]+)\)", _prose(path))]
     for path, link in links:
         if re.match(r"\w+:", link):
             continue
@@ -60,6 +62,15 @@ def _anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", _prose(path), re.MULTILINE)
     kept = ("".join(c for c in text.lower() if c in " -_" or unicodedata.category(c)[0] in "LN") for text in headings)
     return {text.replace(" ", "-") for text in kept}
+
+
+def test_the_pages_that_are_written_by_hand_stay_few_and_short() -> None:
+    folder = CHECKOUT / "docs"
+    pages = {*folder.rglob("*.md")} - {*REFERENCE, folder / "index.md"}
+    lines = {page.name: len(page.read_text().splitlines()) for page in pages}
+    assert len(lines) <= MOST_PAGES
+    assert sum(lines.values()) <= MOST_LINES
+    assert {name for name, count in lines.items() if count > MOST_LINES_OF_A_PAGE} == set()
 
 
 def test_every_package_has_its_row_in_the_architecture() -> None:

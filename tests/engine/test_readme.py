@@ -16,14 +16,27 @@ from tests.engine.guide import commands, files, follow
 
 DOCS, README_MD = CHECKOUT / "docs", CHECKOUT / "README.md"
 README = README_MD.read_text()
-RUNNING, ADD = ((DOCS / name).read_text() for name in ("running.md", "add.md"))
+RUNNING, YOUR_OWN_CODE = ((DOCS / name).read_text() for name in ("running.md", "your-own-code.md"))
+ADD = YOUR_OWN_CODE.partition("\n## I have a LightningModule\n")[0]
 COMMANDS = {command: page for page in (RUNNING, ADD, README) for command in commands(page)}
 ERRORS = re.findall(r"^    \$ python (train\.py .*)\n    (error: .*)$", RUNNING, re.MULTILINE)
 
 
 def test_the_first_screen_is_one() -> None:
+    screen = README.partition("\n## ")[0]
+    assert len(screen.splitlines()) <= 30
+    assert commands_of_make(screen) == ["train", "test"]
+    sentence, _ = screen.partition("\n\n")[2].split("\n\n", 1)
+    assert sentence.count(".") == 1
+    _, *rows = re.findall(r"^\| (?!---)(.*) \|$", screen, re.MULTILINE)
+    assert len(rows) <= 12
+    assert not [row for row in rows if re.search(r"[.;:](?: |$)", re.sub(r"\]\([^)]*\)", "]", row))]
     assert len(README.splitlines()) <= 90
-    assert len(re.findall(r"\]\(docs/[\w/-]+\.md\)", README)) >= 25
+
+
+def commands_of_make(page: str) -> list[str]:
+    """Return the target of each command that a page shows with a remark of what it does and how long it takes."""
+    return re.findall(r"^    make (\w+) +# .*\b(?:minute|hour)", page, re.MULTILINE)
 
 
 def test_every_page_is_found_from_the_first() -> None:
@@ -67,7 +80,7 @@ def _typed(path: Path) -> Iterator[str]:
 
 def test_what_the_pages_say_to_type_is_taken(tmp_path: Path) -> None:
     """A command is refused for the one mistake that is put into it, and for nothing else."""
-    elsewhere = ("bring-your-own.md", "extension.md", "habits.md")  # which have tests of their own
+    elsewhere = ("your-own-code.md", "fork.md", "extension.md")  # which have tests of their own
     pages = [README_MD, *DOCS.glob("*.md"), *DOCS.glob("zh/*.md")]
     typed = {
         line: [*shlex.split(line), "meet_timeout_seconds=x"]

@@ -38,8 +38,8 @@ def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
     assert 'href="https://example.org/us/lightswitch/blob/main/CONTRIBUTING.md"' in home
     assert 'href="strategies.html"' in home
     assert "md-tabs" not in home  # with which the first page's sidebar would have a single line
-    assert "what each device holds" in home
+    assert "modules from elsewhere" in home
     assert "fonts.googleapis" not in home
     assert '<html lang="en"' in home
-    assert '<html lang="zh-Hans"' in (copy / "site" / "zh" / "strategies.html").read_text()
+    assert '<html lang="zh-Hans"' in (copy / "site" / "zh" / "guide.html").read_text()
     assert "does not divide over" in (copy / "site" / "search" / "search_index.json").read_text()

@@ -51,7 +51,7 @@ def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_page_of_no_results_says_that_nothing_was_measured() -> None:
     assert document({}) == [NOTHING]
-    assert (NOTHING in (CHECKOUT / "docs" / "gpu.md").read_text()) != (CHECKOUT / "docs" / "gpu.json").exists()
+    assert (NOTHING in (CHECKOUT / "docs" / "speed.md").read_text()) != (CHECKOUT / "docs" / "gpu.json").exists()
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -1,4 +1,4 @@
-"""The code of docs/images-and-tables.md, as it stands there, in real runs."""
+"""The code for networks in docs/your-own-code.md and for tables in docs/data.md, as it stands there, in real runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import pytest
 from tests.engine.conftest import CHECKOUT, Finished, Train
 from tests.engine.curves import largest_difference
 
-PAGE = (CHECKOUT / "docs" / "images-and-tables.md").read_text()
-FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+SECTIONS = {"your-own-code.md": "A network of torchvision or timm", "data.md": "A CSV or Parquet file"}
+
+
+def _section(page: str, heading: str) -> str:
+    _, _, rest = (CHECKOUT / "docs" / page).read_text().partition(f"\n## {heading}\n")
+    return re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+TEXT = "".join(_section(*section) for section in SECTIONS.items())
+FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", TEXT, re.DOTALL))
 NETWORK = """
 from torch import nn
 
@@ -24,7 +32,7 @@ def layers(num_classes: int) -> nn.Module:
 
 @pytest.fixture
 def words(tmp_path: Path) -> tuple[str, ...]:
-    """The page's files under another package's name than `project`; a network and a table of two columns."""
+    """The pages' files under another package's name than `project`; a network and a table of two columns."""
     folder = tmp_path / "fork"
     for path, text in FILES.items():
         file = folder / path.replace("src/project/", "images_page/")
@@ -42,8 +50,8 @@ def words(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def test_the_page_names_a_file_for_each_block_of_code() -> None:
-    assert len(FILES) == len(re.findall("```", PAGE)) / 2 == 4
+def test_the_sections_name_a_file_for_each_block_of_code() -> None:
+    assert len(FILES) == len(re.findall("```", TEXT)) / 2 == 4
 
 
 def test_its_network_learns_its_table_as_well_over_two_devices(

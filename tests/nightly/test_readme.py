@@ -1,4 +1,4 @@
-"""The plan on README.md's first screen is what its command prints."""
+"""The plan in README.md is what its command prints."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["copy"]  # a fixture
 
 @pytest.mark.parametrize("link", ["gone.md", "strategies.md#gone"])
 def test_a_dead_link_or_anchor_fails(copy: Path, link: str) -> None:
-    with (copy / "docs" / "export.md").open("a") as page:
+    with (copy / "docs" / "data.md").open("a") as page:
         page.write(f"\n[more]({link})\n")
     built = built_in(copy)
     assert built.returncode != 0

@@ -36,7 +36,7 @@ def test_each_cause_has_a_module_and_a_remedy() -> None:
     named = {*IN_ONE_PROCESS.values(), *UNDER_DDP.values(), "operation that the strategy can't do"}
     assert named == REMEDIES.keys()
     assert len(named) == 10
-    page = (CHECKOUT / "docs" / "check.md").read_text()
+    page = (CHECKOUT / "docs" / "promises.md").read_text()
     assert [name for name, remedy in REMEDIES.items() if f"| {name} |" not in page or remedy not in page] == []
 
 

@@ -1,6 +1,6 @@
 """A hundred habits of lightning-hydra-template's users: what they type, with a module and data of its form.
 
-What comes of each is typed by tests/engine/tables/habits.py, for docs/habits.md, and by test_habits.py, which compares.
+tests/engine/tables/habits.py types each for docs/reference/habits.md; test_habits.py compares page and code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users of lightning-hydra-template type works, or a line says the name here: docs/habits.md."""
+"""What users of lightning-hydra-template type works, or a line says the name here: docs/reference/habits.md."""
 
 from __future__ import annotations
 

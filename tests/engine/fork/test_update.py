@@ -67,7 +67,7 @@ def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Pat
     pyproject = re.sub(r'"(torchmetrics)>=.*"', r'"\1>=1.5"', pyproject, count=1)
     pyproject = pyproject.replace("\ndependencies = [\n", '\ndependencies = [\n    "owls>=1",\n')
     (own_clone / "pyproject.toml").write_text(pyproject)
-    (own_clone / "docs/owls.md").write_text("# Owls\n\n[Streams](streams.md), [tests](../tests/engine/plain.py)\n")
+    (own_clone / "docs/owls.md").write_text("# Owls\n\n[Data](data.md), [tests](../tests/engine/plain.py)\n")
     git(own_clone, "add", "--all")
     git(own_clone, "commit", "--quiet", "--message=Later")
     told = update(folder, str(own_clone)).splitlines()
@@ -75,7 +75,7 @@ def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Pat
         "beside     conf/strategy/owls.yaml: new in lightswitch; this fork's stays as it is",
         "beside     conf/trainer/default.yaml: changed in lightswitch; this fork's stays as it is",
     ]
-    assert (folder / "docs/lightswitch/owls.md").read_text() == "# Owls\n\n[Streams](streams.md), tests\n"
+    assert (folder / "docs/lightswitch/owls.md").read_text() == "# Owls\n\n[Data](data.md), tests\n"
     put, replaced = (line for line in told if line.startswith("needs "))
     assert "owls>=1: put it into the dependencies" in put
     assert re.search(r"torchmetrics>=1.5: put it in the place of torchmetrics<.*,>=.* in the dependencies", replaced)

@@ -1,4 +1,4 @@
-"""Tests and measurements on GPUs, in pieces: what docs/gpu.md rests on.
+"""Tests and measurements on GPUs, in pieces: what the section on GPUs of docs/speed.md rests on.
 
 python -m tests.engine.gpu                      # all pieces, or nothing where there is no GPU
 python -m tests.engine.gpu matrix               # one of them, for nine minutes: what is left is run the next time
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
         codes = {run(PIECES[name](scale), record, end) for name in names}
     except KeyboardInterrupt:
         codes = {INTERRUPTED}
-    page = "; python -m tests.engine.tables.gpu makes docs/gpu.md of them" if path == RESULTS else ""
+    page = "; python -m tests.engine.tables.gpu fills docs/speed.md from them" if path == RESULTS else ""
     print(f"results: {path}{page}")
     return next(code for code in (INTERRUPTED, FAILED, UNFINISHED, PASSED) if code in codes)
 

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging as docs/bring-your-own.md shows it."""
+"""Stochastic weight averaging as docs/your-own-code.md shows it."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The page docs/bring-your-own.md, and the runs that type what its tables say."""
+"""The tables of docs/your-own-code.md and docs/fork.md, and the runs that type what they say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.conftest import CHECKOUT
 from tests.engine.launch.migration_runs import RUNS, Inside, Left, Seen, Shown
 from tests.engine.launch.migrations import ROWS
 
-PAGE = (CHECKOUT / "docs/bring-your-own.md").read_text()
+PAGE = "\n".join((CHECKOUT / "docs" / name).read_text() for name in ("your-own-code.md", "fork.md"))
 CODE = re.compile(r"`([^`]+)`")
 SECTIONS = re.findall(r"^##+ (I .*)$", PAGE, re.MULTILINE)
 

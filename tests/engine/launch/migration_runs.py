@@ -1,4 +1,4 @@
-"""The runs that show what the tables of docs/bring-your-own.md say, and how one looks at them.
+"""The runs that show what the tables of docs/your-own-code.md and docs/fork.md say, and how one looks at them.
 
 A run types all of the words of its rows as the page has them. What is looked at in its own process is seen after its
 first step, which most of them end with.

@@ -1,4 +1,4 @@
-"""The rows of docs/bring-your-own.md's tables, each with what shows that the words on its right do what it says."""
+"""Rows of the tables in docs/your-own-code.md and docs/fork.md, each with the tests of the words on its right."""
 
 from __future__ import annotations
 

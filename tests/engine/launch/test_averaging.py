@@ -175,7 +175,7 @@ def test_averaged_statistics_of_a_batch_norm_are_those_of_rank_0(fits: Fits) -> 
 def test_the_page_shows_it() -> None:
     shown = Path(SWA.__module__.replace(".", "/") + ".py")
     source = (CHECKOUT / shown).read_text().partition("from functools")[2]
-    assert source in (CHECKOUT / "docs/bring-your-own.md").read_text()
+    assert source in (CHECKOUT / "docs/your-own-code.md").read_text()
 
 
 def _last_checkpoint(run: Finished) -> dict[str, torch.Tensor]:

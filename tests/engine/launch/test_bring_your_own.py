@@ -1,4 +1,4 @@
-"""docs/bring-your-own.md: what its right columns say to type is taken, and what it says of callbacks is so."""
+"""docs/your-own-code.md and docs/fork.md: their right columns can be typed, and callbacks do what the table says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/measurements.md has every number that a benchmark gave or a document tells, and each has what made it."""
+"""The page of measurements has every number of a benchmark or a document, and each has what made it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.tables.claims import HELD, MEASURED, Claim
 from tests.engine.tables.measurements import RESULTS
 
 DOCS = CHECKOUT / "docs"
-PAGE = (DOCS / "measurements.md").read_text()
+PAGE = (DOCS / "reference" / "measurements.md").read_text()
 MAKEFILE = (CHECKOUT / "Makefile").read_text()
 BENCHMARKS = [name for name in re.findall(r"-m benchmarks\.(\w+)", MAKEFILE) if name != "missed"]
 TIME_OR_SPEED = re.compile(r"\d[\d.,]* (?:µs|ms|MB)\b|\w+ of (?:a second of )?CPU\b|\w+ times faster")

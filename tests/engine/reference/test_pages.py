@@ -12,8 +12,8 @@ from tests.engine.launch.habits import HABITS
 from tests.engine.tables.page import MADE
 from tests.engine.tables.reference import ENGINE, FOLDER, SCRIPTS, pages
 
-NAMES = ("choices", "commands", "messages", "run-directory", "environment")
-PAGES = (*(f"reference/{name}.md" for name in NAMES), "measurements.md")
+NAMES = ("choices", "commands", "messages", "run-directory", "environment", "measurements")
+PAGES = tuple(f"reference/{name}.md" for name in NAMES)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """What a user sees of each failure under each launcher: real runs of two processes.
 
-python -m tests.engine.tables.failures          # needs what the tests of Slurm need: docs/failures.md
+python -m tests.engine.tables.failures          # needs what the tests of Slurm need: docs/debugging.md
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
                 done[name, "Slurm"] = _on_slurm(cluster, case, Path(folder, f"slurm{number}"))
     for group in Path("/sys/fs/cgroup/memory").glob("failing_*"):
         group.rmdir()
-    documents.put("failures.md", "failures", list(_document(done)))
+    documents.put("debugging.md", "failures", list(_document(done)))
 
 
 def local(case: Case, command: tuple[str, ...], folder: Path, seconds: float = 300) -> Cell:

@@ -1,6 +1,6 @@
 """What GPUs did, from the results that `make gpu` has kept.
 
-python -m tests.engine.tables.gpu               # fills docs/gpu.md from docs/gpu.json
+python -m tests.engine.tables.gpu               # fills docs/speed.md from docs/gpu.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Cells = Mapping[str, Mapping[str, Any]]
 
 def main() -> None:
     content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    documents.put("gpu.md", "gpu", document(content))
+    documents.put("speed.md", "gpu", document(content))
 
 
 def document(content: Mapping[str, Any]) -> list[str]:
@@ -44,7 +44,7 @@ def document(content: Mapping[str, Any]) -> list[str]:
     lines = [_heading(content)]
     for name, (title, table) in tables.items():
         if cells := pieces.get(name):
-            lines += ["", f"## {title}", "", *table(cells)]
+            lines += ["", f"### {title}", "", *table(cells)]
     return [*lines, *_not_as_expected(pieces), *_not_run(content["pieces"])]
 
 
@@ -177,7 +177,7 @@ def _largest(cells: Cells) -> list[str]:
 def _not_as_expected(pieces: Mapping[str, Cells]) -> Iterator[str]:
     bad = [(piece, name, cell["problem"]) for piece, cells in pieces.items() for name, cell in cells.items()]
     bad = [row for row in bad if row[2]]
-    yield from ["", "## Not as expected", ""]
+    yield from ["", "### Not as expected", ""]
     told = [f"- {piece}, {name}: `{' '.join(problem.split())[:300]}`" for piece, name, problem in bad]
     yield from told or ["Nothing."]
 
@@ -186,7 +186,7 @@ def _not_run(pieces: Mapping[str, Cells]) -> Iterator[str]:
     left = [(piece, name, cell["lacks"]) for piece, cells in pieces.items() for name, cell in cells.items()]
     left = [row for row in left if row[2]]
     if left:
-        yield from ["", "## Not run", "", *(f"- {piece}, {name}: {lacks}" for piece, name, lacks in left)]
+        yield from ["", "### Not run", "", *(f"- {piece}, {name}: {lacks}" for piece, name, lacks in left)]
 
 
 def _shown(value: float | None) -> str:

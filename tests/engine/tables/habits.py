@@ -1,6 +1,6 @@
 """What comes of a hundred habits of lightning-hydra-template's users.
 
-python -m tests.engine.tables.habits            # types each, for docs/habits.md; two minutes
+python -m tests.engine.tables.habits            # types each, for docs/reference/habits.md; two minutes
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import documents
 from tests.runs import Finished, runs_in
 
-PAGE, MARKER, HEAD = "habits.md", "habits", ["typed", "here"]
+PAGE, MARKER, HEAD = "reference/habits.md", "habits", ["typed", "here"]
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ DOCS = CHECKOUT / "docs"
 TABLES = {  # between two comments in a document: the line above each says what made it, and when
     "matrix": "strategies.md",
     "resume": "checkpoints.md",
-    "failures": "failures.md",
+    "failures": "debugging.md",
 }
 
 
@@ -31,9 +31,9 @@ def text() -> str:
     return page(
         "Measurements",
         "Every number that these documents tell of a run or of a machine, with the command that made it and the "
-        "date. Two CPU cores, which other programs used as well; what GPUs have shown: [gpu.md](gpu.md).",
+        "date. Two CPU cores, which other programs used as well; what GPUs have shown: [GPUs](../speed.md#gpus).",
         "## Benchmarks",
-        f"Medians in milliseconds, and the median of the paired ratios ([how](speed.md#benchmarks)); {_versions()}.",
+        f"Medians in milliseconds, and the median of the paired ratios ([how](../speed.md#benchmarks)); {_versions()}.",
         _benchmarks(),
         "## Tables from real runs",
         _tables(),
@@ -85,7 +85,7 @@ def _tables() -> str:
     for name, document in TABLES.items():
         made = re.search(r"^(\d{4}-\d\d-\d\d), .*`(.*)`", _between(name), re.MULTILINE)
         assert made is not None, document
-        rows.append((code(made[2]), found[name](), f"[{document}]({document})", made[1]))
+        rows.append((code(made[2]), found[name](), f"[{document}](../{document})", made[1]))
     return table(("command", "what came of it", "table", "date"), rows)
 
 
@@ -113,5 +113,5 @@ def _claims(claims: Iterable[Claim], by: str) -> str:
 
 def _row(claim: Claim) -> tuple[str, ...]:
     name = claim.document.removeprefix("docs/")
-    link = f"[{name}]({name})" if claim.document != name else f"[{name}](../{name})"
+    link = f"[{name}](../{name})" if claim.document != name else f"[{name}](../../{name})"
     return claim.words, link, code(claim.shown_by), claim.day

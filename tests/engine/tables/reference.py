@@ -45,7 +45,8 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its path in docs/."""
     reference = {"choices": _choices(), "commands": _commands(), "messages": _messages()}
     reference |= {"run-directory": run_directory.text(), "environment": environment.text()}
-    return {f"reference/{name}.md": text for name, text in reference.items()} | {"measurements.md": measurements.text()}
+    reference["measurements"] = measurements.text()
+    return {f"reference/{name}.md": text for name, text in reference.items()}
 
 
 def _choices() -> str:

@@ -1,4 +1,4 @@
-"""Each row of docs/bring-your-own.md has its effect."""
+"""Each row of docs/your-own-code.md and docs/fork.md has its effect."""
 
 from __future__ import annotations
 
