@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hydra.conf import HydraConf
+if TYPE_CHECKING:
+    from hydra.conf import HydraConf
 
 AUTO = "auto"
 LARGEST_INTEGER = 2**63 - 1  # torch and NumPy count in 64 bits

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lightswitch.cluster import consistency, environments, rendezvous
+from lightswitch.cluster import consistency, environments, rendezvous, variables
 from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.placement import shown_variables
 from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.cluster.sealed import Values
 from lightswitch.deepspeed.config import operator_problems
@@ -84,7 +83,7 @@ def look_at_machine(local_rank: int, folder: Path) -> Machine:
         holdings,
         [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
         list(_ops()) if first else [],
-        shown_variables(),
+        variables.shown(),
         [f"{node}: {problem}" for problem in problems],
     )
 

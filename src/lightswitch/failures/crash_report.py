@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from lightswitch import regular_files, versions
-from lightswitch.cluster.placement import shown_variables
+from lightswitch.cluster import variables
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure, Refused, printable
 from lightswitch.failures.classify import Rank, one_line
@@ -254,7 +254,7 @@ def write_for_torchrun(failure: Failure) -> None:
 def _environment() -> str:
     lines = [f"python {platform.python_version()}, {platform.platform()}"]
     lines += [f"{name} {version}" for name, version in versions.of(_PACKAGES).items()]
-    lines += [f"{name}={value}" for name, value in shown_variables().items()]
+    lines += [f"{name}={value}" for name, value in variables.shown().items()]
     return "\n".join(["environment:", *lines]) + "\n"
 
 

@@ -35,8 +35,7 @@ from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.failures.crash_report import CrashReport, print_once
 from lightswitch.launch import commands
-from lightswitch.preflight import environment, targets
-from lightswitch.preflight.targets import own_batch
+from lightswitch.preflight import environment, own_batch, targets
 from lightswitch.process import REQUEUED, Process, Signals, ignore_signals, stopped_with
 from lightswitch.runs import claim
 from lightswitch.runs.claim import new_run_id, slurm_job
@@ -334,7 +333,7 @@ def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
 
 def _own_batch(otherwise: int, *, _root_: DictConfig) -> int:
     """Return the batch size that the data have themselves, or another: `${own_batch:64}`."""
-    found = own_batch(_root_)
+    found = own_batch.of(_root_)
     return otherwise if found is None else found.size
 
 

@@ -29,7 +29,7 @@ from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
-from lightswitch.preflight.targets import own_batch
+from lightswitch.preflight import own_batch
 from lightswitch.runs import finished, saved, starts
 from lightswitch.runs.resume import Start
 
@@ -64,7 +64,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
 
 def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
     """Return what became of a batch size that is the data's own: the global batch, or, if typed, that of evaluation."""
-    own = own_batch(cfg)
+    own = own_batch.of(cfg)
     if own is None:
         return ""
     if OmegaConf.is_interpolation(cfg, "global_batch_size"):

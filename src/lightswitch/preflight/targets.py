@@ -1,12 +1,10 @@
-"""Arguments in a config's nodes, against the code that the nodes name; the batch size among them."""
+"""Arguments in a config's nodes, against the code that the nodes name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping, Set
-from typing import Any, NamedTuple
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any
 
 from lightswitch.config import aliases
 from lightswitch.errors import listed, nearest
@@ -18,7 +16,7 @@ _SCHEDULES = "torch.optim.lr_scheduler."  # given their optimizer when they are 
 _STRATEGIES = {  # those with options of their own, the simplest first
     "ddp": "lightswitch.strategies.ddp.DDP",
     "fsdp": "lightswitch.strategies.fsdp.FSDP",
-    "fsdp_tp": "lightswitch.strategies.fsdp.TensorParallel",
+    "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
     "fsdp1": "lightswitch.strategies.fsdp1.FSDP1",
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }
@@ -173,37 +171,3 @@ def _misfit(value: Any, parameter: Parameter) -> str:
 def names(kinds: tuple[type, ...]) -> str:
     """Return the names of types as a user writes them: null for None."""
     return " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in kinds))
-
-
-_GLOBAL = "global_batch_size"
-
-
-class OwnBatch(NamedTuple):
-    """A batch size, and the key that has it: `data.batch_size`."""
-
-    key: str
-    size: int
-
-
-def own_batch(cfg: DictConfig) -> OwnBatch | None:
-    """Return the batch size of a config's data, or of the model where that has the loaders: as the config has it, else
-    the default of its constructor; None where there is none, or where its dataset deals out samples itself."""
-    node = next((key for key in ("data", "model") if key in cfg and cfg._get_node(key)), None)
-    if node is None or not isinstance(cfg[node], DictConfig) or cfg[node].get("sharded_by") == "dataset":
-        return None
-    raw: Any = OmegaConf.to_container(cfg[node], resolve=False)
-    defaults = parameters(str(raw.get("_target_")))
-    for name in aliases.names(_GLOBAL):
-        if name in raw:
-            size = None if _GLOBAL in str(raw[name]) else cfg[node][name]  # it may follow the global batch
-        elif name in defaults:
-            size = _number(defaults[name].default)
-        else:
-            continue
-        if type(size) is int and size > 0:
-            return OwnBatch(f"{node}.{name}", size)
-    return None
-
-
-def _number(default: str | None) -> int | None:
-    return int(default) if default is not None and default.isdecimal() else None

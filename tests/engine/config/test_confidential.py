@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 import lightswitch
-from lightswitch.cluster.placement import shown_variables
+from lightswitch.cluster import variables
 from lightswitch.config import confidential
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import Refused
@@ -209,4 +209,4 @@ def test_a_short_value_stays_in_other_text(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_variables_are_shown_by_name_alone() -> None:
     environ = dict.fromkeys([*HIDDEN, "SLURM_JOB_ID", "RANK"], "7")
-    assert shown_variables(environ) == {"RANK": "7", "SLURM_JOB_ID": "7"}
+    assert variables.shown(environ) == {"RANK": "7", "SLURM_JOB_ID": "7"}

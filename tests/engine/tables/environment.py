@@ -10,13 +10,16 @@ from pathlib import Path
 
 import yaml
 
-from lightswitch.cluster.placement import SHOWN
+from lightswitch.cluster.variables import SHOWN
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables.page import code, page, table
 
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 YOURS, OF_LAUNCHERS, SET = (_TOLD[kind] for kind in ("yours", "of_launchers", "set"))
-OTHER_NAMES = {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}  # of DeepSpeed's modules
+OTHER_NAMES = {
+    *("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE", "COMMUNICATION_DATA_TYPE"),  # of DeepSpeed's modules
+    "TO_BOOL",  # of Python's bytecode, from 3.13
+}
 
 
 def text() -> str:
@@ -56,7 +59,7 @@ def readers() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     engine = CHECKOUT / "src" / "lightswitch"
     for path in [*sorted(engine.rglob("*.py")), *sorted((CHECKOUT / "slurm").glob("*.sh"))]:
-        if path.match("cluster/placement.py"):  # only what reports may show
+        if path.match("cluster/variables.py"):  # only what reports may show
             continue
         name = str(path.relative_to(engine if path.suffix == ".py" else CHECKOUT))
         for variable in sorted({*(_of_python(path) if path.suffix == ".py" else _of_shell(path))} - OTHER_NAMES):
