@@ -115,7 +115,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_task}
 # each task sees all GPUs of its node and takes its own; a step of an exclusive job gets none unless it asks
 unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
 srun_options+=(${gpus_per_node:+"--gpus-per-node=$gpus_per_node"} --kill-on-bad-exit=1)
-srun_options+=(--wait=10) # ranks end together: one that stays is on a node that was lost, and srun would wait for ever
+srun_options+=(--wait=30) # ranks end together: one that stays is on a node that was lost, and srun would wait for ever
 
 has_lost_nodes=$((SLURM_NNODES < ${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}))
 # --overlap: Slurm may hold the step that failed, and its GPUs, for as long as the job lasts
@@ -167,7 +167,7 @@ go_on_without_lost_nodes() {
 
 # answers NODE: whether its slurmd can start a task
 answers() {
-  timeout 20 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --gpus-per-node=0 --mem=0 true 2> /dev/null
+  timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --gpus-per-node=0 --mem=0 true 2> /dev/null
 }
 
 # a run that was given notice requeues its job by itself; here are left those that were not, or have no scontrol

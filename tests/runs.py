@@ -62,6 +62,9 @@ class Finished:
 
 Train = Callable[..., Finished]
 
+TIMEOUT_SECONDS = 800  # bounds a hang; on a quiet machine, no run takes a minute
+_SETTLE_SECONDS = 60  # for the other ranks, once one has failed: they say what they know of it, and end by themselves
+
 
 @pytest.fixture(autouse=True, scope="session")
 def no_gpus() -> None:
@@ -100,7 +103,7 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable), each_a_node: bo
         ranks: int = 0,
         environment: Mapping[str, str] = MappingProxyType({}),
         folder: Path | None = None,
-        timeout_seconds: int = 200,
+        timeout_seconds: int = TIMEOUT_SECONDS,
         check: bool = True,
         meanwhile: Callable[[list[multiprocessing.process.BaseProcess]], None] = lambda processes: None,
     ) -> Finished:
@@ -158,7 +161,7 @@ def _run(
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], 5)
         if any(process.exitcode for process in processes):
-            end = min(end, time.monotonic() + 10)
+            end = min(end, time.monotonic() + _SETTLE_SECONDS)
     for process in processes:
         if process.is_alive():
             with contextlib.suppress(ProcessLookupError):  # it has ended since

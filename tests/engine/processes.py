@@ -61,7 +61,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def shown_by(controller: int, is_enough: Callable[[str], bool], timeout_seconds: float = 20) -> str:
+def shown_by(controller: int, is_enough: Callable[[str], bool], timeout_seconds: float = 300) -> str:
     """What a terminal shows until it is enough, or for so long."""
     shown, end = "", time.monotonic() + timeout_seconds
     while not is_enough(shown) and time.monotonic() < end:

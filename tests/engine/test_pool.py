@@ -36,7 +36,7 @@ def ending(rank: int) -> None:
 
 
 def hanging_in_here() -> None:
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def disturbing() -> None:
@@ -88,8 +88,9 @@ def test_a_rank_that_ends_is_replaced(pool: Pool) -> None:
 
 
 def test_a_call_that_hangs_is_ended_with_its_stacks(pool: Pool) -> None:
+    pool(2)(whole, 1.0)  # so that ranks have imported this file
     with pytest.raises(RankFailed, match="in hanging_in_here"):
-        pool(2, timeout_seconds=0.5)(hanging_in_here)
+        pool(2, timeout_seconds=3)(hanging_in_here)
 
 
 def test_a_call_leaves_the_process_as_it_was(pool: Pool) -> None:

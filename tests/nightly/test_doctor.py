@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 from tests.engine.doctor.test_doctor import DOCTOR, asked_of
 
 
@@ -14,9 +12,7 @@ def test_two_processes_are_measured_and_told_of_once() -> None:
     assert asked.stdout.startswith("processes   2, which meet at ")
 
 
-def test_a_rank_that_does_not_come_is_a_problem() -> None:
-    with socket.create_server(("localhost", 0)) as free:
-        port = str(free.getsockname()[1])
+def test_a_rank_that_does_not_come_is_a_problem(port: str) -> None:
     exported = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0"}
     asked = asked_of("-m", "lightswitch.doctor", "--timeout", "1", **exported)
     assert asked.returncode == 1

@@ -28,7 +28,7 @@ def test_a_run_that_met_a_fault_ends_as_one_that_met_none(way: str, how: str, ca
     assert met.returncode == 0, met.stdout + met.stderr
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_of_torchrun_that_met_a_fault_ends_as_one_that_met_none(
     strategy: str, train: Train, tmp_path: Path

@@ -29,7 +29,7 @@ from tests.engine.test_every_switch import composed  # noqa: F401  # a fixture
 MACHINE = {"devices": ["a card"], "gib": [80], "torch": "2.13.0"}
 
 
-@pytest.mark.timeout(1200)  # thirty runs, each of which imports torch
+@pytest.mark.timeout(3600)  # thirty runs, each of which imports torch
 def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = ["python", "-m", "tests.engine.gpu", "--tiny", "--results", str(out)]
@@ -84,13 +84,13 @@ def test_a_piece_goes_on_where_its_time_was_up(tmp_path: Path) -> None:
     def cell(name: str, seconds: float) -> Cell:
         def act(folder: Path, left_seconds: float, so_far: Mapping[str, Result]) -> Result:
             ran.append(name)
-            time.sleep(seconds)
+            time.sleep(seconds if ran.count(name) == 1 else 0)
             return Result({"had": len(so_far)})
 
         return Cell(name, act)
 
-    piece = Piece("one", [cell("a", 0), cell("b", 1), cell("c", 0)])
-    assert _run(piece, _record(tmp_path), seconds=0.5) == UNFINISHED  # the end cuts b off
+    piece = Piece("one", [cell("a", 0), cell("b", 3600), cell("c", 0)])
+    assert _run(piece, _record(tmp_path), seconds=15) == UNFINISHED  # the end cuts b off
     assert _run(piece, _record(tmp_path)) == PASSED
     assert ran == ["a", "b", "b", "c"]
     assert _record(tmp_path).results("one") == {name: Result({"had": n}) for n, name in enumerate("abc")}
@@ -130,7 +130,7 @@ sys.exit(gpu.main(["--tiny", "--results", sys.argv[1]]))
 def test_ctrl_c_ends_what_runs_and_keeps_what_has_run(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-c", INTERRUPTED_IN_A_CELL, str(out)]
-    finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=1000)
     assert (finished.returncode, finished.stderr) == (130, "")
     assert finished.stdout.splitlines()[-1] == f"results: {out}"
     assert list(json.loads(out.read_text())["pieces"]["one"]) == ["good"]

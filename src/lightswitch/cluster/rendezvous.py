@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.01
 _NOTICE_SECONDS = 30.0
 _JUDGING_SECONDS = 60.0  # rank 0 may have started last, and waits for the others as long as they do
 _LAG_SECONDS = 10.0  # until a shared file system shows a file that another node wrote
-_PARTING_SECONDS = 5.0
+_PARTING_SECONDS = 30.0  # for live ranks to hear the verdict, before the store ends with this process
 
 
 @dataclass(frozen=True)

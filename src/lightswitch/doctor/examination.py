@@ -230,7 +230,8 @@ def gib(count: int) -> str:
 
 RUNS = Path("runs")
 CODE = ("train.py", "conf", "src")
-_REACH_SECONDS = 5.0
+_REACH_SECONDS = 20.0  # for a node to answer, which may be busy starting Python
+_QUESTION_SECONDS = 5.0  # for one that has connected to ask
 _TIMES = {8: 50, 2**20: 10, 2**24: 3}  # bytes: how often they are reduced
 _TIMES_ON_GPU = {**_TIMES, 2**28: 10}
 
@@ -355,7 +356,7 @@ class Listener:
         while True:
             peer, _ = self._socket.accept()
             with peer, contextlib.suppress(OSError):
-                peer.settimeout(_REACH_SECONDS)
+                peer.settimeout(_QUESTION_SECONDS)
                 peer.sendall(peer.recv(1))
 
 

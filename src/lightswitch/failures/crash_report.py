@@ -154,7 +154,7 @@ def collectives_entered() -> dict[str, int]:
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
-_OTHERS_SECONDS = 3.0  # to wait for the processes that were started together with this one
+_OTHERS_SECONDS = 15.0  # to wait for the processes that were started together with this one
 _POLL_SECONDS = 0.02
 
 

@@ -24,7 +24,7 @@ from lightswitch.failures.classify import Rank
 from lightswitch.failures.crash_report import ThreadPosition
 
 _SETTLE_SECONDS = 0.5  # the hub learns one by one of ranks that end together
-ANSWER_SECONDS = 5.0  # for a live rank to answer
+ANSWER_SECONDS = 15.0  # for a live rank to answer: on a busy machine, or while a call holds Python's lock
 WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
 
 

@@ -253,7 +253,7 @@ def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=1000,
     )
     sweep = tmp_path / "runs/plainmodel/x"
     assert done.returncode == 1, done.stderr
@@ -275,7 +275,7 @@ def test_a_switch_that_is_none_is_refused(flags: list[str], tmp_path: Path) -> N
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=1000,
     )
     assert (done.returncode, done.stderr) == (2, "error: compare=both: found str, expected true or false\n")
     assert not list(tmp_path.iterdir())

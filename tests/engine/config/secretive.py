@@ -59,4 +59,4 @@ class Stranger(pl.Callback):
 
 def _store() -> TCPStore:
     place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, False)
-    return TCPStore(*place, timedelta(seconds=60), wait_for_workers=False)
+    return TCPStore(*place, timedelta(seconds=300), wait_for_workers=False)

@@ -355,7 +355,7 @@ WITH_SPACES = {"trainer.max_steps = 10": "trainer.max_steps = 10: a setting has 
 MISTAKES |= WITH_SPACES
 
 
-pytestmark = pytest.mark.timeout(900)  # the first waits for all answers, 25 s of CPU
+pytestmark = pytest.mark.timeout(3600)  # the first waits for all answers, 25 s of CPU
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import subprocess
 
 from tests.engine.conftest import CHECKOUT
 
-DOCTOR = ("-m", "lightswitch.doctor", "--timeout", "20")
+DOCTOR = ("-m", "lightswitch.doctor", "--timeout", "300")
 
 
 def asked_of(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:

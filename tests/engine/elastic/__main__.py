@@ -14,11 +14,14 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from tests.engine.elastic.agents import RDZV_CONF, Agents
+from tests.engine.elastic.agents import Agents
 from tests.engine.elastic.machines import Machines
 from tests.engine.tables import documents
 
 LOSSES = 6
+# as short as they can be on a machine that does nothing else: a node is lost after 6 s without a sign of life
+RDZV_CONF = "join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+LOST_AFTER = "watch.lost_after_seconds=10"
 PARTS = (
     ("noticed and stopped", "the processes that are left have ended"),
     ("met", "torchrun has given the node up, its agents have met, and new processes run"),
@@ -30,7 +33,7 @@ PARTS = (
 
 def main() -> None:
     with TemporaryDirectory() as folder, Machines(nodes=3) as machines:
-        agents = Agents(machines, Path(folder), Path(sys.executable))
+        agents = Agents(machines, Path(folder), Path(sys.executable), "ddp", 1, LOST_AFTER)
         try:
             found = list(_losses(agents))
         finally:
@@ -50,7 +53,7 @@ def main() -> None:
 
 def _losses(agents: Agents) -> Iterator[list[float]]:
     """Yield the seconds of each part, of several losses of one of two nodes."""
-    agents.join(1, 2)
+    agents.join(1, 2, conf=RDZV_CONF)
     agents.until_trains_on(1, 2)
     for number in range(LOSSES):
         lost, left = (1, 2) if number % 2 else (2, 1)
@@ -64,7 +67,7 @@ def _losses(agents: Agents) -> Iterator[list[float]]:
         moments = agents.moments()[noted]
         ends = [stopped, *(moments[name] for name in ("created", "built", "started", "stepped"))]
         yield [end - start for start, end in zip([began, *ends], ends, strict=False)]
-        agents.join(lost)
+        agents.join(lost, conf=RDZV_CONF)
         agents.until_trains_on(1, 2)
 
 

@@ -22,19 +22,22 @@ from tests.engine.processes import TRAIN_PY
 RUN = (
     *(*PLAIN, "run_id=mine", "logger=csv", "~callbacks.lr_monitor", "trainer.accelerator=cpu"),
     *("global_batch_size=24", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=10"),
-    *("trainer.val_check_interval=100", "watch.lost_after_seconds=10"),
+    *("trainer.val_check_interval=100", "watch.lost_after_seconds=20"),  # machines stand still for some seconds
     *("model.lr=0.001", "callbacks.record._target_=tests.engine.plain.Record", "callbacks.record.folder=."),
 )
 PACE = ("callbacks.pace._target_=tests.engine.elastic.agents.UntilTold", "callbacks.pace.seconds=0.25")
-# seconds: a node is lost after 6 without a sign of life, and others are waited for 1 once there are enough
-RDZV_CONF = "join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
-WAIT_SECONDS = 600  # a machine that is shared may take a minute to start each node
-MOMENTS, LAST_STEP = "moments.jsonl", "last_step"
+# seconds: a node is lost after 20 without a sign of life, and others are waited for 1 once there are enough
+RDZV_CONF = "join_timeout=900,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=20"
+WAIT_SECONDS = 1200  # a machine that is shared may take a minute to start each node
+MOMENTS, LAST_STEP, HOLD = "moments.jsonl", "last_step", "hold"
 NEVER = 100_000
 
 
 class UntilTold(pl.Callback):
-    """Takes its time for each step until a file says which is the last; notes when rank 0 came to its first one."""
+    """Takes its time for each step until a file says which is the last; notes when rank 0 came to its first one.
+
+    Stands still before a step, as long as a file says so.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -50,9 +53,17 @@ class UntilTold(pl.Callback):
         self.moments = {}
         trainer.should_stop = trainer.global_step >= self._last_step
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._last_step == NEVER:
             time.sleep(self.seconds)
+        while self._held_step == trainer.global_step:
+            time.sleep(0.05)
+
+    @property
+    def _held_step(self) -> int:
+        with contextlib.suppress(OSError):
+            return int(Path(HOLD).read_text())
+        return NEVER
 
     @property
     def _last_step(self) -> int:
@@ -69,9 +80,10 @@ class Agents:
         python: Path,
         strategy: str = "ddp",
         processes: int = 1,
+        *words: str,
     ) -> None:
         self.machines, self.folder, self.python = machines, folder, python
-        self.strategy, self.processes = strategy, processes
+        self.strategy, self.processes, self.words = strategy, processes, words
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self._leaving: dict[int, subprocess.Popen[bytes]] = {}
         self.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -88,7 +100,7 @@ class Agents:
             "--rdzv-endpoint=head:29500",
         )
         torchrun += (f"--nnodes={nnodes}", f"--nproc-per-node={self.processes}", "--rdzv-id=mine", "--max-restarts=500")
-        run = (*RUN, *PACE, f"strategy={self.strategy}", f"trainer.max_steps={NEVER}")
+        run = (*RUN, *PACE, *self.words, f"strategy={self.strategy}", f"trainer.max_steps={NEVER}")
         for node in nodes:
             if node in self._leaving:
                 self._leaving.pop(node).wait(WAIT_SECONDS)
@@ -120,7 +132,7 @@ class Agents:
     def finish(self) -> Finished:
         """Let the run end some steps from now, and return it."""
         told = self.folder / "told"
-        told.write_text(str(self.step + 40))  # more than any rank can have begun
+        told.write_text(str(self.step + 200))  # more than any rank can have begun, also where this process stands still
         told.replace(self.folder / LAST_STEP)
         self.until(lambda: all(agent.poll() is not None for agent in self.alive.values()))
         codes = [agent.returncode for agent in self.alive.values()]

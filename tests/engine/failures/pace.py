@@ -15,15 +15,29 @@ FAILS_ONCE = "callbacks.fails._target_=tests.engine.failures.pace.FailsOnce"
 
 
 class Pace(pl.Callback):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    """
+    Args:
+        seconds: that each batch takes.
+        until: a file, from which on it takes none: what is to happen in a run lets it go on, however long that takes.
+    """
+
+    def __init__(self, seconds: float, until: str | None = None) -> None:
+        self.seconds, self.until = seconds, until and Path(until)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         Path("pacing").touch()
-        time.sleep(self.seconds)
+        self._wait()
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        time.sleep(self.seconds)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.until is None:
+            time.sleep(self.seconds)
+            return
+        end = time.monotonic() + self.seconds
+        while not self.until.exists() and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 class InBackground(pl.Callback):

@@ -47,7 +47,10 @@ async def _end(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("count", [400, *at_night(40)])
-def test_what_strangers_send_is_not_kept(count: int, rank_0: Member, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_strangers_send_is_not_kept(
+    count: int, rank_0: Member, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "TOKEN_SECONDS", 300)  # a machine that stands still keeps a rank from sending it
     address, port, _ = rank_0.open_hub([LOCAL])
     before = psutil.Process().memory_info().rss
     hostile = [_connected(address, port) for _ in range(count)]
@@ -66,7 +69,7 @@ def test_a_stranger_who_says_nothing_is_dropped(rank_0: Member, monkeypatch: pyt
     monkeypatch.setattr(hub, "TOKEN_SECONDS", 0.5)
     address, port, _ = rank_0.open_hub([LOCAL])
     with _connected(address, port) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(300)
         for _ in range(10):  # a byte at a time gives it no more time
             with contextlib.suppress(OSError):
                 stranger.send(b"x")
@@ -84,7 +87,10 @@ def test_nearly_the_token_is_not_the_token(shown: str, rank_0: Member) -> None:
 
 
 @pytest.mark.parametrize("ranks", [512, *at_night(4096)])
-def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(ranks: int, rank_0: Member) -> None:
+def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(
+    ranks: int, rank_0: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "TOKEN_SECONDS", 300)  # ranks that are dropped try again, and these do not
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count = min(ranks, (hard - 1000) // 2)
@@ -97,7 +103,7 @@ def test_as_many_ranks_as_a_large_run_has_join_at_once_and_nobody_after_them(ran
         return writer
 
     async def join_all() -> None:
-        for writer in await asyncio.wait_for(asyncio.gather(*map(join, range(count))), 60):
+        for writer in await asyncio.wait_for(asyncio.gather(*map(join, range(count))), 600):
             writer.close()
             await writer.wait_closed()
 
@@ -145,7 +151,7 @@ def test_the_hub_listens_where_all_ranks_reach_it(routes: list[Route | None], ad
 
 
 def _connected(address: str | None, port: int) -> socket.socket:
-    return socket.create_connection((address or "localhost", port), 10)
+    return socket.create_connection((address or "localhost", port), 300)
 
 
 def _hello(number: int) -> bytes:
@@ -155,7 +161,7 @@ def _hello(number: int) -> bytes:
 def _joins(address: str | None, port: int, rank_0: Member) -> bool:
     assert rank_0._hub is not None
     with _connected(address, port) as rank:
-        rank.settimeout(10)
+        rank.settimeout(300)
         rank.sendall(rank_0._hub.auth.token.encode() + _hello(1))
         return rank.recv(100) == b'{"welcome": true}\n'
 

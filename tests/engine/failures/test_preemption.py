@@ -29,24 +29,24 @@ RUN = (
     "callbacks.last_checkpoint.every_n_steps=100",
     PACE_TARGET,
 )
-SLOWLY, HANGING = "callbacks.pace.seconds=0.1", "callbacks.pace.seconds=1000"
+SLOWLY, HANGING = "callbacks.pace.seconds=0.5", "callbacks.pace.seconds=1000"
 FAST = "callbacks.pace.seconds=0"
 ASKS = ("callbacks.asks._target_=tests.engine.failures.pace.Asks",)
 
 
 class Asks:
-    """Sends a signal to one of the processes once there is a certain file, or after some seconds."""
+    """Sends a signal to one of the processes once there is a certain file, and after some seconds; notes when."""
 
-    def __init__(self, number: int, rank: int = 0, file: Path | None = None, seconds: float = 1.0, times: int = 1):
-        self.number, self.rank, self.file, self.seconds, self.times = number, rank, file, seconds, times
+    def __init__(self, number: int, rank: int = 0, file: Path | None = None, seconds: float = 0.2):
+        self.number, self.rank, self.file, self.seconds = number, rank, file, seconds
 
     def __call__(self, processes: list[BaseProcess]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while self.file is not None and not self.file.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        for _ in range(self.times):
-            time.sleep(self.seconds)
-            os.kill(processes[self.rank].pid or 0, self.number)
+        time.sleep(self.seconds)
+        os.kill(processes[self.rank].pid or 0, self.number)
+        self.asked = time.time()
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,19 @@ def test_a_long_validation_is_broken_off_and_run_again(train: Train) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1.2, *at_night(0.3)])
-def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train) -> None:
+def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train, tmp_path: Path) -> None:
     asks = Asks(signal.SIGTERM, seconds=seconds)
-    stopped = train(*RUN, HANGING, "strategy=single", check=False, meanwhile=asks, timeout_seconds=30)
+
+    def ask(processes: list[BaseProcess]) -> None:
+        asks(processes)
+        (tmp_path / "asked").touch()  # which ends a step that it may have begun by now
+
+    hanging = (HANGING, f"callbacks.pace.until={tmp_path}/asked")
+    stopped = train(*RUN, *hanging, "strategy=single", check=False, meanwhile=ask)
     assert stopped.returncode in (143, -signal.SIGTERM)  # the latter before its first line has run
     assert "Traceback" not in stopped.err
+    pacing = stopped.folder / "pacing"
+    assert not pacing.exists() or pacing.stat().st_mtime <= asks.asked, "it trained after it was asked to end"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,7 @@ def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
     strategy: str, ranks: int, rank: int, train: Train
 ) -> None:
     asks = (*ASKS, "callbacks.asks.when=on_fit_start", f"callbacks.asks.rank={rank}")
-    stopped = train(*RUN, FAST, *asks, *f"strategy={strategy}".split(), ranks=ranks, check=False, timeout_seconds=60)
+    stopped = train(*RUN, FAST, *asks, *f"strategy={strategy}".split(), ranks=ranks, check=False)
     assert stopped.returncode == 143, stopped.err
     assert (stopped.out + stopped.err).count("stopped    by SIGTERM") == 1
     assert "Traceback" not in stopped.err
@@ -133,11 +141,11 @@ def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends_and_twice_does_no
     with subprocess.Popen((*command, "trainer.num_sanity_val_steps=0"), cwd=tmp_path, env=environment, **streams) as it:
         os.close(terminal)
         try:
-            shown_by(controller, lambda _: (tmp_path / "pacing").exists(), 60)
+            shown_by(controller, lambda _: (tmp_path / "pacing").exists())
             for answer in ("stopping   at the end of this step; Ctrl+C again stops at once", "stopped    by SIGINT"):
                 os.write(controller, b"\x03")
-                assert answer in shown_by(controller, lambda text, answer=answer: answer in text, 20)
-            assert it.wait(20) == 130
+                assert answer in shown_by(controller, lambda text, answer=answer: answer in text)
+            assert it.wait(300) == 130
         finally:
             it.kill()
             os.close(controller)
@@ -156,7 +164,7 @@ def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, 
     run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", "strategy=ddp_fork", "trainer.devices=2")
     killed = train(*run, check=False, meanwhile=kill_parent)
     assert killed.returncode == -signal.SIGKILL
-    assert _are_gone(group, within_seconds=30)
+    assert _are_gone(group, within_seconds=300)
     assert len(list((killed.run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
+from unittest.mock import patch
 
 import torch.distributed as dist
 
+from lightswitch.failures import stopping
 from lightswitch.failures.stopping import Rounds
+from tests.engine.monitoring.clock import Clock
 from tests.pool import Pool
 
 LONG_STEPS, SHORT_STEPS, ASKS_IN_STEP = 3, 100, 50  # rank 1 gives another number from a certain step on
@@ -30,14 +32,22 @@ def test_ranks_end_a_round_before_the_same_steps(pool: Pool) -> None:
 
 
 def _steps() -> list[tuple[int, int]]:
-    """The steps before which a round has ended in this rank, with the largest number that was given."""
+    """The steps before which a round has ended in this rank, with the largest number that was given.
+
+    By a clock of its own, which knows nothing of how busy the machine is.
+    """
     dist.init_process_group("gloo")
-    rank, ended = dist.get_rank(), []
+    rank, ended, clock = dist.get_rank(), [], Clock()
     rounds = Rounds(dist.group.WORLD)
+    with patch.object(stopping, "perf_counter", clock):
+        _train(rounds, rank, ended, clock)
+    return ended
+
+
+def _train(rounds: Rounds, rank: int, ended: list[tuple[int, int]], clock: Clock) -> None:
     for step in range(LONG_STEPS + SHORT_STEPS):
         number = int(rank == 1 and step >= ASKS_IN_STEP)
         if rounds.end_before_step():
             ended.append((step, rounds.end(number)))
-        time.sleep(0.3 if step < LONG_STEPS else 0.001 * (1 + rank))
+        clock.sleep(0.3 if step < LONG_STEPS else 0.001 * (1 + rank))
         rounds.begin(number)
-    return ended

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -48,13 +49,13 @@ WAITING = (
     "torch.nn.functional.relu(loss.item())",
 )
 WORKING = (
-    "time.sleep(0.5)",
-    "jobs.get(timeout=0.5)",
+    "time.sleep(3600)",
+    "jobs.get(timeout=3600)",
     "freed.acquire()",
 )
 EXACT = (
-    "time.sleep(float(0.5))",  # a wait's name in the same line
-    "freed.acquire(True, float(9))",
+    "time.sleep(float(3600))",  # a wait's name in the same line
+    "freed.acquire(True, float(3600))",
     "for number in range(10**9):\n        number += 1\n        if ended.is_set():\n            break",
 )
 
@@ -70,13 +71,28 @@ def _standing(body: str) -> Iterator[FrameType]:
     exec(compile(source, "step.py", "exec"), names)
     thread = threading.Thread(target=_run, args=(names["step"], Loss(freed)), daemon=True)
     thread.start()
-    time.sleep(0.2)
     try:
-        yield sys._current_frames()[thread.ident or 0]
+        yield _frame_that_stands(thread)
     finally:
         ended.set()
         freed.release()
-        thread.join()
+        names["jobs"].put(None)
+        if "sleep" not in body:  # one that sleeps ends with this process
+            thread.join()
+
+
+def _frame_that_stands(thread: threading.Thread) -> FrameType:
+    """Return a thread's innermost frame once the thread is in the step, and has not moved for a while, or is in a
+    loop."""
+    places: list[tuple[str, int]] = []  # in the step
+    while True:
+        frame = sys._current_frames()[thread.ident or 0]
+        if any(above.f_code.co_filename == "step.py" for above, _ in walk_stack(frame)):
+            places.append((frame.f_code.co_name, frame.f_lasti))
+            is_in_loop = len(set(places)) > 1 and len(places) > 50
+            if (len(places) >= 20 and len({*places[-20:]}) == 1) or is_in_loop:
+                return frame
+        time.sleep(0.01)
 
 
 def _run(step: Callable[[Loss], None], loss: Loss) -> None:

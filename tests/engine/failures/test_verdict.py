@@ -9,7 +9,7 @@ import pytest
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.failures.crash_report import ThreadPosition, thread_position
-from lightswitch.failures.hub import RankState, Timeouts, verdict
+from lightswitch.failures.hub import ANSWER_SECONDS, RankState, Timeouts, verdict
 
 TIMEOUTS = Timeouts(lost_after_seconds=60, hung_after_seconds=1000)
 WAITS = ThreadPosition("distributed.py:1 in all_reduce: wait()", True, 0)
@@ -32,9 +32,9 @@ def test_an_error_of_its_own_comes_before_one_that_follows(follows_first: bool) 
 def test_an_error_that_follows_waits_for_the_rank_it_follows_from() -> None:
     ranks = [_state(0, 2, failure=CLOSED, failed=2), _state(1, 2, position=WORKS), _state(2, 2), _state(3, 2)]
     assert verdict(ranks, 2, 3, TIMEOUTS) is None
-    told = verdict(ranks, 2, 8, TIMEOUTS)
+    told = verdict(ranks, 2, 3 + ANSWER_SECONDS, TIMEOUTS)
     assert told is not None
-    assert told.line.startswith("ranks 2, 3 on node2 were lost: nothing heard for 5 s")
+    assert told.line.startswith("ranks 2, 3 on node2 were lost: nothing heard for 15 s")
 
 
 def test_an_error_that_follows_from_nothing_is_the_first() -> None:
@@ -95,7 +95,7 @@ def test_of_a_hang_the_rank_is_blamed_that_has_not_entered_a_collective(
     positions: list[ThreadPosition | None], named: int
 ) -> None:
     ranks = [_state(number, 1001, moved=0, progress=5, position=at) for number, at in enumerate(positions)]
-    told = verdict(ranks, 1001, 1007, TIMEOUTS)
+    told = verdict(ranks, 1001, 1002 + ANSWER_SECONDS, TIMEOUTS)
     assert told is not None
     assert told.line.startswith(f"rank {named} of 4 on ")
 

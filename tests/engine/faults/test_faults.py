@@ -25,7 +25,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("faults", FAULTS, ids=["killed", "refused by the disk", "several ranks"])
 def test_a_run_that_met_a_fault_ends_as_one_that_met_none(faults: tuple[str, ...]) -> None:
     if shutil.which("cc") is None and os.environ.get("LIGHTSWITCH_REQUIRE_ALL") != "1":

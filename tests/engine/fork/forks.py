@@ -67,7 +67,7 @@ def environment(folder: Path, *requirements: str) -> Path:
     return python
 
 
-def run(command: list[str], folder: Path, *, code: int = 0, timeout_seconds: float = 250) -> str:
+def run(command: list[str], folder: Path, *, code: int = 0, timeout_seconds: float = 1000) -> str:
     """What a command prints, in an environment without this checkout."""
     left_out = ("PYTHONPATH", "PYTEST_", "LIGHTSWITCH_", "MAKE", "ARGS")  # the last two are of a make around this
     environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}

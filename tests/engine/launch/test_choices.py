@@ -86,7 +86,7 @@ def test_callbacks_and_loggers_are_switched_by_name(train: Train) -> None:
     find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
 )
 def test_mlflow_stands_beside_the_default_loggers(train: Train) -> None:
-    run = train(*SHORT, "trainer.max_steps=2", "logger=[default,mlflow]", timeout_seconds=120)
+    run = train(*SHORT, "trainer.max_steps=2", "logger=[default,mlflow]")
     assert (run.run_dir / "tensorboard").exists()
     assert list(run.column("val/loss")) == [1]
     assert (run.folder / "runs" / "mlflow.db").exists()

@@ -62,7 +62,7 @@ def test_a_checkpoint_that_is_yet_to_be_written_is_linked_to(tmp_path: Path, mon
     write, is_linked = directory.write, Event()
 
     def write_late(*arguments: Any) -> None:
-        assert is_linked.wait(timeout=20)
+        assert is_linked.wait(timeout=300)
         write(*arguments)
 
     monkeypatch.setattr(directory, "write", write_late)

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.processes import Start, said
 
 RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "logger=csv", "~callbacks.lr_monitor", "trainer.max_steps=6")
-PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=1")
+WAITS = (PACE_TARGET, "callbacks.pace.seconds=600", "callbacks.pace.until=go_on")
 
 Processes = list[multiprocessing.process.BaseProcess]
 
@@ -29,10 +30,12 @@ Processes = list[multiprocessing.process.BaseProcess]
 def test_of_two_starts_at_once_exactly_one_trains(ranks: int, train: Train, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     starts, folder = (train, runs_in(tmp_path / "other")), tmp_path / "runs_here"
-    run = (*RUN, *PACE, *(["strategy=ddp"] if ranks else []))
+    run = (*RUN, *WAITS, *(["strategy=ddp"] if ranks else []))
     with ThreadPoolExecutor() as pool:
-        both = list(pool.map(lambda start: start(*run, ranks=ranks, folder=folder, check=False), starts))
-    trained, refused = sorted(both, key=lambda start: start.returncode)
+        both = [pool.submit(start, *run, ranks=ranks, folder=folder, check=False) for start in starts]
+        wait(both, return_when=FIRST_COMPLETED)
+        (folder / "go_on").touch()  # the one that trains waits until the other has ended
+    trained, refused = sorted((start.result() for start in both), key=lambda start: start.returncode)
     assert (trained.returncode, refused.returncode) == (0, 2), trained.err + refused.err
     assert re.fullmatch(
         r"error: runs/plainmodel/mine is being written by process \d+ on \S+, since [\d-]+ [\d:]+; "
@@ -52,10 +55,11 @@ def test_a_run_that_was_ended_can_be_started_again(signals: list[signal.Signals]
                 os.kill(processes[0].pid or 0, number)
             time.sleep(0.1)
 
-    ended = train(*RUN, *PACE, "trainer.log_every_n_steps=1", "trainer.max_steps=100", meanwhile=end_it, check=False)
+    run = (*RUN, "trainer.log_every_n_steps=1", "trainer.max_steps=100")
+    ended = train(*run, *PACE, meanwhile=end_it, check=False)
     assert ended.returncode != 0
     assert (ended.run_dir / lock.FILE).exists() == (signals == [signal.SIGKILL])
-    train(*RUN, folder=ended.folder)
+    train(*run, folder=ended.folder)
     assert not (ended.run_dir / lock.FILE).exists()
 
 
@@ -92,7 +96,7 @@ def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

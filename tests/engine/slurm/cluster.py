@@ -31,7 +31,8 @@ SUBNET = "10.77.0"
 
 # SlurmdParameters: a node may have more processors than the machine; cred_expire: a requeued job waits for it,
 # and a busy machine takes more than 5 s to launch a step. A job whose launch takes longer than MessageTimeout, or
-# whose end is told later than BatchStartTimeout, Slurm runs a second time
+# whose end is told later than BatchStartTimeout, Slurm runs a second time; one whose node is silent for SlurmdTimeout,
+# too. KillWait is what a run has to end; MinJobAge: tests ask for jobs that have ended long ago
 SLURM_CONF = """\
 ClusterName=lightswitch
 SlurmctldHost=head({subnet}.254)
@@ -48,8 +49,9 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 ReturnToService=2
 MailProg=/bin/true
-KillWait=10
-SlurmdTimeout=20
+KillWait=60
+MinJobAge=7200
+SlurmdTimeout=30
 MessageTimeout=30
 BatchStartTimeout=60
 SchedulerParameters=bf_interval=2,sched_interval=2
@@ -252,7 +254,7 @@ class Cluster:
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**outside, "PATH": f"{outside['PATH']}:/usr/sbin:/sbin", "SLURM_CONF": str(self.root / "slurm.conf")}
 
-    def _until(self, ready: Callable[[], bool], complaint: str, timeout_seconds: float = 30) -> None:
+    def _until(self, ready: Callable[[], bool], complaint: str, timeout_seconds: float = 300) -> None:
         deadline = time.monotonic() + timeout_seconds
         while not ready():
             if time.monotonic() > deadline:
@@ -264,7 +266,7 @@ class Cluster:
 def _descendant(pid: int, generations: int) -> int:
     """The only child of the only child … of a process, as soon as it is there."""
     process = psutil.Process(pid)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     for _ in range(generations):
         while not (children := process.children()):
             if time.monotonic() > deadline:

@@ -14,6 +14,7 @@ from tests.engine.slurm.cluster import Cluster
 SLURM = CHECKOUT / "slurm"
 RUN = (*PLAIN, "name=plain", "logger=csv", "~callbacks.lr_monitor")  # which needs another logger
 
+TIMEOUT_SECONDS = 800  # bounds a hang
 UNFINISHED = {"COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "RUNNING", "SIGNALING", "SUSPENDED"}
 
 
@@ -27,7 +28,7 @@ class Job:
         shown = self.cluster.run("scontrol", "--oneliner", "show", "job", self.id)
         return dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
 
-    def wait(self, timeout_seconds: float = 120) -> str:
+    def wait(self, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """The state in which the job ended; it is cancelled when that takes too long."""
         deadline = time.monotonic() + timeout_seconds
         while (state := self.details()["JobState"]) in UNFINISHED:
@@ -38,8 +39,8 @@ class Job:
         return state
 
     def until(self, is_so: Callable[[], object]) -> None:
-        """Wait until something is so, for two minutes."""
-        deadline = time.monotonic() + 120
+        """Wait until something is so."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not is_so():
             assert time.monotonic() < deadline, (self.details()["JobState"], self.output())
             time.sleep(0.2)

@@ -14,14 +14,14 @@ from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, Job, submit, with_site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 RUN = (
     *(*jobs.RUN, "trainer.accelerator=cpu", "global_batch_size=24", "trainer.max_steps=60"),
     *("trainer.val_check_interval=20", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=5"),
-    "watch.lost_after_seconds=5",
+    "watch.lost_after_seconds=20",
 )
-PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=1", "callbacks.pace.until=lost")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def test_a_job_that_lost_a_node_goes_on_with_the_rest(
     assert job.details()["NodeList"] == "node[1-3]"
     job.until(lambda: list((checkout / "runs/plain" / job.id / "checkpoints").glob("*")))
     four_nodes.crash(3)
-    assert job.wait(300) == "COMPLETED", job.output()
+    (checkout / "lost").touch()
+    assert job.wait() == "COMPLETED", job.output()
     assert job.details()["Restarts"] == "0"
     assert "lost       node3: goes on with 2 of 3 nodes" in job.output()
     assert re.search(r"^world      3 nodes × 1 → 2 nodes × 1 at step \d+: lost node3$", job.output(), re.MULTILINE)
@@ -90,7 +91,7 @@ def submit_all(cluster: Cluster, checkout: Path, words: Callable[[str], tuple[st
 
 def end_as_they_should(submitted: dict[str, Job]) -> None:
     for name, job in submitted.items():
-        assert job.wait(300) == "COMPLETED", (name, job.output())
+        assert job.wait() == "COMPLETED", (name, job.output())
         assert (WENT_ON in job.output()) == (name in ("refused", "torchrun")), (name, job.output())
         assert (job.details()["Restarts"] == "0") == (name == "torchrun"), (name, job.output())
 
@@ -117,8 +118,7 @@ def test_what_becomes_of_jobs_that_lose_a_node(four_nodes: Cluster, checkout: Pa
 @pytest.mark.nightly
 def test_what_becomes_of_runs_that_lose_a_node(four_nodes: Cluster, checkout: Path, undisturbed: Finished) -> None:
     strategy = {"refused": ("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2")}
-    slowly = (PACE_TARGET, "callbacks.pace.seconds=0.7")
-    submitted = submit_all(four_nodes, checkout, lambda name: (*RUN, *slowly, *strategy.get(name, ("strategy=ddp",))))
+    submitted = submit_all(four_nodes, checkout, lambda name: (*RUN, *PACE, *strategy.get(name, ("strategy=ddp",))))
     for job in submitted.values():
         job.until(lambda job=job: list((checkout / "runs/plain" / job.id / "checkpoints").glob("*")))
     four_nodes.crash(2)
@@ -126,6 +126,7 @@ def test_what_becomes_of_runs_that_lose_a_node(four_nodes: Cluster, checkout: Pa
         submitted[name].until(lambda name=name: "1 node × 1 at step" in submitted[name].output())
     submitted["refused"].until(lambda: WENT_ON in submitted["refused"].output())
     four_nodes.boot(2)
+    (checkout / "lost").touch()
     end_as_they_should(submitted)
     for name, job in submitted.items():
         run = Finished(0, job.output(), "", checkout, job.id)

@@ -12,14 +12,14 @@ from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, Job, submit, with_site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 STEPS = 80
 RUN = (
     *(*jobs.RUN, "trainer.accelerator=cpu", "global_batch_size=24", f"trainer.max_steps={STEPS}"),
     *("trainer.val_check_interval=7", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=5"),
 )
-PACE = (PACE_TARGET, "callbacks.pace.seconds=0.05")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.5", "callbacks.pace.until=preempted")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
         folder: submit(slurm_cluster, *run, cwd=folder, nodes=1, ntasks=1, nodelist=node)
         for folder, node in ((checkout, "node1"), (contained, "node2"))
     }
-    slowly = (*run, "callbacks.pace.seconds=1")
+    slowly = (*run, "callbacks.pace.seconds=3")
     cancelled = submit(slurm_cluster, *slowly, cwd=checkout, nodes=1, ntasks=1, nodelist="node3")
     for folder, job in preempted.items():
         wait_until_training(folder, job)
@@ -49,8 +49,9 @@ def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
     wait_until_training(checkout, cancelled)
     slurm_cluster.run("scancel", cancelled.id)
     for folder, job in preempted.items():
+        job.until(lambda job=job: "stopped    by SIGTERM" in job.output())
+        (folder / "preempted").touch()
         assert job.wait() == "COMPLETED", job.output()
-        assert "stopped    by SIGTERM" in job.output()
         assert "failed with exit code" not in job.output()
         assert ("requeued   job" in job.output()) == (folder == checkout)
         is_whole(folder, job, uninterrupted)

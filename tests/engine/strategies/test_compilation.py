@@ -76,7 +76,7 @@ def test_a_resume_may_switch_it_and_weights_keep_their_names(train: Train) -> No
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_3"])
 def test_inductor_keeps_the_curve_on_a_gpu(strategy: str, train: Train) -> None:
     run = (*LANGUAGE, *ON_GPU, f"strategy={strategy}")
-    assert largest_difference(train(*run, "compile=true", timeout_seconds=280), train(*run)) <= 1e-4
+    assert largest_difference(train(*run, "compile=true"), train(*run)) <= 1e-4
 
 
 @pytest.mark.gpu
@@ -84,13 +84,13 @@ def test_inductor_keeps_the_curve_on_a_gpu(strategy: str, train: Train) -> None:
 def test_cuda_graphs_keep_the_curve(scope: str, micro_batch: int, train: Train) -> None:
     run = (*LANGUAGE, *ON_GPU, "strategy=single", f"micro_batch_size={micro_batch}")
     graphs = ("compile=true", "compile.mode=reduce-overhead", f"compile.scope={scope}")
-    assert largest_difference(train(*run, *graphs, timeout_seconds=280), train(*run)) <= 1e-4
+    assert largest_difference(train(*run, *graphs), train(*run)) <= 1e-4
 
 
 @pytest.mark.gpu
 def test_cuda_graphs_evaluate_in_a_start_of_their_own(train: Train) -> None:
     graphs = (*LANGUAGE, "strategy=single", "trainer.accelerator=gpu", "compile=true", "compile.mode=reduce-overhead")
-    fitted = train(*graphs, "trainer.max_steps=4", "trainer.val_check_interval=4", timeout_seconds=280)
+    fitted = train(*graphs, "trainer.max_steps=4", "trainer.val_check_interval=4")
     checkpoint = f"ckpt_path={fitted.run_dir}/checkpoints/last.ckpt"
     evaluated, expected = train(*graphs, "mode=validate", checkpoint).column("val/loss"), fitted.column("val/loss")
     assert [*evaluated.values()] == pytest.approx([*expected.values()], abs=1e-4)

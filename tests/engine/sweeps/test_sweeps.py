@@ -52,7 +52,7 @@ def sweep(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=1000,
         )
 
     return run
@@ -137,18 +137,18 @@ def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypa
     process = subprocess.Popen(
         command(swept, *SWEPT, "name=waiting", "seed=1,2"), cwd=swept.parent, stdout=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (swept.parent / "runs/waiting/x/0/waits").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 130
     (row,) = rows(out)
     assert row[-4:] == ["seed=1", "-", "stopped", "runs/waiting/x/0"]
     assert children
-    assert not any(child.is_running() for child in children)
+    assert psutil.wait_procs(children, timeout=300)[1] == [], "they would wait for an hour"
 
 
 def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ COMMIT = "0ddfbcd1508d7bb290e16cad60d80b9f083e36cf"  # of 2026-11-23, before the
 def _python(fork: Path, *words: str) -> str:
     """Run Python with what the fork has in src/."""
     done = subprocess.run(
-        [sys.executable, *words], cwd=fork, capture_output=True, text=True, timeout=280,
+        [sys.executable, *words], cwd=fork, capture_output=True, text=True, timeout=1000,
         env={**os.environ, "PYTHONPATH": str(fork / "src")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

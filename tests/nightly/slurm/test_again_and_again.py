@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Finished
+from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, submit, with_site
-from tests.engine.slurm.test_preemption import PACE, RUN, STEPS, is_whole, run_of, uninterrupted, wait_until_training
+from tests.engine.slurm.test_preemption import RUN, STEPS, is_whole, run_of, uninterrupted, wait_until_training
 
 __all__ = ["uninterrupted"]  # a fixture
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 
 def test_jobs_that_are_preempted_twenty_times_end_as_if_they_were_not(
@@ -32,7 +34,7 @@ def test_jobs_that_are_preempted_twenty_times_end_as_if_they_were_not(
             time.sleep(max(0.0, due[job] - time.monotonic()))
             slurm_cluster.run("scancel", "--signal=USR1", job.id)
     for job in jobs:
-        assert job.wait(timeout_seconds=200) == "COMPLETED", job.output()
+        assert job.wait() == "COMPLETED", job.output()
         is_whole(checkout, job, uninterrupted)
     assert sum(int(job.details()["Restarts"]) for job in jobs) >= 10, "most came while a run could be preempted"
 
@@ -47,7 +49,7 @@ def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout:
         for script, nodes in scripts.items()
     ]
     for job in jobs:
-        assert job.wait(timeout_seconds=400) == "COMPLETED", job.output()
+        assert job.wait() == "COMPLETED", job.output()
         assert "stopped    by SIGUSR1" in job.output()
         assert int(job.details()["Restarts"]) >= 1
         losses, expected = (run.column("train/loss") for run in (run_of(checkout, job), uninterrupted))

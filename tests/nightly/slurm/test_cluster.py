@@ -62,7 +62,7 @@ def _below(parent: psutil.Process) -> dict[psutil.Process, str]:
     return names
 
 
-def _alive(processes: Iterable[psutil.Process], timeout_seconds: float = 5) -> list[psutil.Process]:
+def _alive(processes: Iterable[psutil.Process], timeout_seconds: float = 120) -> list[psutil.Process]:
     """Those that do not end in time; a zombie that waits for its new parent has ended."""
     deadline = time.monotonic() + timeout_seconds
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:

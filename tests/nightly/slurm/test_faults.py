@@ -11,7 +11,7 @@ from tests.engine.faults.__main__ import CADENCES, RUN, ended, library
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, submit, with_site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 RUN_OF_JOB = tuple(setting for setting in RUN if not setting.startswith("run_id="))
 
 
@@ -24,7 +24,7 @@ def test_a_job_that_is_killed_at_a_file_operation_ends_as_one_that_was_not(
     fault = f"LD_PRELOAD={library()} FAULT_UNDER={checkout}/runs FAULT_RANK=0 FAULT_AT={number} FAULT_HOW=kill"
     with_site(checkout, f"if ((${{SLURM_RESTART_COUNT:-0}} == 0)); then export {fault}; fi\n")
     job = submit(slurm_cluster, SLURM / "multinode.sh", *run, cwd=checkout, nodes=2, ntasks_per_node=1)
-    assert job.wait(timeout_seconds=300) == "COMPLETED", job.output()
+    assert job.wait() == "COMPLETED", job.output()
     assert int(job.details()["Restarts"]) >= 1, "the fault was met"
     (run_dir,) = (checkout / "runs/plainmodel").iterdir()
     assert ended(run_dir).difference(whole) is None

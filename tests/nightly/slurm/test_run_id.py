@@ -15,10 +15,10 @@ from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 RUN = (*jobs.RUN, "trainer.max_steps=2", "trainer.val_check_interval=2")
-PACE = (PACE_TARGET, "callbacks.pace.seconds=0.2")
+PACE = (PACE_TARGET, "callbacks.pace.seconds=2", "callbacks.pace.until=requeued")
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,8 @@ def test_a_job_that_is_requeued_to_another_node_has_its_run_directory_at_once(
     # the node is gone with all on it, and no end of its processes was seen: its machine is another one for the next
     path.write_text(json.dumps({**first, "boot": "gone"}))
     slurm_cluster.run("scontrol", "requeue", job.id)
+    job.until(lambda: job.details()["Restarts"] == "1")
+    (checkout / "requeued").touch()
     assert job.wait() == "COMPLETED", job.output()
     slurm_cluster.run("scontrol", "update", f"NodeName={first['host']}", "State=RESUME")
     assert "resumes    " in job.output()

@@ -21,7 +21,7 @@ from tests.engine.slurm.jobs import SLURM, submit, with_site
 from tests.engine.test_container import of_apptainer
 from tests.project.examples.test_text_shards import save_tokenizer
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 # nobody listens at this port
 WITHOUT_INTERNET = """
