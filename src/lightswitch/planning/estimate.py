@@ -51,6 +51,16 @@ class Peak:
     phase: str
     where: str
 
+    def extrapolated(self, other: Peak, weight: float) -> Timeline:
+        """Return a step that has this peak at a weight of 0 and the other at 1, kind by kind, and nothing else."""
+        held = {
+            kind: max(0.0, self.by_kind.get(kind, 0.0) * (1 - weight) + other.by_kind.get(kind, 0.0) * weight)
+            for kind in KINDS
+        }
+        largest = max(KINDS, key=held.__getitem__)
+        last = Change(largest, held.pop(largest), self.phase, self.where)
+        return Timeline(held, (last,))
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -95,7 +105,8 @@ class Growth:
     """A step at two sizes of its micro batch, from which it is extrapolated to any other.
 
     The bytes of each storage are affine in the samples. Those of the peak are not, as it may move to another moment; so
-    storages are extrapolated, and the peak is found anew.
+    storages are extrapolated, and the peak is found anew. A step that takes another path at another size, as one whose
+    loss is computed in chunks, has no storages that correspond: there the two peaks are extrapolated, kind by kind.
 
     Attributes:
         samples: the two sizes.
@@ -105,14 +116,10 @@ class Growth:
     samples: tuple[int, int]
     steps: tuple[Timeline, Timeline]
 
-    @cached_property
+    @property
     def is_known(self) -> bool:
-        """Whether the two sizes differ and the step does the same at both: a model may take another path at another
-        size."""
-        one, other = self.steps
-        if self.samples[0] == self.samples[1]:
-            return False
-        return [change.kind for change in one.changes] == [change.kind for change in other.changes]
+        """Whether the two sizes differ."""
+        return self.samples[0] != self.samples[1]
 
     def at(self, samples: int) -> Timeline:
         """Return the step at a micro batch of so many samples; the first of the two, where growth is not known."""
@@ -120,6 +127,8 @@ class Growth:
         if samples == self.samples[0] or not self.is_known:
             return one
         weight = self._weight(samples)
+        if not self._is_one_path:
+            return self._peaks[0].extrapolated(self._peaks[1], weight)
         changes = tuple(
             replace(a, bytes=a.bytes + weight * (b.bytes - a.bytes))
             for a, b in zip(one.changes, other.changes, strict=True)
@@ -141,8 +150,19 @@ class Growth:
         return (samples - self.samples[0]) / (self.samples[1] - self.samples[0])
 
     @cached_property
+    def _is_one_path(self) -> bool:
+        one, other = self.steps
+        return [change.kind for change in one.changes] == [change.kind for change in other.changes]
+
+    @cached_property
+    def _peaks(self) -> tuple[Peak, Peak]:
+        return self.steps[0].peak(), self.steps[1].peak()
+
+    @cached_property
     def _held(self) -> list[tuple[float, float]]:
-        """Pairs of the bytes that both steps hold after each change, each pair once."""
+        """Pairs of the bytes that both steps hold after each change, each pair once; of two paths, at their peaks."""
+        if not self._is_one_path:
+            return [(self._peaks[0].bytes, self._peaks[1].bytes)]
         return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))
 
 

@@ -29,10 +29,23 @@ def test_a_peak_is_found_anew_at_more_samples() -> None:
     assert [growth.peak_bytes(samples) for samples in (1, 5, 8)] == [50, 50, 80]
 
 
-def test_growth_is_not_known_where_a_model_takes_another_path() -> None:
-    growth = Growth((1, 2), (_timeline(0, ("activations", 1)), _timeline(0, ("temporary", 1), ("activations", 2))))
+def test_growth_is_not_known_of_one_size() -> None:
+    step = _timeline(0, ("activations", 1))
+    growth = Growth((2, 2), (step, step))
     assert not growth.is_known
-    assert growth.at(9) == growth.steps[0]
+    assert growth.at(9) == step
+
+
+def test_of_a_step_that_takes_another_path_the_peaks_are_extrapolated() -> None:
+    """As of a loss that is computed in chunks: no storages correspond."""
+    two = _timeline(5, ("activations", 20), ("temporary", 7))  # 32
+    four = _timeline(5, ("activations", 40), ("temporary", 7), ("temporary", -7), ("temporary", 7))  # 52
+    growth = Growth((2, 4), (two, four))
+    peak = growth.at(8).peak()
+    assert peak.by_kind == {"parameters": 5, "activations": 20 + 3 * 20, "temporary": 7}
+    assert peak.bytes == growth.peak_bytes(8) == 32 + 3 * 20
+    assert (peak.phase, peak.where) == ("forward", "block")
+    assert growth.at(1).peak().bytes == growth.peak_bytes(1) == 32 - 10
 
 
 def test_a_step_that_accumulates_keeps_its_gradients_and_adds_one_at_a_time() -> None:
