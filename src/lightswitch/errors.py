@@ -1,6 +1,6 @@
 """The engine's exceptions and exit codes, and how the commands beside train.py end by them.
 
-Exception
+    Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
     │   │   ├── Unplanned          nothing can be known of a run before it starts

@@ -6,12 +6,12 @@ import bz2
 import contextlib
 import fcntl
 import gzip
+import itertools
 import json
 import lzma
 import os
 import pickle
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -301,16 +301,16 @@ def kill_once_begun(folder: Path, files: Path) -> None:
 
 
 def test_packing_that_was_killed_goes_on_and_is_the_same_at_any_number_of_processes(many: Path, tmp_path: Path) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    kill_once_begun(killed, many)
-    while (killed / "manifest.json").exists():  # it was done before it was killed
-        shutil.rmtree(killed)
+    attempts, whole = (tmp_path / f"killed_{count}" for count in itertools.count()), tmp_path / "whole"
+    for killed in attempts:
         kill_once_begun(killed, many)
+        if not (killed / "manifest.json").exists():  # else it was done before it was killed
+            break
     lines = (killed / "progress.jsonl").read_text().splitlines()[1:]
     done = {shard: (killed / shard).stat().st_mtime_ns for shard in (json.loads(line)["name"] for line in lines)}
     options = {"held_out_bytes": 2**18}
     assert pack_into(killed, f"{many}/*.jsonl", **options) == pack_into(whole, f"{many}/*.jsonl", **options).replace(
-        "whole", "killed"
+        "whole", killed.name
     )
     for path in whole.glob("*.bin"):
         assert path.read_bytes() == (killed / path.name).read_bytes()
