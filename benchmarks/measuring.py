@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightswitch.monitoring.progress import peak_bytes
+from lightswitch.monitoring.throughput import peak_bytes
 
 
 class Measuring(Callback):

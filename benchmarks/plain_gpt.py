@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.parts import Profile
-from lightswitch.monitoring.progress import peak_bytes
+from lightswitch.monitoring.throughput import peak_bytes
 from project.models.gpt import GPT
 
 Pair = tuple[Tensor, Tensor]

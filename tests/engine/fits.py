@@ -26,8 +26,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.hooked_strategy import hooked
-from lightswitch.launch.loop import replace_loops, skip_empty_hooks
-from lightswitch.monitoring.progress import GradNorm
+from lightswitch.launch.hooks import skip_empty_hooks
+from lightswitch.launch.loop import replace_loops
+from lightswitch.monitoring.grad_norm import GradNorm
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.kernels import FusedStep
 from lightswitch.strategies.known_callbacks import KnownCallbacks

@@ -26,7 +26,8 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy, goes_by_loss
 from lightswitch.mixins import callbacks_of
-from lightswitch.monitoring.progress import Progress, Throughput
+from lightswitch.monitoring.progress import Progress
+from lightswitch.monitoring.throughput import Throughput
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from lightswitch.batches.plan import (
 from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.monitoring.metrics import is_counted
+from lightswitch.monitoring.step_results import is_counted
 
 _TRANSFER = 1  # in a seed: of the hooks that move a batch to its device, which come before the others
 

@@ -25,7 +25,8 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.monitoring.metrics import Logged, MetricsFile, Results, is_counted, joined, logged
+from lightswitch.monitoring.metrics import MetricsFile
+from lightswitch.monitoring.step_results import Logged, Results, is_counted, joined, logged
 
 log = logging.getLogger(__name__)
 

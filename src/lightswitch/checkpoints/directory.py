@@ -33,14 +33,8 @@ from torch.futures import Future
 
 from lightswitch.checkpoints import index, manifest, safe
 from lightswitch.checkpoints.index import Index
-from lightswitch.checkpoints.saver import (
-    CollectiveError,
-    Ranks,
-    UnansweredCollective,
-    describe_failure,
-    first_line,
-    with_own_storage,
-)
+from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective, describe_failure, first_line
+from lightswitch.checkpoints.saver import with_own_storage
 from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
 from lightswitch.regular_files import is_own_tree, make_tree, remove_tree

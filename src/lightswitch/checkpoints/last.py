@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
 from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.ranks import describe_failure
 from lightswitch.checkpoints.reader import Reader, is_foreign, is_hub, read_foreign, unreadable, why
-from lightswitch.checkpoints.saver import describe_failure
 from lightswitch.errors import UnfitCheckpoint, UnwrittenCheckpoint, shown
 from lightswitch.mixins import callbacks_of
 

@@ -24,7 +24,7 @@ from lightswitch.checkpoints import directory, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.manifest import is_plain_name
 from lightswitch.checkpoints.names import own_name
-from lightswitch.checkpoints.saver import describe_failure
+from lightswitch.checkpoints.ranks import describe_failure
 from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 

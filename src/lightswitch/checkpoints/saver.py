@@ -1,186 +1,24 @@
-"""How ranks write a checkpoint together: who writes which tensor, from what memory, and how all learn of a failure."""
+"""The way of tensors into a checkpoint: which rank writes which, in what host memory, by a thread beside training."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
-import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from datetime import timedelta
 from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from lightswitch.checkpoints import safe
 from lightswitch.checkpoints.shards import Piece, Stored, local
 from lightswitch.errors import LostRank
 
 log = logging.getLogger(__name__)
-
-
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
-_SETTLE_SECONDS = 2.0  # between the first rank that a collective has failed on and the last
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-
-
-class CollectiveError(OSError):
-    """Error that every rank raises at once, and whose text names the rank it comes from."""
-
-
-class UnansweredCollective(Exception):
-    """Error of a collective that has ended because some rank did not take part."""
-
-
-class Ranks:
-    """Ranks of a run that save together: in training, and in the thread that writes beside it.
-
-    Collective: made by all ranks at once.
-
-    Args:
-        timeout_seconds: to wait for a rank in each step of a save.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        # gloo, as NCCL sends no Python objects; a group of its own, as training uses the other one meanwhile
-        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.staging = Steps(self.group, "staging", timeout_seconds)
-        self.writing = Steps(self.group, "writing", timeout_seconds)
-
-
-class Steps:
-    """Sequence of steps that all ranks take, each of which ends on all of them in the same way and in time.
-
-    They agree in the store where they met, not by collectives: it answers while a rank hangs, and knows which one does.
-
-    Args:
-        group: its ranks.
-        name: of the sequence; two of them may go on at once.
-        timeout_seconds: to wait for a rank in a step.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float) -> None:
-        self._store = PrefixStore(f"{group.group_name}/{name}", _get_default_store())
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._timeout_seconds = timeout_seconds
-        self._done = 0
-
-    def take(self, what: str, action: Callable[[], Any]) -> None:
-        """Run an action as the next step, and wait until all ranks have run theirs.
-
-        Args:
-            what: the step in words, for the message that names a rank which did not take it: "write its part".
-            action: returns what can be written as JSON.
-
-        Raises:
-            OSError: on every rank, when the action raised one on one of them.
-            LostRank: on every rank, when the action raised anything else on one, or one did not come in time.
-        """
-        cause: BaseException | None = None
-        try:
-            self._arrive(action())
-        except UnansweredCollective as error:
-            cause = error.__cause__ or error
-            self._store.set(self._key(str(self.rank)), "null")  # this one is not late
-            self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
-        except OSError as error:
-            self._decide(self._failed(error, lost=False))
-        except Exception as error:  # a bug, which the other ranks have to learn of as well
-            cause = error
-            self._decide(self._failed(error, lost=True))
-        self._conclude(what, cause)
-
-    def results(self, ranks: Iterable[int]) -> list[Any]:
-        """Return what the action of the last step returned on some ranks, in their order."""
-        return [json.loads(one) for one in self._store.multi_get([self._key(str(r), self._done - 1) for r in ranks])]
-
-    def fail(self, cause: str) -> None:
-        """Announce that this rank will not come to the next step, for which others may be waiting."""
-        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, is gone
-            self._decide({"lost": True, "told": f"rank {self.rank} failed: {cause}"})
-
-    def _arrive(self, result: Any) -> None:
-        self._store.set(self._key(str(self.rank)), json.dumps(result))
-        if self._store.add(self._key("arrived"), 1) == self.world_size:
-            self._decide({})
-
-    def _decide(self, outcome: dict[str, Any]) -> None:
-        """Set how the step has ended, unless another rank has decided it already."""
-        self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
-
-    def _conclude(self, what: str, cause: BaseException | None) -> None:
-        if not self._wait(self._key("outcome")):
-            self._decide(self._late(what, 0))
-        outcome = json.loads(self._store.get(self._key("outcome")))
-        self._done += 1
-        if outcome:
-            raise (LostRank if outcome["lost"] else OSError)(outcome["told"]) from cause
-        self._forget(self._done - 2)
-
-    def _late(self, what: str, patience_seconds: float) -> dict[str, Any]:
-        """Return the outcome that names the ranks which have not come after a last wait; empty if all have."""
-        late = [rank for rank in range(self.world_size) if rank != self.rank]
-        end = time.monotonic() + patience_seconds
-        while late:
-            late = [rank for rank in late if not self._store.check([self._key(str(rank))])]
-            if time.monotonic() > end:
-                break
-            time.sleep(_LAST_POLL_SECONDS)
-        if not late:
-            return {}
-        who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-        return {"lost": True, "told": f"{who} did not {what} in {self._timeout_seconds:g} s"}
-
-    def _failed(self, error: BaseException, lost: bool) -> dict[str, Any]:
-        told = first_line(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return {"lost": lost, "told": told if isinstance(error, CollectiveError) else f"rank {self.rank}: {told}"}
-
-    def _wait(self, key: str) -> bool:
-        """Wait for a key, by short questions: one long one would keep this process's other threads from the store."""
-        end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_SECONDS)
-        return True
-
-    def _forget(self, step: int) -> None:
-        """Delete the keys of a step that all ranks have left behind."""
-        names = [str(self.rank), *(["arrived", "outcome"] if self.rank == 0 else [])]
-        for name in names if step >= 0 else ():
-            self._store.delete_key(self._key(name, step))
-
-    def _key(self, name: str, step: int | None = None) -> str:
-        return f"{self._done if step is None else step}/{name}"
-
-
-def describe_failure(error: BaseException, rank: int) -> str:
-    """Return in a few words which rank's error it is and what it is."""
-    if isinstance(error, CheckpointException):  # raised on every rank; it names the one it comes from
-        return "; ".join(f"rank {number}: {first_line(cause)}" for number, (cause, _) in sorted(error.failures.items()))
-    return f"rank {rank}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, and whether it means that the disk is full."""
-    if named := safe.called(error):
-        return f"a tensor's file {named}"
-    first = str(error).partition("\n")[0] or type(error).__name__
-    full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f"{full}: {first}" if full else first
 
 
 Action = Callable[[], None]

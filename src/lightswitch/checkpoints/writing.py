@@ -18,8 +18,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightswitch.batches.metrics import OF_RANKS
 from lightswitch.checkpoints import directory, names
+from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.safe import safe
-from lightswitch.checkpoints.saver import Ranks, Saver, Steps, fingerprint, share
+from lightswitch.checkpoints.saver import Saver, fingerprint, share
 from lightswitch.checkpoints.shards import Stored, gathered
 from lightswitch.errors import LostRank, UnwrittenCheckpoint, listed
 

@@ -21,17 +21,14 @@ log = logging.getLogger(__name__)
 MOVED = {
     "lightswitch.checkpoints.trainable": "lightswitch.checkpoints.finetuning",
     "lightswitch.launch.cluster": "lightswitch.cluster.environments",
-    "lightswitch.monitoring.grad_norm": "lightswitch.monitoring.progress",
     "lightswitch.monitoring.judged": "lightswitch.monitoring.monitored",
     "lightswitch.monitoring.mlflow": "lightswitch.monitoring.metrics",
     "lightswitch.monitoring.profiler": "lightswitch.monitoring.step_timer",
-    "lightswitch.monitoring.throughput": "lightswitch.monitoring.progress",
     "lightswitch.strategies.auto": "lightswitch.strategies.ddp",
     "lightswitch.strategies.compilation": "lightswitch.strategies.units",
     "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
     "lightswitch.strategies.float8": "lightswitch.strategies.units",
     "lightswitch.strategies.single": "lightswitch.strategies.ddp",
-    "lightswitch.strategies.tensor_parallel": "lightswitch.strategies.fsdp",
 }
 UNTIL = "0.3"
 ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as conf/config.yaml has them

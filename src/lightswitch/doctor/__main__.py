@@ -18,10 +18,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="for each step; 60, if not given")
     timeout_seconds = parser.parse_args().timeout
 
-    from lightswitch.doctor.examination import (
-        Report,
-        examine,  # torch takes its time, in which Ctrl+C may come
-    )
+    from lightswitch.doctor.examination import Report, examine
 
     report = Report()
     try:

@@ -29,7 +29,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import Rank, node_name, shortened
-from lightswitch.failures.crash_report import CrashReport, oom_kills, thread_position
+from lightswitch.failures.crash_report import CrashReport
 from lightswitch.failures.hub import (
     ANSWER_SECONDS,
     LONGEST_LINE_BYTES,
@@ -41,6 +41,7 @@ from lightswitch.failures.hub import (
     listen,
     route_to,
 )
+from lightswitch.failures.stacks import oom_kills, thread_position
 from lightswitch.process import Process, stopped_with
 from lightswitch.runs import starts
 
@@ -49,6 +50,7 @@ _REACH_SECONDS = 10.0
 T = TypeVar("T")
 _CONNECT_SECONDS = 30.0
 _RETRY_SECONDS = 0.1
+_VERDICT_SECONDS = 5.0  # beyond what the hub waits for an answer, until its verdict is here
 _PARTING_SECONDS = 1.0  # for ranks that know that the run is over
 _GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a logger's file not flushed
 
@@ -251,9 +253,9 @@ class Member:
     def fail(self, failure: Failure) -> Failure:
         """Report this rank's failure, and return the first failure of the run, which may be another's."""
         self._do(self._say(failure=asdict(shortened(failure))))
-        if not self._done.wait(2 * ANSWER_SECONDS):
+        if not self._done.wait(ANSWER_SECONDS + _VERDICT_SECONDS):
             self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
-            self._done.wait(ANSWER_SECONDS)
+            self._done.wait(_VERDICT_SECONDS)
         return self.verdict or failure
 
     def leave(self) -> None:

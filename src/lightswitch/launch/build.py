@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
-from torch._C._distributed_c10d import Store
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.metrics import Ending, EpochMetrics, PlateauState
@@ -30,22 +23,19 @@ from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
-from lightswitch.cluster import consistency, rendezvous
-from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.rendezvous import MeetingPoint, agree
-from lightswitch.cluster.sealed import Values
-from lightswitch.config import confidential
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused, RefusedRequest, ToldElsewhere
+from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures.hub import Timeouts
 from lightswitch.failures.launchers import install_launcher
 from lightswitch.failures.stopping import FiniteLoss, Preemption
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import instantiation
+from lightswitch.launch.handshake import arrange_handshake
+from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
-from lightswitch.launch.loop import replace_loops, skip_empty_hooks
+from lightswitch.launch.loop import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
@@ -64,260 +54,13 @@ from lightswitch.strategies.replicas import EqualReplicas
 log = logging.getLogger(__name__)
 
 
+Built = tuple[LightningModule, LightningDataModule | None, Trainer]
+
+
 _VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}
 
 
-def callbacks_of_engine(
-    cfg: DictConfig,
-    run: RunContext,
-    record: RunRecord,
-    watchdog: Watchdog,
-    batch: GlobalBatch,
-    compilation: Callback | None,
-) -> list[Callback]:
-    """Return the engine's callbacks in the order in which their hooks run.
-
-    The log and the record of the run come first, then the watchdog, then the cut of batches (docs/architecture.md has
-    the reasons).
-    """
-    engine: list[Callback] = [record, watchdog, Ending(), batch]
-    engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
-    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers()]
-    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
-    engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
-    engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
-    if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
-        engine.append(EqualReplicas())
-    if cfg.on_nan != "ignore":
-        engine.append(FiniteLoss(batch, cfg.on_nan))
-    if compilation is not None:
-        engine.append(compilation)
-    if _VALIDATION.isdisjoint(typed_keys(run.hydra)):
-        engine.append(PlateauValidation())
-    if cfg.init_from:
-        engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
-    return engine
-
-
-def callbacks_of_config(nodes: dict[str, Any] | None, trainer: DictConfig) -> list[Any]:
-    """Return the callbacks that the config names, without those that the Trainer's own switches turn off.
-
-    Lightning refuses a progress bar or a checkpoint callback beside `enable_progress_bar=false` or
-    `enable_checkpointing=false`, and a second progress bar: any other takes the place of the engine's.
-
-    Args:
-        nodes: callbacks by name; None in place of one that is switched off.
-    """
-    users = [one for one in (nodes or {}).values() if one is not None]
-    has_other_bar = any(isinstance(one, ProgressBar) and not isinstance(one, Progress) for one in users)
-    left_out: list[type] = []
-    if trainer.get("enable_progress_bar") is False or has_other_bar:
-        left_out += [Progress]
-    if trainer.get("enable_checkpointing") is False:
-        left_out += [BestCheckpoint, LastCheckpoints]
-    return [one for one in users if not isinstance(one, tuple(left_out))]
-
-
-def trainer_arguments(users: list[Any], trainer: DictConfig) -> dict[str, Any]:
-    """Return what leaves out the bar that Lightning adds where there is none: `~callbacks.progress` means no bar."""
-    is_asked_for = trainer.get("enable_progress_bar") is not None
-    has_bar = any(isinstance(one, ProgressBar) for one in users)
-    return {} if is_asked_for or has_bar else {"enable_progress_bar": False}
-
-
-def step_timer(cfg: DictConfig, run: RunContext, callbacks: list[Any]) -> list[Callback]:
-    """Return a callback that measures steps, if runs are to be compared and the config names none; else nothing."""
-    if not cfg.compare or any(isinstance(callback, StepTimer) for callback in callbacks):
-        return []
-    return [StepTimer(str(run.run_dir))]
-
-
 _CLIPPING = "trainer.gradient_clip_val"
-
-
-def problems_of_parts(model: Any, data: Any, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
-    """Yield why a model and its data can't be trained as the config asks for."""
-    yield from _of_other_kinds(model, data, cfg)
-    if not getattr(model, "automatic_optimization", True):
-        yield from _by_hand(model, cfg, run, plan)
-
-
-def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) -> Iterator[str]:
-    """Yield why a Trainer's strategy can't run on its devices, or model and callbacks not with it."""
-    yield from _without_gpus(trainer)
-    if cfg.mode == "fit":
-        yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
-    yield from known_callbacks.refused(trainer)
-
-
-def problems_elsewhere(
-    cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy, devices: int
-) -> list[Refused]:
-    """Return what a start on other devices than this machine's would be refused for; the model is built on meta.
-
-    Args:
-        devices: of the run, over all nodes.
-    """
-    refusals: list[Refused] = []
-    with torch.device("meta"):
-        model = instantiated(cfg, "model", refusals)
-    data, nodes = (instantiated(cfg, name, refusals) for name in ("data", "callbacks"))
-    if refusals:
-        return refusals
-    users = callbacks_of_config(nodes, cfg.trainer)
-    refusals += problems_of_parts(model, data, cfg, run, plan)
-    refusals += map(Refused, _clips_pieces(model, strategy, devices))
-    refusals += map(Refused, known_callbacks.problems(users, strategy, devices))
-    return refusals
-
-
-def trainer_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> dict[str, Any]:
-    """Return the Trainer's argument that turns clipping off: where the module optimizes by hand, as Lightning can't
-    clip there, and where it clips itself, which Lightning refuses beside a value of the Trainer's that nobody typed."""
-    return (
-        {"gradient_clip_val": None}
-        if not model.automatic_optimization or leaves_default_clipping(model, cfg, run)
-        else {}
-    )
-
-
-def leaves_default_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> bool:
-    """Return whether a module clips gradients itself, and a value that nobody typed is left out for it."""
-    clips_itself = is_overridden("configure_gradient_clipping", model)
-    return clips_itself and bool(cfg.trainer.get("gradient_clip_val")) and _CLIPPING not in typed_keys(run.hydra)
-
-
-def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
-    """Yield that the config's code has made no LightningModule or LightningDataModule, or that there is no data."""
-    for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
-        if made is not None and not isinstance(made, kind):
-            found, target = type(made).__name__, cfg[name].get("_target_")
-            hint = "" if "pytorch_lightning" not in str(type(made).__mro__) else ", not pytorch_lightning's"
-            yield Refused(
-                f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
-            )
-    trains_without = data is None and cfg.mode == "fit" and isinstance(model, LightningModule)
-    if trains_without and not is_overridden("train_dataloader", model):
-        yield Refused(f"there is no data, and {type(model).__name__} has no train_dataloader; type data=NAME")
-
-
-def _by_hand(model: LightningModule, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
-    """Yield what Lightning does not do for a module that optimizes by hand: accumulate, and clip gradients."""
-    name = f"{type(model).__name__} optimizes by hand"
-    if plan.accumulation > 1:
-        size = plan.micro_batch * plan.replicas
-        instead = f"leave it out, or type global_batch_size={size} for steps of that size"
-        yield Refused(f"micro_batch_size={plan.micro_batch}: {name}, in each micro batch; {instead}")
-    if cfg.trainer.get("gradient_clip_val") and _CLIPPING in typed_keys(run.hydra):  # a default is left out: `clipping`
-        instead = f"call self.clip_gradients in its training_step, and leave {_CLIPPING} out"
-        yield Refused(f"{_CLIPPING}: {name}, which Lightning does not clip; {instead}")
-
-
-def _without_gpus(trainer: Trainer) -> Iterator[str]:
-    """Yield that Lightning's FSDPStrategy needs GPUs: Lightning's own check misses the subclass that `hooked` makes."""
-    if FSDPStrategy in type(trainer.strategy).__bases__ and trainer.strategy.root_device.type != "cuda":
-        yield "trainer.strategy: Lightning's FSDPStrategy takes GPUs alone; use strategy=fsdp, which takes CPUs too"
-
-
-def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> Iterator[str]:
-    """Yield that a module clips gradients itself where it would see none, or a device's part of them."""
-    if not model.automatic_optimization or not is_overridden("configure_gradient_clipping", model):
-        return
-    name = f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping"
-    if isinstance(strategy, DeepSpeedStrategy):
-        yield f"{name}, and DeepSpeed keeps them to itself; use strategy=ddp or fsdp"
-    elif isinstance(strategy, FSDPStrategy) and devices > 1 and strategy.sharding_strategy.name != "NO_SHARD":
-        yield f"{name}, where fsdp1 gives each device a part of them, by whose norm it would; use strategy=ddp or fsdp"
-
-
-_DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others
-
-
-def arrange_handshake(
-    cfg: DictConfig, run: RunContext, trainer: Trainer, strategy: HookedStrategy, watchdog: Watchdog
-) -> None:
-    """Have a Trainer's processes compared before its strategy forms the process group, and the watchdog started after.
-
-    A group may hang in its first collective if versions of NCCL differ, and in any later one if code or config do.
-    """
-    if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
-        strategy.meeting = Handshake(
-            trainer,
-            strategy,
-            trainer.num_nodes,
-            run,
-            _evidence(cfg, run, trainer),
-            confidential.values(cfg, without=_DIFFERS_BY_DESIGN),
-            cfg.meet_timeout_seconds,
-            watchdog,
-        )
-
-
-def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
-    conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
-    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.source_folders(__name__)]
-    for node in filter(None, (cfg.get("model"), cfg.get("data"))):
-        code += consistency.source_folders(node._target_)
-    versions = consistency.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
-    return Evidence(versions, consistency.digests(code))
-
-
-@dataclass
-class Handshake:
-    """Context of `setup_environment`, the first method of a strategy to run in each of its processes."""
-
-    trainer: Trainer
-    strategy: ParallelStrategy
-    nodes: int
-    run: RunContext
-    evidence: Evidence
-    values: Values
-    timeout_seconds: float
-    watchdog: Watchdog
-    is_over: bool = False
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Compare the processes before they form the process group, and join the watchdog after.
-
-        Raises:
-            Refused: the processes differ, or some did not connect in time.
-        """
-        store = None if self.is_over else self._compare()  # kept until the group, served at the same port, is formed
-        self.is_over = True
-        yield
-        del store
-        self.watchdog.join(self.trainer)
-
-    def _compare(self) -> Store:
-        point = self._meeting_point()
-        store = rendezvous.open_store(point, "meeting")
-        is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
-        verdict = agree(
-            store,
-            point,
-            self.evidence,
-            self.values,
-            self.run.run_dir,
-            tell=not is_spawned,
-            refusal=self.run.process.refusal,
-        )
-        if verdict and is_spawned:
-            raise Refused(verdict)  # the process that spawned this one prints it
-        if verdict:
-            raise ToldElsewhere(verdict)
-        return store
-
-    def _meeting_point(self) -> MeetingPoint:
-        cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
-        assert cluster is not None
-        assert devices is not None
-        rank = cluster.node_rank() * len(devices) + cluster.local_rank()
-        world_size = self.nodes * len(devices)
-        return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)
-
-
-Built = tuple[LightningModule, LightningDataModule | None, Trainer]
 
 
 def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
@@ -420,3 +163,165 @@ def _strategy(trainer: DictConfig) -> HookedStrategy:
     strategy = instantiated(trainer, "strategy", refusals)
     raise_all(refusals)
     return hooked(strategy)
+
+
+def callbacks_of_engine(
+    cfg: DictConfig,
+    run: RunContext,
+    record: RunRecord,
+    watchdog: Watchdog,
+    batch: GlobalBatch,
+    compilation: Callback | None,
+) -> list[Callback]:
+    """Return the engine's callbacks in the order in which their hooks run.
+
+    The log and the record of the run come first, then the watchdog, then the cut of batches (docs/architecture.md has
+    the reasons).
+    """
+    engine: list[Callback] = [record, watchdog, Ending(), batch]
+    engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
+    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers()]
+    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
+    engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
+    engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
+    if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
+        engine.append(EqualReplicas())
+    if cfg.on_nan != "ignore":
+        engine.append(FiniteLoss(batch, cfg.on_nan))
+    if compilation is not None:
+        engine.append(compilation)
+    if _VALIDATION.isdisjoint(typed_keys(run.hydra)):
+        engine.append(PlateauValidation())
+    if cfg.init_from:
+        engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
+    return engine
+
+
+def callbacks_of_config(nodes: dict[str, Any] | None, trainer: DictConfig) -> list[Any]:
+    """Return the callbacks that the config names, without those that the Trainer's own switches turn off.
+
+    Lightning refuses a progress bar or a checkpoint callback beside `enable_progress_bar=false` or
+    `enable_checkpointing=false`, and a second progress bar: any other takes the place of the engine's.
+
+    Args:
+        nodes: callbacks by name; None in place of one that is switched off.
+    """
+    users = [one for one in (nodes or {}).values() if one is not None]
+    has_other_bar = any(isinstance(one, ProgressBar) and not isinstance(one, Progress) for one in users)
+    left_out: list[type] = []
+    if trainer.get("enable_progress_bar") is False or has_other_bar:
+        left_out += [Progress]
+    if trainer.get("enable_checkpointing") is False:
+        left_out += [BestCheckpoint, LastCheckpoints]
+    return [one for one in users if not isinstance(one, tuple(left_out))]
+
+
+def trainer_arguments(users: list[Any], trainer: DictConfig) -> dict[str, Any]:
+    """Return what leaves out the bar that Lightning adds where there is none: `~callbacks.progress` means no bar."""
+    is_asked_for = trainer.get("enable_progress_bar") is not None
+    has_bar = any(isinstance(one, ProgressBar) for one in users)
+    return {} if is_asked_for or has_bar else {"enable_progress_bar": False}
+
+
+def step_timer(cfg: DictConfig, run: RunContext, callbacks: list[Any]) -> list[Callback]:
+    """Return a callback that measures steps, if runs are to be compared and the config names none; else nothing."""
+    if not cfg.compare or any(isinstance(callback, StepTimer) for callback in callbacks):
+        return []
+    return [StepTimer(str(run.run_dir))]
+
+
+def problems_of_parts(model: Any, data: Any, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
+    """Yield why a model and its data can't be trained as the config asks for."""
+    yield from _of_other_kinds(model, data, cfg)
+    if not getattr(model, "automatic_optimization", True):
+        yield from _by_hand(model, cfg, run, plan)
+
+
+def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) -> Iterator[str]:
+    """Yield why a Trainer's strategy can't run on its devices, or model and callbacks not with it."""
+    yield from _without_gpus(trainer)
+    if cfg.mode == "fit":
+        yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
+    yield from known_callbacks.refused(trainer)
+
+
+def problems_elsewhere(
+    cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy, devices: int
+) -> list[Refused]:
+    """Return what a start on other devices than this machine's would be refused for; the model is built on meta.
+
+    Args:
+        devices: of the run, over all nodes.
+    """
+    refusals: list[Refused] = []
+    with torch.device("meta"):
+        model = instantiated(cfg, "model", refusals)
+    data, nodes = (instantiated(cfg, name, refusals) for name in ("data", "callbacks"))
+    if refusals:
+        return refusals
+    users = callbacks_of_config(nodes, cfg.trainer)
+    refusals += problems_of_parts(model, data, cfg, run, plan)
+    refusals += map(Refused, _clips_pieces(model, strategy, devices))
+    refusals += map(Refused, known_callbacks.problems(users, strategy, devices))
+    return refusals
+
+
+def trainer_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> dict[str, Any]:
+    """Return the Trainer's argument that turns clipping off: where the module optimizes by hand, as Lightning can't
+    clip there, and where it clips itself, which Lightning refuses beside a value of the Trainer's that nobody typed."""
+    return (
+        {"gradient_clip_val": None}
+        if not model.automatic_optimization or leaves_default_clipping(model, cfg, run)
+        else {}
+    )
+
+
+def leaves_default_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> bool:
+    """Return whether a module clips gradients itself, and a value that nobody typed is left out for it."""
+    clips_itself = is_overridden("configure_gradient_clipping", model)
+    return clips_itself and bool(cfg.trainer.get("gradient_clip_val")) and _CLIPPING not in typed_keys(run.hydra)
+
+
+def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
+    """Yield that the config's code has made no LightningModule or LightningDataModule, or that there is no data."""
+    for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
+        if made is not None and not isinstance(made, kind):
+            found, target = type(made).__name__, cfg[name].get("_target_")
+            hint = "" if "pytorch_lightning" not in str(type(made).__mro__) else ", not pytorch_lightning's"
+            yield Refused(
+                f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
+            )
+    trains_without = data is None and cfg.mode == "fit" and isinstance(model, LightningModule)
+    if trains_without and not is_overridden("train_dataloader", model):
+        yield Refused(f"there is no data, and {type(model).__name__} has no train_dataloader; type data=NAME")
+
+
+def _by_hand(model: LightningModule, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
+    """Yield what Lightning does not do for a module that optimizes by hand: accumulate, and clip gradients."""
+    name = f"{type(model).__name__} optimizes by hand"
+    if plan.accumulation > 1:
+        size = plan.micro_batch * plan.replicas
+        instead = f"leave it out, or type global_batch_size={size} for steps of that size"
+        yield Refused(f"micro_batch_size={plan.micro_batch}: {name}, in each micro batch; {instead}")
+    if cfg.trainer.get("gradient_clip_val") and _CLIPPING in typed_keys(
+        run.hydra
+    ):  # a default is left out: `trainer_clipping`
+        instead = f"call self.clip_gradients in its training_step, and leave {_CLIPPING} out"
+        yield Refused(f"{_CLIPPING}: {name}, which Lightning does not clip; {instead}")
+
+
+def _without_gpus(trainer: Trainer) -> Iterator[str]:
+    """Yield that Lightning's FSDPStrategy needs GPUs: Lightning's own check misses the subclass that `hooked` makes."""
+    if FSDPStrategy in type(trainer.strategy).__bases__ and trainer.strategy.root_device.type != "cuda":
+        yield "trainer.strategy: Lightning's FSDPStrategy takes GPUs alone; use strategy=fsdp, which takes CPUs too"
+
+
+def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> Iterator[str]:
+    """Yield that a module clips gradients itself where it would see none, or a device's part of them."""
+    if not model.automatic_optimization or not is_overridden("configure_gradient_clipping", model):
+        return
+    name = f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping"
+    if isinstance(strategy, DeepSpeedStrategy):
+        yield f"{name}, and DeepSpeed keeps them to itself; use strategy=ddp or fsdp"
+    elif isinstance(strategy, FSDPStrategy) and devices > 1 and strategy.sharding_strategy.name != "NO_SHARD":
+        yield f"{name}, where fsdp1 gives each device a part of them, by whose norm it would; use strategy=ddp or fsdp"

@@ -26,12 +26,13 @@ from lightswitch.launch.estimates import Request
 from lightswitch.launch.instantiation import raise_all
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.collectives import exchanges
 from lightswitch.planning.device import GIB
 from lightswitch.planning.dry_run import DryRun, Rank, Rehearsed, as_data, page, rehearse
-from lightswitch.planning.estimate import Estimate, Step, estimate, exchanges
+from lightswitch.planning.estimate import Estimate, Step, estimate
 from lightswitch.planning.fakes import World
+from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
-from lightswitch.planning.simulation import check_evaluation, first_reads
 from lightswitch.preflight import planned
 from lightswitch.process import call_each_forked
 from lightswitch.runs import finished

@@ -20,9 +20,11 @@ from lightswitch.launch import instantiation
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
-from lightswitch.planning.estimate import STATES, Estimate, Kind, Run, Step, estimate
+from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
 from lightswitch.planning.fakes import World, plan_in_bfloat16
-from lightswitch.planning.simulation import Samples, Work, first_samples, simulate, without_step
+from lightswitch.planning.samples import Samples, first_samples
+from lightswitch.planning.simulation import Work, simulate, without_step
+from lightswitch.planning.timeline import Kind
 from lightswitch.preflight import devices, strategies, trainer
 from lightswitch.strategies.ddp import Single
 

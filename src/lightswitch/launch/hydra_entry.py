@@ -43,74 +43,6 @@ from lightswitch.runs.claim import new_run_id, slurm_job
 log = logging.getLogger(__name__)
 
 
-def exit_with(problems: list[str]) -> NoReturn:
-    """Print problems that the user can fix, once for all processes of a launcher, and exit with code 2."""
-    print_once("\n".join(f"error: {problem}" for problem in problems))
-    raise SystemExit(ExitCode.REFUSED)
-
-
-def leave_watchdog(process: Process) -> None:
-    """Wait for all ranks, if there is a watchdog, and end it: the run is done."""
-    if process.is_watched.is_set():
-        _finish_uploads()
-    process.leave_watchdog()
-
-
-def _finish_uploads() -> None:
-    """Finish wandb's upload now: once other ranks have ended, srun leaves this one only a few seconds."""
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish()
-
-
-def is_known(process: Process) -> bool:
-    """Return whether the ranks have agreed on the first failure."""
-    return process.watchdog is not None and process.has_failed.is_set()
-
-
-def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None:
-    """Report an error to the user, and return the exit code.
-
-    None for a bug in a run of one process: Python prints its traceback.
-    """
-    if isinstance(error, ToldElsewhere):
-        run.process.note_failure(f"error: {error}")
-        return ExitCode.REFUSED
-    has_begun = run.process.steps_have_begun.is_set()
-    if (member := run.process.watchdog) is not None:
-        from lightswitch.failures.watchdog import Member  # slow to import, and imported by now
-
-        assert isinstance(member, Member)
-        first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
-        return first.exit_code
-    report = CrashReport(run)
-    if isinstance(error, RanksFailed):
-        return error.failure.exit_code if error.is_told or report.is_printed else _tell(error.failure, report)
-    rank = classify.rank_of(cfg, run.placement)
-    first = classify.failure(error, cfg, rank, has_begun)
-    if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
-        return _tell(first, report)
-    run.process.note_failure(one_line(error))
-    crash_report.add_report(error, first, rank, "outside of the Trainer", report)
-    report.log(first.details)
-    return None
-
-
-def _tell(first: Failure, report: CrashReport) -> int:
-    if first.exit_code == ExitCode.REFUSED:
-        report.run.process.note_failure(first.line)
-        if print_once(first.line):
-            report.log_details(first.details)
-        return ExitCode.REFUSED
-    crash_report.write_for_torchrun(first)
-    return report.print_failure(first)
-
-
-def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
-    """Write an error to the run's log only."""
-    CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))
-
-
 Main = Callable[[DictConfig, RunContext], None]
 
 
@@ -259,7 +191,7 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
     if stopped is not None:
         log_error(error, cfg, run)
         _stop(stopped, cfg, run)
-    code = answer(error, cfg, run)
+    code = report_failure(error, cfg, run)
     if isinstance(error, BrokenPipeError):
         _leave_stdout()
     ignore_signals()  # of the launcher, which ends the remaining ranks when one has ended
@@ -346,6 +278,74 @@ def _run_name(*, _root_: DictConfig) -> str:
         raise RefusedRequest([told])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # of a choice in a subfolder
+
+
+def exit_with(problems: list[str]) -> NoReturn:
+    """Print problems that the user can fix, once for all processes of a launcher, and exit with code 2."""
+    print_once("\n".join(f"error: {problem}" for problem in problems))
+    raise SystemExit(ExitCode.REFUSED)
+
+
+def leave_watchdog(process: Process) -> None:
+    """Wait for all ranks, if there is a watchdog, and end it: the run is done."""
+    if process.is_watched.is_set():
+        _finish_uploads()
+    process.leave_watchdog()
+
+
+def _finish_uploads() -> None:
+    """Finish wandb's upload now: once other ranks have ended, srun leaves this one only a few seconds."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
+
+
+def is_known(process: Process) -> bool:
+    """Return whether the ranks have agreed on the first failure."""
+    return process.watchdog is not None and process.has_failed.is_set()
+
+
+def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None:
+    """Report an error to the user, and return the exit code.
+
+    None for a bug in a run of one process: Python prints its traceback.
+    """
+    if isinstance(error, ToldElsewhere):
+        run.process.note_failure(f"error: {error}")
+        return ExitCode.REFUSED
+    has_begun = run.process.steps_have_begun.is_set()
+    if (member := run.process.watchdog) is not None:
+        from lightswitch.failures.watchdog import Member  # slow to import, and imported by now
+
+        assert isinstance(member, Member)
+        first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
+        return first.exit_code
+    report = CrashReport(run)
+    if isinstance(error, RanksFailed):
+        return error.failure.exit_code if error.is_told or report.is_printed else _tell(error.failure, report)
+    rank = classify.rank_of(cfg, run.placement)
+    first = classify.failure(error, cfg, rank, has_begun)
+    if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
+        return _tell(first, report)
+    run.process.note_failure(one_line(error))
+    crash_report.add_report(error, first, rank, "outside of the Trainer", report)
+    report.log(first.details)
+    return None
+
+
+def _tell(first: Failure, report: CrashReport) -> int:
+    if first.exit_code == ExitCode.REFUSED:
+        report.run.process.note_failure(first.line)
+        if print_once(first.line):
+            report.log_details(first.details)
+        return ExitCode.REFUSED
+    crash_report.write_for_torchrun(first)
+    return report.print_failure(first)
+
+
+def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
+    """Write an error to the run's log only."""
+    CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))
 
 
 def requeue_after(stopped: Stopped, is_first: bool) -> Stopped:

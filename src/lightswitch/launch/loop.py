@@ -1,27 +1,19 @@
-"""Lightning's loops and hooks, which end a resumed run as any other, and do less work in each batch.
-
-Lightning calls each hook of each callback, also where it is the empty one of the base class, and before it formats a
-name and opens a context for its profiler. In a training step that is more than a hundred calls for a few that do
-something. A hook of the user's, which may write to weights, runs where the strategy has them at hand.
-"""
+"""Lightning's loops, which end a resumed run as any other, and do less work in each batch."""
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,157 +26,10 @@ from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch import first_steps
+from lightswitch.launch.hooks import is_observed
 from lightswitch.mixins import callbacks_of
-from lightswitch.monitoring.metrics import Results, is_logged
+from lightswitch.monitoring.step_results import Results, is_logged
 from lightswitch.strategies.writes import CarriesWrites, Looks
-
-_call_callbacks, _call_module, _call_strategy = (
-    call._call_callback_hooks,
-    call._call_lightning_module_hook,
-    call._call_strategy_hook,
-)
-_EMPTY = {  # hooks of a step that do nothing in Lightning's own classes
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
-}
-_KNOWN = ("lightning", "lightswitch")  # packages whose hooks leave weights alone, or to the strategy
-_WITHOUT_WEIGHTS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
-_OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
-_EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
-_EVALUATION = ("validation_step", "test_step", "predict_step")
-_EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
-
-
-def skip_empty_hooks() -> None:
-    """Let Lightning skip hooks that do nothing, in this process; order and arguments of the others stay."""
-    patches.replace(call, "_call_callback_hooks", _CallbackHooks())
-    patches.replace(call, "_call_lightning_module_hook", _call_lightning_module_hook)
-    patches.replace(call, "_call_strategy_hook", _call_strategy_hook)
-
-
-def is_observed(trainer: Trainer) -> bool:
-    """Return whether someone profiles calls of hooks, or logs them."""
-    profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
-    passes_through = PassThroughProfiler in type(profiler).__mro__  # a profiler is an ABC: isinstance takes longer
-    return not passes_through or call.log.isEnabledFor(logging.DEBUG)
-
-
-class _CallbackHooks:
-    """Lightning's `_call_callback_hooks`, which looks once for each hook for the callbacks that have it."""
-
-    def __init__(self) -> None:
-        self._having: dict[str, _Having] = {}
-
-    def __call__(
-        self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
-    ) -> None:
-        module: LightningModule | None = trainer.lightning_module  # None before it is attached
-        if module is None or monitoring_callbacks is not None:
-            _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-            return
-        callbacks = callbacks_of(trainer)
-        having = self._having.get(hook_name)
-        if having is None or not having.fits(callbacks):
-            having = self._having[hook_name] = _Having(hook_name, callbacks)
-        if is_observed(trainer):
-            users = [callback for callback in having.callbacks if _is_users(getattr(callback, hook_name))]
-            with _around(trainer, users[0], hook_name) if users else nullcontext():
-                _call_callbacks(trainer, hook_name, *args, **kwargs)
-            return
-        known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
-        before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
-        for callback in having.callbacks:
-            hook = getattr(callback, hook_name)
-            if _is_users(hook):
-                with _around(trainer, callback, hook_name):
-                    hook(trainer, module, *args, **kwargs)
-            elif callable(hook):
-                hook(trainer, module, *args, **kwargs)
-        known["_current_fx_name"] = before
-
-
-class _Having:
-    """Callbacks of a Trainer that have a hook of their own, not the empty one of the base class.
-
-    Attributes:
-        callbacks: in the Trainer's order.
-    """
-
-    def __init__(self, hook_name: str, among: list[Callback]) -> None:
-        empty = getattr(Callback, hook_name, None)
-        self._hook_name, self._among = hook_name, list(among)
-        self.callbacks = [
-            callback
-            for callback in among
-            if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback)
-        ]
-        self._others = [vars(callback) for callback in among if callback not in self.callbacks]
-
-    def fits(self, callbacks: list[Callback]) -> bool:
-        """Return whether these are the same callbacks, of which no other has been given the hook since."""
-        for own in self._others:  # a loop, as this is asked at each call of a hook: `any` takes twice as long
-            if self._hook_name in own:
-                return False
-        return callbacks == self._among
-
-
-def _call_lightning_module_hook(
-    trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
-) -> Any:
-    module: LightningModule | None = pl_module or trainer.lightning_module
-    if module is None:
-        return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-    hook = getattr(module, hook_name)
-    with _around(trainer, module, hook_name) if _is_users(hook) else nullcontext():
-        if is_observed(trainer):
-            return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-        if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
-            return None
-        return _call(hook, module, hook_name, args, kwargs)
-
-
-def _is_users(hook: Any) -> bool:
-    return callable(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _KNOWN
-
-
-def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
-    """Return a context in which a hook may write to weights, and whose errors in the first steps are told in a line."""
-    strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
-    if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
-        return nullcontext()
-    name = type(owner).__name__.removeprefix("FSDP")  # which fully_shard puts before it
-    at_hand = strategy.around_hook(f"{hook_name} of {name}")
-    steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # of our loop
-    return at_hand if steps >= first_steps.STEPS else _in_first_steps(at_hand, trainer, steps)
-
-
-@contextmanager
-def _in_first_steps(at_hand: AbstractContextManager[None], trainer: Trainer, steps: int) -> Iterator[None]:
-    with first_steps.refusing(trainer, steps), at_hand:
-        yield
-
-
-def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    with first_steps.refusing_in_evaluation(trainer) if hook_name in _EVALUATION else nullcontext():
-        if is_observed(trainer):
-            return _call_strategy(trainer, hook_name, *args, **kwargs)
-        hook = getattr(trainer.strategy, hook_name)
-        if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY:
-            return None
-        return _call(hook, trainer.lightning_module, hook_name, args, kwargs)
-
-
-def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a hook while the module knows its name, which `self.log` asks for. As in Lightning, it keeps the name on
-    errors."""
-    if not callable(hook):
-        return None
-    known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
-    before, known["_current_fx_name"] = known["_current_fx_name"], name
-    returned = hook(*args, **kwargs)
-    known["_current_fx_name"] = before
-    return returned
-
 
 _ENDING = "ending"  # of the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

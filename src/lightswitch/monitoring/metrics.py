@@ -1,4 +1,4 @@
-"""The engine's loggers, and when they are due: metrics.csv, one table of all metrics with a row a step, and MLflow."""
+"""The engine's loggers: metrics.csv, all metrics of a run in one table with one row a step, and MLflow."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-import torch
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -29,194 +23,6 @@ from lightswitch import regular_files
 from lightswitch.errors import NoExperiment
 
 log = logging.getLogger(__name__)
-
-
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-
-
-def batches(trainer: Trainer) -> int:
-    """Return the number of batches so far, this one included; of optimizer steps, under automatic optimization."""
-    if trainer.lightning_module.automatic_optimization:
-        return trainer.global_step
-    return trainer.fit_loop.total_batch_idx + 1  # by hand, a batch is never cut into micro batches
-
-
-def is_counted(trainer: Trainer) -> bool:
-    """Return whether this batch of training is logged by the interval alone, on all ranks alike."""
-    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
-    if every_n_steps == 0:  # which means never
-        return False
-    return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
-
-
-def is_logged(trainer: Trainer) -> bool:
-    """Return whether loggers are due at this batch of training, which may be the last one.
-
-    Lightning's own answer, `should_update_logs`, first finds out which of its loops is the one that runs.
-    """
-    return is_counted(trainer) or (trainer.should_stop and trainer.log_every_n_steps > 0)  # type: ignore[attr-defined]  # likewise
-
-
-class Results(_ResultCollection):
-    """Collection that reads the values of a step once: on a GPU, each read synchronizes with the device.
-
-    Attributes:
-        before: what was logged of this epoch before the run was resumed, by key, until the key is logged again.
-    """
-
-    _of_step: _METRICS | None = None
-    before: Mapping[str, Logged] = MappingProxyType({})
-
-    @property
-    def of_step(self) -> _METRICS:
-        """Values that were logged last for a step; callers leave them as they are."""
-        if self._of_step is None:
-            self._of_step = super().metrics(on_step=True)
-        return self._of_step
-
-    def metrics(self, on_step: bool) -> _METRICS:
-        if not on_step:
-            return super().metrics(on_step)
-        last = self.of_step
-        return _METRICS(callback=dict(last["callback"]), log=dict(last["log"]), pbar=dict(last["pbar"]))
-
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        self._of_step = None
-        super().update_metrics(key, value, batch_size)
-        if key in self.before:
-            self[key].add(self.before[key])
-            self.before = {other: part for other, part in self.before.items() if other != key}
-
-    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        self._of_step = None
-        if metrics is None and fx is None:  # the epoch is over
-            self.before = {}
-        super().reset(metrics, fx)
-
-    def to(self, *args: Any, **kwargs: Any) -> Results:
-        self._of_step = None
-        super().to(*args, **kwargs)
-        return self
-
-    def logged_by_step(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of a step for loggers, by Lightning's key."""
-        for key, item in self.valid_items():
-            value = item._forward_cache
-            if item.meta.on_step and item.meta.logger and isinstance(value, Tensor) and value.numel() == 1:
-                yield key, value
-
-    def put_of_step(self, key: str, value: float) -> Tensor:
-        """Replace the value that was logged for a step, and return the new one as a tensor."""
-        self._of_step = None
-        item = self[key]
-        assert isinstance(item, Value)
-        return item.put(value)
-
-    def forget_batch(self) -> None:
-        """Release the batch, from which a value's weight in the epoch's mean was taken."""
-        self.batch = self.batch_size = None
-
-    def __setitem__(self, key: str, value: _ResultMetric) -> None:
-        super().__setitem__(key, Value(value.meta, value.is_tensor))
-
-
-class Value(_ResultMetric):
-    """Logged value that is moved only if it is on another device.
-
-    Lightning moves it at each `self.log`, and walks through all attributes of the metric that it is: most of the call's
-    time (Lightning-AI/pytorch-lightning#20388).
-    """
-
-    def to(self, *args: Any, **kwargs: Any) -> Value:
-        if self.is_tensor and not kwargs and args == (self.value.device,):  # its tensors lie where its value does
-            return self
-        super().to(*args, **kwargs)
-        return self
-
-    def put(self, value: float) -> Tensor:
-        """Replace the value that was logged for a step, and return the new one as a tensor."""
-        self._forward_cache = replaced = torch.full_like(cast(Tensor, self._forward_cache), value)
-        return replaced
-
-    def add(self, before: Logged) -> None:
-        """Add what was logged earlier in the same epoch."""
-        value = torch.tensor(before.value, dtype=self.value.dtype, device=self.value.device)
-        if self.meta.is_mean_reduction:
-            self.cumulated_batch_size = self.cumulated_batch_size + before.samples
-        is_sum = self.meta.is_mean_reduction or self.meta.is_sum_reduction
-        self.value = self.value + value if is_sum else self.meta.reduce_fx(self.value, value)
-
-
-@dataclass(frozen=True)
-class Logged:
-    """Value that a rank, or all ranks, have logged under one name in an epoch so far, by `self.log(…, on_epoch=True)`.
-
-    Attributes:
-        reduce_fx: mean, sum, min or max.
-        value: by ``reduce_fx`` of what was logged; of a mean, the sum over samples.
-        samples: that a mean is over.
-    """
-
-    fx: str
-    name: str
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    enable_graph: bool
-    add_dataloader_idx: bool
-    reduce_fx: str
-    value: float
-    samples: float
-
-    @classmethod
-    def of(cls, item: _ResultMetric) -> Logged:
-        """Return the values that Lightning has collected under a name."""
-        meta = item.meta
-        suffix = "" if meta.dataloader_idx is None else f".{meta.dataloader_idx}"
-        return cls(
-            fx=meta.fx.removesuffix(suffix),
-            name=meta.name,
-            prog_bar=meta.prog_bar,
-            logger=meta.logger,
-            on_step=meta.on_step,
-            enable_graph=meta.enable_graph,
-            add_dataloader_idx=meta.add_dataloader_idx,
-            reduce_fx=meta.reduce_fx.__name__,
-            value=item.value.item(),
-            samples=item.cumulated_batch_size.item() if meta.is_mean_reduction else 1,
-        )
-
-    def joined(self, other: Logged) -> Logged:
-        """Return the combination of both by `reduce_fx`."""
-        if self.reduce_fx in ("min", "max"):
-            return replace(self, value=(min if self.reduce_fx == "min" else max)(self.value, other.value))
-        return replace(self, value=self.value + other.value, samples=self.samples + other.samples)
-
-    def log_name(self, results: _ResultCollection, strategy: Strategy) -> None:
-        """Log the name with a neutral value, so that Lightning knows a name that only other ranks have logged."""
-        arguments = {key: value for key, value in asdict(self).items() if key not in ("value", "samples", "reduce_fx")}
-        results.log(
-            value=torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device),
-            on_epoch=True,
-            reduce_fx=getattr(torch, self.reduce_fx),
-            sync_dist_fn=strategy.reduce,
-            batch_size=0,
-            **arguments,
-        )
-
-
-def logged(results: _ResultCollection) -> dict[str, _ResultMetric]:
-    """Return what this rank has logged over the epoch or evaluation, by Lightning's key, without torchmetrics'."""
-    return {key: item for key, item in results.valid_items() if item.is_tensor and item.meta.on_epoch}
-
-
-def joined(of_ranks: Sequence[Mapping[str, Logged]]) -> dict[str, Logged]:
-    """Return what all ranks have logged, by key, in the order of the first rank that has a key."""
-    whole: dict[str, Logged] = {}
-    for parts in of_ranks:
-        for key, part in parts.items():
-            whole[key] = whole[key].joined(part) if key in whole else part
-    return whole
 
 
 WORLD = "world"  # devices, at the step from which there are others than before

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lightswitch import patches
 from lightswitch.hooked_strategy import HookedStrategy, numbers_of_ranks
 from lightswitch.monitoring import step_times
-from lightswitch.monitoring.progress import peak_bytes
 from lightswitch.monitoring.step_times import PHASES, Interval, StepTimes
+from lightswitch.monitoring.throughput import peak_bytes
 
 log = logging.getLogger(__name__)
 _MARK = "lightswitch: "

@@ -18,8 +18,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.values import files_of_group
 from lightswitch.planning import report
 from lightswitch.planning.device import GIB, Device, Precision
-from lightswitch.planning.estimate import STATES, Estimate, Kind
+from lightswitch.planning.estimate import STATES, Estimate
 from lightswitch.planning.fakes import World
+from lightswitch.planning.timeline import Kind
 
 _TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by strategy=auto
 _TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # on one device

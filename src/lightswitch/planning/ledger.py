@@ -1,21 +1,17 @@
-"""The ledger of a step's memory over a Trainer's steps: each storage from when it is made until it is freed."""
+"""The ledger of a step's memory: each storage with its bytes, from when it is made until it is freed, real or fake."""
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,15 +20,13 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torchmetrics import Metric
 
 from lightswitch import patches
-from lightswitch.planning.estimate import Change, Collective, Kind, Timeline, collective
+from lightswitch.planning.collectives import Collective, collective
+from lightswitch.planning.timeline import Change, Kind, Timeline
 from lightswitch.planning.values import Repeats, Values, let_be_asked
 
 Phase = Literal["setup", "forward", "backward", "optimizer"]
@@ -254,258 +248,3 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]  # torch's
     count = flop_registry.get(kind)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
-
-
-_OF_PARAMETERS = ("parameters", "gradients", "gathered", "buffers")  # as large at any micro batch
-# Attributes of DeepSpeedZeroOptimizer (stages 1 and 2) and DeepSpeedZeroOptimizer_Stage3, in DeepSpeed 0.19
-_COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # which the optimizer steps
-_GRADIENTS = ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
-_ON_HOST = (
-    *("accumulated_grads_in_cpu", "offload_gradient_dict", "param_buffer_of_bit16_for_cpu_offload_groups"),
-    "temp_grad_buffer_for_cpu_offload",
-)
-_ON_DEVICE = ("temp_grad_buffer_for_gpu_offload",)
-
-
-@dataclass(frozen=True)
-class TrackedStep:
-    """An optimizer step.
-
-    Attributes:
-        collectives: of each of its micro batches; those of the last one with clipping and the optimizer's.
-        flops: floating-point operations of this device.
-    """
-
-    timeline: Timeline
-    collectives: tuple[tuple[Collective, ...], ...]
-    flops: int
-
-
-class Tracking(Callback):
-    """Callback that keeps a ledger from before the strategy places the model until the training ends.
-
-    Args:
-        fake: the mode that training is to happen in; None where tensors are real.
-        inner: modes that see each operator before it is noted.
-    """
-
-    def __init__(self, fake: FakeTensorMode | None = None, inner: Sequence[TorchDispatchMode] = ()) -> None:
-        self._fake, self._inner = fake, inner
-        self._modules = Modules()
-        self.ledger = Ledger(fake, self._modules.at_work)
-        self._marks: list[list[Mark]] = []  # of each step: its start, and the end of each micro batch
-        self._batches: list[list[Block]] = []  # of each step: what its micro batches lie in
-        self._read: set[Block] = set()  # what all micro batches lie in
-        self._open = ExitStack()
-
-    def steps(self) -> list[TrackedStep]:
-        """Return the steps that were made, in order."""
-        return [self.step(number) for number in range(len(self._marks))]
-
-    def step(self, number: int) -> TrackedStep:
-        """Return one of the steps, which are numbered from 0."""
-        marks = self._marks[number]
-        collectives = tuple(
-            tuple(self.ledger.collectives[start.collectives : end.collectives]) for start, end in pairwise(marks)
-        )
-        timeline = self.ledger.between(marks[0], marks[-1])
-        return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
-
-    def resized(self, other: int, at: int) -> Timeline | None:
-        """Return the timeline that step ``at`` would have at the micro batch size of the earlier step ``other``.
-
-        Storages of the forward and backward passes get the bytes that they have in ``other``. The optimizer's stay:
-        they depend on parameters alone, and ``other`` may be the first step, in which the optimizer also makes its
-        state.
-
-        Args:
-            other, at: numbers of the two steps, from 0.
-
-        Returns:
-            None where the two steps do not make the same storages; then a step of that size has to be made.
-        """
-        earlier, own = self._marks[other], self._marks[at]
-        pairs = list(zip_longest(self._passes(earlier), self._passes(own)))
-        if any(a is None or b is None or not a.is_like(b) for a, b in pairs):
-            return None
-        pairs += zip(self._batches[other], self._batches[at], strict=True)
-        times = {b: a.first_bytes / b.first_bytes for a, b in pairs if a.first_bytes != b.first_bytes}
-        left = self.ledger.held(own[0])
-        if any(a in left for a, b in pairs if b in times and b not in self._batches[at]):
-            return None
-        return self.ledger.between(own[0], own[-1], times)
-
-    def _passes(self, marks: list[Mark]) -> list[Block]:
-        """Return the storages of a step's forward and backward passes whose bytes may grow with the samples."""
-        made = (block for block in self.ledger.made(marks[0], marks[-1]) if block not in self._read)
-        return [b for b in made if b.phase in ("forward", "backward") and b.role not in _OF_PARAMETERS]
-
-    def name_batch(self, batch: Any) -> list[Block]:
-        """Name the tensors of a micro batch, which may be read before its turn, as activations."""
-        named = (self.ledger.name(tensor, "activations") for tensor in _tensors(batch))
-        found = [block for block in named if block is not None]
-        self._read.update(found)
-        return found
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._fake is not None:
-            self._open.enter_context(self._fake)
-        self._open.enter_context(self._modules)
-        self._open.enter_context(self.ledger)
-        for mode in self._inner:
-            self._open.enter_context(mode)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._modules.know(pl_module)
-        self._name_buffers(pl_module)
-        for parameter in pl_module.parameters():
-            self.ledger.name(parameter, "parameters")
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._marks.append([self.ledger.mark()])
-            self._batches.append([])
-        self.ledger.enter_phase("forward")
-        self.ledger.values.restart()
-        self._batches[-1] += self.name_batch(batch)
-        self._name_of_zero(trainer)
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self.ledger.enter_phase("backward")
-        self._name_of_zero(trainer)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self.ledger.enter_phase("optimizer")
-        for parameter in pl_module.parameters():
-            if parameter.grad is not None:
-                self.ledger.name(parameter.grad, "gradients")
-        self._name_of_zero(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._marks[-1].append(self.ledger.mark())
-        self._name_buffers(pl_module)  # a metric has new states, or a longer list of them
-        for optimizer in trainer.optimizers:
-            for state in optimizer.state.values():
-                for tensor in _tensors(state):
-                    self.ledger.name(tensor, "optimizer")
-
-    def _name_buffers(self, module: nn.Module) -> None:
-        for buffer in (*module.buffers(), *_metric_states(module)):
-            self.ledger.name(buffer, "buffers")
-
-    def _name_of_zero(self, trainer: Trainer) -> None:
-        """Name the tensors of DeepSpeed's own, which it makes and frees in the middle of a step."""
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            for kind, tensor in zero_kinds(trainer.optimizers[0], trainer.lightning_module.parameters()):
-                self.ledger.name(tensor, kind)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the modes."""
-        self._open.close()
-
-
-class Modules:
-    """The module at work: the innermost in a forward pass, the one that is differentiated in a backward pass."""
-
-    def __init__(self) -> None:
-        self._paths: dict[int, str] = {}  # by id: a metric's hash changes with its states
-        self._running: list[str] = []
-        self._starts: list[int] = []  # numbers of autograd's nodes at which another module was at work, in order
-        self._after: list[str] = []  # the module from there on
-
-    def know(self, model: nn.Module) -> None:
-        """Note the paths of a model's modules."""
-        for path, module in model.named_modules():
-            self._paths[id(module)] = path.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")
-
-    def at_work(self) -> str:
-        """Return the path of the module at work; empty where none is."""
-        if self._running:
-            return self._running[-1]
-        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
-        if node is None or not self._starts:
-            return ""
-        at = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._after[at] if at >= 0 else ""
-
-    def __enter__(self) -> Modules:
-        self._hooks = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, arguments: Any) -> None:
-        if id(module) in self._paths:
-            self._running.append(self._paths[id(module)])
-            self._note()
-
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if id(module) in self._paths:
-            self._running.pop()
-            self._note()
-
-    def _note(self) -> None:
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # torch's, untyped
-        if self._starts and number < self._starts[-1]:
-            return  # numbers are a thread's own
-        self._starts.append(number)
-        self._after.append(self._running[-1] if self._running else "")
-
-
-def _metric_states(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the states of metrics, and the values that they are reset to, which lie on the device as well."""
-    for part in model.modules():
-        if isinstance(part, Metric):
-            yield from _tensors([getattr(part, name) for name in part._defaults])
-            yield from _tensors(part._defaults)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def zero_kinds(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield the tensors that a ZeRO optimizer holds now, with their kinds; where some share memory, the last kind
-    counts.
-
-    Where the optimizer is offloaded, its part of the gradients is in the host's memory beside its state, and is told
-    with that.
-
-    Args:
-        parameters: of the model; at stage 3, a rank keeps a part of each, and now and then has the whole.
-    """
-    offloads = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
-    gradients: Kind = "optimizer" if offloads else "gradients"
-    copies = _of_optimizer(optimizer, _COPIES)
-    yield from (("communication", tensor) for tensor in _buffers(optimizer))
-    yield from (("optimizer", tensor) for tensor in (*_of_optimizer(optimizer, _ON_HOST), *copies))
-    yield from ((gradients, tensor) for tensor in _of_optimizer(optimizer, _GRADIENTS))
-    yield from ((gradients, copy.grad) for copy in copies if copy.grad is not None)
-    for parameter in parameters:
-        if hasattr(parameter, "ds_tensor"):
-            yield "gathered", parameter.data
-            yield "parameters", parameter.ds_tensor
-
-
-def _buffers(optimizer: Any) -> Iterator[Tensor]:
-    yield from _of_optimizer(optimizer, _ON_DEVICE)
-    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        yield from (leaf for leaf in tree_leaves(bucket.buffer) if isinstance(leaf, Tensor))
-
-
-def _of_optimizer(optimizer: Any, names: Iterable[str]) -> list[Tensor]:
-    leaves = tree_leaves([getattr(optimizer, name, None) for name in names])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightswitch import figures
 from lightswitch.monitoring.display import aligned, clock, compact
 from lightswitch.planning.device import GIB, Device
-from lightswitch.planning.estimate import Estimate, Kind, Memory
+from lightswitch.planning.estimate import Estimate, Memory
+from lightswitch.planning.timeline import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

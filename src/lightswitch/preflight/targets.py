@@ -16,7 +16,7 @@ _SCHEDULES = "torch.optim.lr_scheduler."  # given their optimizer when they are 
 _STRATEGIES = {  # those with options of their own, the simplest first
     "ddp": "lightswitch.strategies.ddp.DDP",
     "fsdp": "lightswitch.strategies.fsdp.FSDP",
-    "fsdp_tp": "lightswitch.strategies.fsdp.TensorParallel",
+    "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
     "fsdp1": "lightswitch.strategies.fsdp1.FSDP1",
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }

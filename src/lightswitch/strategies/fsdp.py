@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism on torch's `fully_shard` (FSDP2), alone or over layers that are cut as well."""
+"""Fully sharded data parallelism on torch's `fully_shard` (FSDP2), for a LightningModule that knows nothing of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from hydra.utils import get_object
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -26,9 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightswitch import patches
 from lightswitch.checkpoints import names
@@ -420,70 +416,3 @@ def _own_numel(module: nn.Module) -> int:
 
 def _name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")  # which fully_shard puts before it
-
-
-class TensorParallel(FSDP):
-    """Data × tensor parallelism: layers cut over groups of devices by a plan, and each part sharded as under fsdp.
-
-    The devices of a group draw the same random numbers, so that what they hold alike stays alike; dropout inside of
-    a cut layer therefore drops the same units of each part.
-
-    Args:
-        tensor_parallel_size: devices that hold a layer together and read the same samples; best within a node.
-        plans: by the model's class name, the dotted path of a function of the model and the size that returns torch's
-            parallel styles by the paths of modules, in which `*` stands for anything.
-        options: of FSDP.
-    """
-
-    def __init__(self, tensor_parallel_size: int, plans: dict[str, str], **options: Any) -> None:
-        super().__init__(**options)
-        self._tensor_parallel_size = tensor_parallel_size
-        self.plans = plans
-        self._styles: dict[nn.Module, ParallelStyle] = {}
-
-    def prepared(self) -> nn.Module:
-        """Return the module with the styles of its layers looked up, before anything of it is cut.
-
-        Raises:
-            Refused: there is no plan for it, or the plan fits none of its modules.
-        """
-        model = super().prepared()
-        plan = self._plan(model)
-        self._styles = {
-            module: style
-            for path, module in model.named_modules()
-            for pattern, style in plan.items()
-            if fnmatchcase(path, pattern)
-        }
-        if not self._styles:
-            raise Refused(
-                f"the plan {', '.join(plan)} fits no module of {type(model).__name__}; its keys are paths of modules"
-            )
-        data_parallel = self._data_parallel_mesh
-        group = (data_parallel if data_parallel.ndim == 1 else data_parallel._flatten()).get_group()
-        for module in model.modules():
-            if isinstance(module, Metric):  # the devices of a group have seen the same samples: they count once
-                patches.replace(module, "process_group", group)
-        return model
-
-    def _plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
-        named = next((self.plans[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in self.plans), None)
-        if named is None:
-            raise Refused(f"there is no tensor-parallel plan for {type(model).__name__}; use strategy=fsdp")
-        try:
-            plan: dict[str, ParallelStyle] = get_object(named)(model, self._tensor_parallel_size)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        return plan
-
-    def _shard_unit(self, module: nn.Module, parts: Sequence[nn.Module], is_root: bool) -> None:
-        for part in parts:
-            if part in self._styles and self._tensor_parallel_size != 1:
-                self._cut(part, self._styles.pop(part))
-        super()._shard_unit(module, parts, is_root)
-
-    def _cut(self, layer: nn.Module, style: ParallelStyle) -> None:
-        trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
-        parallelize_module(layer, self.device_mesh["tensor_parallel"], style)
-        for name, parameter in layer.named_parameters():  # styles make new ones, which some let train
-            parameter.requires_grad_(trained[name])

@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from lightswitch import patches
 from lightswitch.errors import Refused, listed
-from lightswitch.monitoring.progress import by_mesh, gradient_norm
+from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
 from lightswitch.strategies.writes import CarriesWrites
 

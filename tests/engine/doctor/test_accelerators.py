@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightswitch.doctor.examination import GPU, Accelerators, gpu_lines, gpu_problems, look_for_gpus, without_nccl
+from lightswitch.doctor.machine import GPU, Accelerators, gpu_lines, gpu_problems, look_for_gpus, without_nccl
 
 GIB = 2**30
 FREE = GPU("NVIDIA H100", 70 * GIB, 80 * GIB)

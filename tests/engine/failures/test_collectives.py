@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from lightswitch.failures.crash_report import collectives_entered
+from lightswitch.failures.stacks import collectives_entered
 
 
 @contextmanager

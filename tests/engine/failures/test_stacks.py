@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import lightswitch
-from lightswitch.failures.crash_report import is_waiting, thread_position
+from lightswitch.failures.stacks import is_waiting, thread_position
 
 
 def test_a_package_beside_the_engine_is_the_users_own() -> None:

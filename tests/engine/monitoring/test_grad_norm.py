@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
+from lightswitch.monitoring.grad_norm import GradNorm, gradient_norm
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.progress import GradNorm, gradient_norm
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, Fits
 from tests.engine.monitoring.test_metrics import column

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import MeanMetric
 
-from lightswitch.monitoring.metrics import Results
+from lightswitch.monitoring.step_results import Results
 
 
 def test_a_value_goes_to_the_device_of_the_next_one() -> None:

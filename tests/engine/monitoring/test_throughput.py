@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.progress import Meter, Throughput, peak_bytes
+from lightswitch.monitoring.throughput import Meter, Throughput, peak_bytes
 from tests.engine.monitoring.clock import Clock
 from tests.engine.monitoring.test_metrics import column, columns
 from tests.engine.monitoring.test_progress import Slow

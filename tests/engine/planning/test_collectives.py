@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightswitch.planning.estimate import Collective, Traffic, traffic
+from lightswitch.planning.collectives import Collective, Traffic, traffic
 
 NODE, BOTH = tuple(range(8)), tuple(range(16))
 

@@ -10,8 +10,10 @@ import torch
 
 from lightswitch.planning import device, report
 from lightswitch.planning.candidates import Candidate
+from lightswitch.planning.collectives import Collective
 from lightswitch.planning.device import CONTEXT_BYTES, CUBLAS_BYTES, GIB, NCCL_BYTES, Device
-from lightswitch.planning.estimate import STATES, Change, Collective, Estimate, Growth, Run, Step, Timeline, estimate
+from lightswitch.planning.estimate import STATES, Estimate, Run, Step, estimate
+from lightswitch.planning.timeline import Change, Growth, Timeline
 
 DEVICE = Device(
     "X", 10, {"fp32": 10, "bf16": 100}, memory_gb_per_second=1000, link_gb_per_second=100, network_gb_per_second=10

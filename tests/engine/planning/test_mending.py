@@ -10,8 +10,9 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.planning import candidates
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB
-from lightswitch.planning.estimate import STATES, Estimate, Memory, Peak
+from lightswitch.planning.estimate import STATES, Estimate, Memory
 from lightswitch.planning.fakes import World
+from lightswitch.planning.timeline import Peak
 from tests.engine.planning.test_estimate import DEVICE, RUN, found
 
 __all__ = ["found"]  # a fixture

@@ -7,9 +7,11 @@ import re
 import pytest
 
 from lightswitch.planning import report, scaling
+from lightswitch.planning.collectives import Traffic
 from lightswitch.planning.device import Device
-from lightswitch.planning.estimate import Estimate, Memory, Peak, Run, StepTime, Traffic
+from lightswitch.planning.estimate import Estimate, Memory, Run, StepTime
 from lightswitch.planning.scaling import Line, Point
+from lightswitch.planning.timeline import Peak
 
 pytest.importorskip("matplotlib")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
-from lightswitch.planning.ledger import Tracking
 from lightswitch.planning.simulation import simulate
+from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.ddp import DDP, Single
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.models.language import LanguageModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightswitch.planning.estimate import Change, Growth, Timeline
+from lightswitch.planning.timeline import Change, Growth, Timeline
 
 
 def _timeline(before: int, *changes: tuple[str, int]) -> Timeline:

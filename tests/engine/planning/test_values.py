@@ -16,10 +16,11 @@ from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightswitch.errors import NeedsValues
-from lightswitch.planning.estimate import Peak, Step
+from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
-from lightswitch.planning.ledger import Tracking
 from lightswitch.planning.simulation import Work, simulate
+from lightswitch.planning.timeline import Peak
+from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.fsdp import FSDP
 from lightswitch.strategies.kernels import FusedStep

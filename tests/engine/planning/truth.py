@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightswitch.planning.ledger import Tracking
+from lightswitch.planning.tracking import Tracking
 from tests.engine.data.pictures import Pictures, pictures
 from tests.engine.data.text import Text, Windows, sentences
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightswitch.planning.estimate import Collective, exchanges
-from lightswitch.planning.ledger import Tracking
+from lightswitch.planning.collectives import Collective, exchanges
+from lightswitch.planning.tracking import Tracking
 
 
 class Witness(Tracking):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightswitch import patches
 from lightswitch.deepspeed.strategy import DeepSpeed
-from lightswitch.planning.ledger import Tracking
 from lightswitch.planning.simulation import Work
+from lightswitch.planning.tracking import Tracking
 from tests.engine.foreign import Late
 from tests.engine.models.language import LanguageModel
 from tests.engine.models.pictures import PatchClassifier

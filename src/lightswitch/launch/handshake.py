@@ -1,0 +1,112 @@
+"""The handshake around a strategy's `setup_environment`: processes must be the same before they form a group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from omegaconf import DictConfig
+from torch._C._distributed_c10d import Store
+
+from lightswitch.cluster import consistency, rendezvous
+from lightswitch.cluster.consistency import Evidence
+from lightswitch.cluster.rendezvous import MeetingPoint, agree
+from lightswitch.cluster.sealed import Values
+from lightswitch.config import confidential
+from lightswitch.context import RunContext
+from lightswitch.errors import Refused, ToldElsewhere
+from lightswitch.failures.watchdog import Watchdog
+from lightswitch.hooked_strategy import HookedStrategy
+
+_DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others
+
+
+def arrange_handshake(
+    cfg: DictConfig, run: RunContext, trainer: Trainer, strategy: HookedStrategy, watchdog: Watchdog
+) -> None:
+    """Have a Trainer's processes compared before its strategy forms the process group, and the watchdog started after.
+
+    A group may hang in its first collective if versions of NCCL differ, and in any later one if code or config do.
+    """
+    if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
+        strategy.meeting = Handshake(
+            trainer,
+            strategy,
+            trainer.num_nodes,
+            run,
+            _evidence(cfg, run, trainer),
+            confidential.values(cfg, without=_DIFFERS_BY_DESIGN),
+            cfg.meet_timeout_seconds,
+            watchdog,
+        )
+
+
+def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
+    conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
+    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.source_folders(__name__)]
+    for node in filter(None, (cfg.get("model"), cfg.get("data"))):
+        code += consistency.source_folders(node._target_)
+    versions = consistency.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
+    return Evidence(versions, consistency.digests(code))
+
+
+@dataclass
+class Handshake:
+    """Context of `setup_environment`, the first method of a strategy to run in each of its processes."""
+
+    trainer: Trainer
+    strategy: ParallelStrategy
+    nodes: int
+    run: RunContext
+    evidence: Evidence
+    values: Values
+    timeout_seconds: float
+    watchdog: Watchdog
+    is_over: bool = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Compare the processes before they form the process group, and join the watchdog after.
+
+        Raises:
+            Refused: the processes differ, or some did not connect in time.
+        """
+        store = None if self.is_over else self._compare()  # kept until the group, served at the same port, is formed
+        self.is_over = True
+        yield
+        del store
+        self.watchdog.join(self.trainer)
+
+    def _compare(self) -> Store:
+        point = self._meeting_point()
+        store = rendezvous.open_store(point, "meeting")
+        is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+        verdict = agree(
+            store,
+            point,
+            self.evidence,
+            self.values,
+            self.run.run_dir,
+            tell=not is_spawned,
+            refusal=self.run.process.refusal,
+        )
+        if verdict and is_spawned:
+            raise Refused(verdict)  # the process that spawned this one prints it
+        if verdict:
+            raise ToldElsewhere(verdict)
+        return store
+
+    def _meeting_point(self) -> MeetingPoint:
+        cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
+        assert cluster is not None
+        assert devices is not None
+        rank = cluster.node_rank() * len(devices) + cluster.local_rank()
+        world_size = self.nodes * len(devices)
+        return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)

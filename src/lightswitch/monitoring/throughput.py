@@ -1,0 +1,147 @@
+"""Speed and memory of training: as metrics, and as a meter that progress reads too."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightswitch.monitoring.step_results import batches, is_logged
+
+
+class Throughput(Callback):
+    """Callback that logs, at each logged step, the speed since the last one and the peak memory of rank 0.
+
+    Time in validation and in saving checkpoints does not count; time spent waiting for data does. Memory is in GiB,
+    speed in seconds a step, samples and tokens a second.
+
+    Args:
+        samples_per_step: the global batch.
+        tokens_per_sample: a sample's length in tokens, where samples are sequences.
+    """
+
+    def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
+        self._samples_per_step = samples_per_step
+        self._tokens_per_sample = tokens_per_sample
+        self._meter = Meter()
+
+    def count(self, samples_per_step: int) -> None:
+        """Set the number of samples a step, as of a data loader with batches of its own."""
+        self._samples_per_step = samples_per_step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter.start(batches(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._meter.resume()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._meter.is_warming_up:
+            self._meter.update(batches(trainer))
+        if not is_logged(trainer) or trainer.fit_loop._should_accumulate():
+            return
+        metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
+        if (steps_per_second := self._meter.read(batches(trainer))) is not None:
+            metrics |= self._speed(steps_per_second)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter.pause()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._meter.pause()  # until the next batch starts
+
+    def _speed(self, steps_per_second: float) -> dict[str, float]:
+        samples_per_second = steps_per_second * self._samples_per_step
+        speed = {
+            "throughput/step_seconds": 1 / steps_per_second,
+            "throughput/samples_per_second": samples_per_second,
+        }
+        if self._tokens_per_sample is not None:
+            speed["throughput/tokens_per_second"] = samples_per_second * self._tokens_per_sample
+        return speed
+
+
+class Meter:
+    """Meter of optimizer steps a second, updated at each step and each pause.
+
+    The first steps warm caches, allocators and data workers up, and do not count.
+
+    Args:
+        window: readings over which the speed is taken.
+
+    Attributes:
+        steps_per_second: at the last reading; None until there are steps to measure.
+    """
+
+    WARMUP_STEPS = 3
+
+    def __init__(self, window: int = 1) -> None:
+        self._readings: deque[tuple[int, float]] = deque(maxlen=window)  # (step, seconds in training)
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Begin anew at a step, with a warm-up."""
+        self.steps_per_second: float | None = None
+        self._readings.clear()
+        self._warm_step = step + self.WARMUP_STEPS
+        self._start_seconds = perf_counter()
+        self._paused_seconds = 0.0
+        self._pause_start: float | None = None
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether steps are still to be noted: the reading that all others are against is taken when this ends."""
+        return not self._readings
+
+    def update(self, step: int) -> None:
+        """Note a step; call it after each, while the meter is warming up."""
+        if self.is_warming_up and step >= self._warm_step:
+            self._readings.append((step, self._training_seconds()))
+
+    def read(self, step: int) -> float | None:
+        """Take a reading, and return the steps a second since `window` readings ago; None until there are any."""
+        if self._readings and step > self._readings[-1][0]:
+            first_step, first_seconds = self._readings[0]
+            seconds = self._training_seconds()
+            self._readings.append((step, seconds))
+            self.steps_per_second = (step - first_step) / (seconds - first_seconds)
+        return self.steps_per_second
+
+    def pause(self) -> None:
+        """Stop the clock, as for a validation; a second time it does nothing."""
+        if self._pause_start is None:
+            self._pause_start = perf_counter()
+
+    def resume(self) -> None:
+        """Start the clock again after a pause."""
+        if self._pause_start is not None:
+            self._paused_seconds += perf_counter() - self._pause_start
+            self._pause_start = None
+
+    def seconds_for(self, steps: float) -> float | None:
+        """Return the expected wall time of so many more steps, with pauses in the proportion seen so far."""
+        if self.steps_per_second is None:
+            return None
+        training_seconds = self._training_seconds()
+        return steps / self.steps_per_second * (1 + self._paused_seconds / training_seconds)
+
+    def _training_seconds(self) -> float:
+        now = perf_counter() if self._pause_start is None else self._pause_start
+        return now - self._start_seconds - self._paused_seconds
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that tensors took on a CUDA device; elsewhere, that the process took on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    units_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units_bytes
