@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightswitch.monitoring import progress
+from lightswitch.monitoring import throughput
 from tests.engine.monitoring.clock import Clock
 
 
@@ -12,5 +12,5 @@ from tests.engine.monitoring.clock import Clock
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The meter's clock, which stands still until a test moves it."""
     clock = Clock()
-    monkeypatch.setattr(progress, "perf_counter", clock)
+    monkeypatch.setattr(throughput, "perf_counter", clock)
     return clock
