@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,6 +114,24 @@ def test_what_becomes_of_jobs_that_lose_a_node(four_nodes: Cluster, checkout: Pa
         submitted[name].until(lambda name=name: submitted[name].output().count("trains on 2") == 2)
     (checkout / "ended").touch()
     end_as_they_should(submitted)
+
+
+@pytest.mark.nightly
+def test_agents_that_may_restart_wait_for_the_lost_node_first(four_nodes: Cluster, checkout: Path) -> None:
+    with_site(checkout, "torchrun_options=(--max-restarts=3 --rdzv-conf=join_timeout=25)\n")
+    (checkout / "train.py").unlink()
+    (checkout / "train.py").write_text(TRAIN)
+    job = submit(four_nodes, SLURM / "torchrun.sh", "1", cwd=checkout, exclusive="user", **JOBS["torchrun"][1])
+    job.until(lambda: "trains on 2" in job.output())
+    four_nodes.crash(2)
+    (checkout / "lost").touch()
+    lost = time.monotonic()
+    job.until(lambda: WENT_ON in job.output())
+    assert time.monotonic() - lost > 25, job.output()
+    job.until(lambda: "trains on 1" in job.output())
+    (checkout / "ended").touch()
+    assert job.wait() == "COMPLETED", job.output()
+    assert job.details()["Restarts"] == "0"
 
 
 @pytest.mark.nightly
