@@ -1,4 +1,4 @@
-"""What lightning-hydra-template calls train.py mode=test."""
+"""Placeholder for eval.py of lightning-hydra-template, which prints the command that replaces it."""
 
 import sys
 

@@ -2,8 +2,8 @@
 
 python train.py                                          # one process, real data, under a minute
 python train.py strategy=ddp trainer.devices=2           # the same run over two processes
-python train.py run_id=mine                              # started again, it goes on where it stood
-python train.py mode=plan trainer.devices=8 plan.device=h100  # what it would take
+python train.py run_id=mine                              # run again, it resumes where it stopped
+python train.py mode=plan trainer.devices=8 plan.device=h100  # what memory and time it would take
 python train.py mode=dry_run trainer.num_nodes=128 trainer.devices=8 dry_run.rank=517  # what its ranks would do
 python train.py mode=test ckpt_path=runs/gpt/mine/checkpoints/best.ckpt
 sbatch slurm/multinode.sh strategy=ddp
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 try:
     from lightswitch.launch.entry import entry
-except ModuleNotFoundError as error:  # of a Python outside of the environment
+except ModuleNotFoundError as error:  # the virtual environment is not active
     raise SystemExit(f"error: {error}; type source .venv/bin/activate, or make train, which sets it up") from None
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def main(cfg: DictConfig, run: RunContext) -> None:
     from lightswitch.preflight.check import check
     from lightswitch.runs import claim, finished
 
-    batch = check(cfg, run)  # what is wrong with the config is told before torch is imported
+    batch = check(cfg, run)  # reports problems before torch is imported
     if finished.before(cfg, run):
         return
-    claim.take(cfg, run)  # no other start writes the run directory meanwhile
+    claim.take(cfg, run)  # lock the run directory against other processes
 
     if cfg.mode == "check":
         from lightswitch.launch import promises
@@ -44,7 +44,7 @@ def main(cfg: DictConfig, run: RunContext) -> None:
     from lightswitch.launch import auto, build, report, stages
     from lightswitch.runs import resume
 
-    batch = auto.decide(cfg, run, batch)  # which strategy strategy=auto is, on this machine
+    batch = auto.decide(cfg, run, batch)  # replace `auto` for the strategy and the micro-batch size
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank
     if cfg.mode == "plan":
         from lightswitch.launch import plan

@@ -1,4 +1,5 @@
-"""The same steps in a loop of plain PyTorch, in train.py's Trainer and in a Trainer as tutorials set one up."""
+"""The same training steps in a plain PyTorch loop, in train.py's Trainer, and in a Trainer as tutorials configure
+it."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ from lightswitch.process import Process, Signals
 CONF = Path(__file__).parents[1] / "conf"
 WARMUP_STEPS = 20
 CHECKPOINT_STEPS = 250
-LOG_STEPS = 50  # Lightning's own default
+LOG_STEPS = 50  # Lightning's default
 CLIP_NORM = 1.0
 _HOOKS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
 
 
 def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[[Any], Tensor]) -> Iterator[None]:
-    """A loop that does nothing but train; it stops after each step."""
+    """Train in a plain loop, and yield after each step."""
     data.setup("fit")
     optimizer, schedule = _unpacked(model.configure_optimizers())
     for batch in _endless(data.train_dataloader()):
         value = loss(batch)
-        optimizer.zero_grad()  # where Lightning does it: memory is then used again in the same order
+        optimizer.zero_grad()  # at the same place as in Lightning, so that memory is reused in the same order
         value.backward()
         clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -52,7 +53,7 @@ def raw_steps(model: LightningModule, data: LightningDataModule, loss: Callable[
 
 
 def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
-    """`python train.py`, with all that is on by default."""
+    """Train as `python train.py` does, with all of its defaults."""
     with composed(overrides, folder, turns.steps) as cfg, _hooks_restored():
         process = Process()
         run = RunContext.of(cfg, HydraConfig.get(), placement.detect(), process, Signals(process))
@@ -61,7 +62,7 @@ def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
 
 
 def with_peer(model: LightningModule, data: LightningDataModule, folder: Path, turns: Turns) -> None:
-    """A plain Trainer with TensorBoard, bar and checkpoints."""
+    """Train with a plain Trainer that has TensorBoard, a progress bar and checkpoints."""
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -77,12 +78,12 @@ def with_peer(model: LightningModule, data: LightningDataModule, folder: Path, t
 
 @contextlib.contextmanager
 def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictConfig]:
-    """A run's config, without the process that a run is."""
+    """Yield the config of a run, without starting a process for it."""
     register_resolvers(placement.detect())
     common = [
         f"hydra.run.dir={folder}",
         f"trainer.max_steps={steps}",
-        "trainer.limit_val_batches=0",  # a step's time is asked for
+        "trainer.limit_val_batches=0",  # only steps are measured
         "trainer.accelerator=cpu",
         f"callbacks.last_checkpoint.every_n_steps={CHECKPOINT_STEPS}",
         f"trainer.gradient_clip_val={CLIP_NORM}",
@@ -96,7 +97,7 @@ def composed(overrides: list[str], folder: Path, steps: int) -> Iterator[DictCon
 
 @contextlib.contextmanager
 def _hooks_restored() -> Iterator[None]:
-    """Leave Lightning's own calls of hooks, which the engine replaces in its process, to the contenders after it."""
+    """Restore Lightning's functions that call hooks, which the engine replaces in its process, for later contenders."""
     before = {name: getattr(call, name) for name in _HOOKS}
     try:
         yield
@@ -106,9 +107,9 @@ def _hooks_restored() -> Iterator[None]:
 
 
 class Turns(Callback):
-    """Takes turns between a Trainer's steps and those of a plain loop: whatever slows the machine slows both.
+    """Callback that alternates a Trainer's steps with those of a plain loop: whatever slows the machine slows both.
 
-    Afterwards, `seconds` and `raw_seconds` hold the time of a step, a turn each: CPU time, unless another clock is
+    Afterwards, `seconds` and `raw_seconds` contain the time per step of each turn: CPU time, unless another clock is
     given.
     """
 
@@ -125,7 +126,7 @@ class Turns(Callback):
 
     @staticmethod
     def steps_of(count: int, steps_each: int) -> int:
-        """Steps of the Trainer in so many turns."""
+        """Return the number of steps of the Trainer in `count` turns."""
         return WARMUP_STEPS + count * steps_each + 1  # the last one ends the last turn
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -149,7 +150,7 @@ class Turns(Callback):
 
 
 class Terminal(io.StringIO):
-    """So that the bars are drawn, as for a person who looks on."""
+    """Stream that claims to be a terminal, so that progress bars are drawn as for a user."""
 
     def isatty(self) -> bool:
         return True
@@ -163,7 +164,7 @@ def _fit(trainer: Trainer, model: LightningModule, data: LightningDataModule | N
 
 
 def _unpacked(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """What `configure_optimizers` returned: an optimizer, perhaps with a schedule that advances each step."""
+    """Return the optimizer, and the schedule if any, from the result of `configure_optimizers`."""
     if isinstance(configured, dict):
         return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     return configured, None

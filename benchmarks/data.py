@@ -1,4 +1,4 @@
-"""Time to hand out a batch by `__getitems__`, against default collation of the same samples.
+"""Time to load a batch by `__getitems__`, against default collation of the same samples.
 
 python -m benchmarks.data
 """
@@ -35,7 +35,7 @@ class ImageSamples(Dataset[Pair]):
 
 
 class WindowSamples(Dataset[Pair]):
-    """Each sample made from the memory-mapped file as nanoGPT's get_batch makes it."""
+    """Samples read from a memory-mapped file as nanoGPT's get_batch reads them."""
 
     def __init__(self, file: Path, context: int) -> None:
         self.tokens = np.memmap(file, dtype=np.uint16, mode="r")
@@ -84,7 +84,7 @@ def compare(
 
 
 def _reader(loader: DataLoader[Any], batches: int) -> Callable[[], float]:
-    """CPU seconds a batch; the first, which draws the epoch's order, is not among them."""
+    """Return a function that measures CPU seconds per batch, without the first batch, which draws the epoch's order."""
 
     def cpu_seconds() -> float:
         stream = _endless(loader)

@@ -1,6 +1,7 @@
 """Time of a training step of two processes through train.py, against the same step of plain DistributedDataParallel.
 
-And what the guards of every run take of a step: the comparison of replicas, and looks at weights that are written.
+Also the time per step of the guards of every run: the comparison of replicas, and the examination of weights for
+writes.
 
 python -m benchmarks.ddp
 """
@@ -35,10 +36,11 @@ FSDP, LOOKS = "MLP, two processes, fsdp", "weights looked at, two processes, fsd
 
 
 class DDPTurns(Turns):
-    """Turns with a plain loop in the same processes, by wall time: what one waits for the other counts.
+    """Turns with a plain loop in the same processes, in wall time, which includes the wait of one process for the
+    other.
 
     Args:
-        file: to write the seconds of each turn to, on rank 0.
+        file: file for the seconds of each turn, which rank 0 writes.
     """
 
     def __init__(self, samples: int, count: int, steps_each: int, file: str) -> None:
@@ -52,7 +54,7 @@ class DDPTurns(Turns):
 
 
 def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
-    """Return what the comparison of replicas takes of a step: its part of a save, and a call in each step."""
+    """Return the seconds per step of the comparison of replicas: its share of a save, and a call in each step."""
     (guard,) = (one for one in trainer.callbacks if isinstance(one, EqualReplicas))
     saves, steps = 20, 1000
     begin = time.perf_counter()
@@ -65,17 +67,18 @@ def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
 
 
 class LookedAt(Callback):
-    """Steps of which every other block is looked at, as those before a save are.
+    """Callback that has the weights examined in every other block of steps, as in the steps before a save.
 
     Args:
-        blocks: pairs of them.
-        steps: of a block.
-        file: to write to, on rank 0, the seconds of a step of each pair's other block, and what looks take of a step.
+        blocks: number of pairs of blocks.
+        steps: steps per block.
+        file: file for the seconds per step without examinations, and the seconds per step of examinations; rank 0
+            writes it.
     """
 
     def __init__(self, blocks: int, steps: int, file: str) -> None:
         self.blocks, self.steps, self.file = blocks, steps, Path(file)
-        self._begins: list[float] = []  # of blocks
+        self._begins: list[float] = []  # of blocks, in seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         block, step = divmod(batch_idx - self.steps, self.steps)  # the first steps are not measured
@@ -87,7 +90,7 @@ class LookedAt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seconds = [(end - begin) / self.steps for begin, end in pairwise(self._begins)]
         plain, looked = seconds[::2], seconds[1::2]
-        share = 1 / CHECKPOINT_STEPS + 1 / EVERY  # of steps that are looked at
+        share = 1 / CHECKPOINT_STEPS + 1 / EVERY  # of steps that are examined
         taken = [max(1e-9, with_look - without) * share for without, with_look in zip(plain, looked, strict=True)]
         if trainer.is_global_zero:
             self.file.write_text(json.dumps({FSDP: plain, LOOKS: taken}))
@@ -101,9 +104,9 @@ def main() -> None:
 
 
 def measured(quick: bool) -> dict[str, list[float]]:
-    """Each turn has one checkpoint in it."""
+    """Return the seconds of each turn by contender; each turn contains one checkpoint."""
     turns, steps = (2, 5) if quick else (12, CHECKPOINT_STEPS)
-    samples = BATCH * (turns * steps + 100)  # one epoch holds them
+    samples = BATCH * (turns * steps + 100)  # all in one epoch
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {
             "model._target_": "benchmarks.mlp.MLP",
@@ -127,7 +130,7 @@ def measured(quick: bool) -> dict[str, list[float]]:
 
 
 def _train(arguments: dict[str, Any], folder: str, callback: str, options: dict[str, Any]) -> dict[str, list[float]]:
-    """Train with a callback of this file that writes seconds to `file`, and return these."""
+    """Train with a callback of this module, and return the seconds that the callback writes to its file."""
     file = Path(folder, f"{callback}.json")
     given = {"_target_": f"benchmarks.ddp.{callback}", "file": file, **options}
     overrides = [f"{key}={value}" for key, value in arguments.items()]
@@ -140,7 +143,7 @@ def _train(arguments: dict[str, Any], folder: str, callback: str, options: dict[
 
 
 def _raw(samples: int) -> Iterator[None]:
-    """The loop is made at its first step: there is a process group by then."""
+    """Yield after each step of a plain loop, which is created at its first step, when there is a process group."""
     model = mlp.MLP()
     net = DistributedDataParallel(model.net)
 

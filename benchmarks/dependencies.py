@@ -1,4 +1,4 @@
-"""What lightswitch itself depends on, in a folder of links: an environment without the packages of extras."""
+"""A folder of links to the dependencies of lightswitch: an environment without the packages of extras."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Found = dict[tuple[str, frozenset[str]], Distribution]
 
 
 def link_into(folder: Path, *requirements: str) -> None:
-    """Link the modules and the metadata of requirements, and of theirs, into a folder for sys.path.
+    """Link the modules and metadata of requirements, and of their dependencies, into a folder for sys.path.
 
     Args:
-        requirements: as in `lightswitch[deepspeed]`, all of which are installed; without any, lightswitch.
+        requirements: such as `lightswitch[deepspeed]`, all of them installed; lightswitch if there are none.
     """
     found: Found = {}
     for requirement in requirements or ("lightswitch",):
@@ -31,7 +31,7 @@ def _add(requirement: Requirement, found: Found) -> None:
         return
     try:
         found[key] = package = distribution(requirement.name)
-    except PackageNotFoundError:  # another platform's, or one that an extra of a dependency names
+    except PackageNotFoundError:  # for another platform, or for an extra of a dependency
         return
     for needed in map(Requirement, package.requires or ()):
         if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *key[1])):
@@ -40,6 +40,6 @@ def _add(requirement: Requirement, found: Found) -> None:
 
 def _top_level(package: Distribution) -> Iterator[Path]:
     for file in package.files or ():
-        # scripts lie above; a .pth would lead to an installed checkout, and is read in site-packages alone
+        # scripts are outside; a .pth would refer to an installed checkout, and is only read in site-packages
         if file.parts[0] not in ("..", "__pycache__") and file.suffix != ".pth":
             yield Path(str(package.locate_file(file.parts[0])))

@@ -1,6 +1,6 @@
-"""A run that ends with its first step: in train.py, in a plain Trainer and in plain torch.
+"""A run that ends after its first step: in train.py, in a plain Trainer and in plain torch.
 
-python -m benchmarks.first_step                 # the last one, and nothing of Lightning is imported
+python -m benchmarks.first_step                 # in plain torch, without importing Lightning
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def end(*_: Any) -> None:
-    """End the process here: what Python tidies up afterwards is no part of the start."""
+    """End the process at once, because Python's cleanup is not part of the start."""
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The same run as modules of Lightning's.
+"""The run of benchmarks.first_step as Lightning modules.
 
 python -m benchmarks.first_step_lightning       # in a plain Trainer
 """

@@ -1,4 +1,4 @@
-"""What a run of train.py takes, measured from within it."""
+"""Time and memory of a run of train.py, measured from within the run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightswitch.monitoring.throughput import peak_bytes
 
 
 class Measuring(Callback):
-    """Callback that writes `measured_<rank>.json`: seconds to the first step, of a step and of each save, peak bytes.
+    """Callback that writes `measured_<rank>.json`: seconds to the first step, per step and per save, and peak bytes.
 
-    The device is waited for where a measurement begins or ends, and nowhere else. A save counts from the end of its
-    step until the next batch begins.
+    The device is synchronised only where a measurement begins or ends. A save lasts from the end of its step until the
+    next batch begins.
 
     Args:
         folder: where to write.
         began: when the process was started, in seconds since 1970.
         warm_up_steps: optimizer steps before those that are measured.
-        steps: optimizer steps that are measured; a multiple of their sum with the warm-up is a save.
+        steps: optimizer steps that are measured; the run saves at each multiple of warm_up_steps + steps.
     """
 
     def __init__(self, folder: str, began: float, warm_up_steps: int, steps: int) -> None:
@@ -35,7 +35,7 @@ class Measuring(Callback):
         self._measures_since = self._saves_since = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:  # a micro batch that is not the last of its step
+        if trainer.global_step == self._step:  # a micro-batch that is not the last of its step
             return
         self._step = step = trainer.global_step
         if step == 1:

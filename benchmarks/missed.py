@@ -1,4 +1,4 @@
-"""What the last results miss of their targets; the exit code is 1 if there is any.
+"""List the targets that the last results do not reach; the exit code is 1 if there are any.
 
 python -m benchmarks.missed
 """
@@ -19,7 +19,7 @@ def main(folder: Path = FOLDER) -> int:
 
 
 def missed(folder: Path) -> list[str]:
-    """Return a line for each ratio that does not reach its target, of the JSON files in a folder."""
+    """Return a line for each ratio, in the JSON files of a folder, that does not reach its target."""
     return [
         f"missed: {path.stem}: {row['name']} against {row['against']}: {row['ratio']:.3f}, to reach {row['target']}"
         for path in sorted(folder.glob("*.json"))

@@ -1,4 +1,4 @@
-"""A tiny network on made-up data, in two modules: as this project writes them, and as lightning-hydra-template does."""
+"""A tiny network on random data, in two modules: in the style of this project, and of lightning-hydra-template."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class PointsData(BatchedData):
 
 
 class MLP(LightningModule):
-    """Counts what it got right, and logs that where the Trainer logs; the engine logs the loss."""
+    """Module that logs its accuracy in the steps at which the Trainer logs; the engine logs the loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = network()
-        self.correct = torch.tensor(0)  # no buffer: ddp sends those of rank 0 to the others in each forward pass
+        self.correct = torch.tensor(0)  # not a buffer: ddp broadcasts buffers of rank 0 in each forward pass
         self.seen = 0
 
     def training_step(self, batch: Pair, batch_index: int) -> Tensor:
@@ -69,7 +69,7 @@ class MLP(LightningModule):
 
 
 class PeerMLP(LightningModule):
-    """training_step as in lightning-hydra-template's src/models/mnist_module.py."""
+    """Module with the training_step of lightning-hydra-template's src/models/mnist_module.py."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by torch's profiler: attention, products, loss, norms, optimizer, copies, gaps."""
+"""Parts of a step's time, by torch's profiler: attention, products, loss, norms, optimizer, copies, gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-# By what is in the name of a kernel or an operator, in this order: torch's own, cuBLAS's, NCCL's and inductor's
+# Patterns in names of kernels and operators of torch, cuBLAS, NCCL and inductor, tried in this order
 PARTS = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter|gloo|c10d",
     "attention": r"attention|flash|fmha|sdpa?_",
@@ -42,7 +42,7 @@ class Profile:
         self._began = time.perf_counter()
 
     def stop(self, steps: int) -> dict[str, float]:
-        """Return milliseconds a step, by part; of a GPU those of its kernels, of a CPU those of operators."""
+        """Return milliseconds per step, by part: of kernels on a GPU, of operators on a CPU."""
         self._wait()
         seconds = time.perf_counter() - self._began
         self._profile.stop()
@@ -56,10 +56,10 @@ class Profile:
 
 
 def by_part(events: Iterable[Any], seconds: float) -> dict[str, float]:
-    """Return seconds by part, and gaps: what is left of a time in which nothing of these ran.
+    """Return seconds by part, and as gaps the rest of the time, in which none of the events ran.
 
     Args:
-        events: the profiler's, of one kind of device; ranges that a program names itself do not count.
+        events: of the profiler, for one kind of device; ranges that a program names itself are skipped.
     """
     found = dict.fromkeys([*PARTS, ELSEWHERE], 0.0)
     spans = []
@@ -79,7 +79,7 @@ def part_of(name: str) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans: kernels of two streams run at once, operators within one another."""
+    """Return the length of the union of spans, because kernels of two streams overlap, and operators are nested."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -88,7 +88,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 class Parts(Callback):
-    """Callback that writes `parts_<rank>.json`: milliseconds a step, by part.
+    """Callback that writes `parts_<rank>.json`: milliseconds per step, by part.
 
     Args:
         folder: where to write.
@@ -102,7 +102,7 @@ class Parts(Callback):
         self._step = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:  # a micro batch that is not the last of its step
+        if trainer.global_step == self._step:  # a micro-batch that is not the last of its step
             return
         self._step = trainer.global_step
         if self._step == self.warm_up_steps:

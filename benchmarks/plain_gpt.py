@@ -1,8 +1,8 @@
-"""A GPT in a plain loop, in the manner of nanoGPT's train.py: autocast, fused AdamW, accumulation, DDP under torchrun.
+"""A GPT in a plain loop like nanoGPT's train.py: autocast, fused AdamW, gradient accumulation, DDP under torchrun.
 
 python -m benchmarks.plain_gpt FOLDER '{"model": {…}, "tokens": "train.bin", …}'   # the fields of Plan
 
-It writes what benchmarks.measuring writes of a run of train.py.
+It writes the file that benchmarks.measuring writes in a run of train.py.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """
+    """Settings of a run.
+
     Args:
-        model: what GPT takes, without the optimizer.
+        model: arguments of GPT, without the optimizer.
         tokens: a file of token ids, raw uint16.
         began: when the process was started, in seconds since 1970.
-        micro_batch: sequences that a device takes at once.
-        accumulation: micro batches of a step.
+        micro_batch: sequences per device in a micro-batch.
+        accumulation: micro-batches per step.
         compiled_by: a backend of torch.compile; None for eager.
-        is_profiled: write `parts_<rank>.json` (benchmarks.parts) in place of what is measured.
+        is_profiled: write `parts_<rank>.json` (benchmarks.parts) in place of the measurements.
     """
 
     model: dict[str, Any]
@@ -56,7 +57,7 @@ class Plan:
 
 
 class Loss(nn.Module):
-    """What is compiled and wrapped: from a batch to its loss, as nanoGPT's forward."""
+    """Module to compile and wrap: from a batch to its loss, like nanoGPT's forward."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ def profiled(plan: Plan, device: torch.device, rank: int, world_size: int) -> di
 
 
 def trained(plan: Plan, device: torch.device, rank: int, world_size: int) -> Iterator[None]:
-    """Yield after each step; after those that `measured` looks at the clock, the device is waited for."""
+    """Yield after each step, and synchronise the device after the steps at which `measured` reads the clock."""
     torch.manual_seed(0)
     model = GPT(**plan.model, optimizer=torch.optim.AdamW)
     model.configure_model()

@@ -1,6 +1,7 @@
-"""CPU time of plans of a model of 7 B parameters, and of a dry run of 1,024 ranks, against what they may take.
+"""CPU time of plans of a model of 7 B parameters, and of a dry run of 1,024 ranks, against their limits.
 
-Nothing is installed but what a run needs: torchmetrics imports SciPy and transformers wherever they are.
+Only the dependencies of a run are importable, because torchmetrics imports SciPy and transformers if they are
+installed.
 
 python -m benchmarks.plan
 """
@@ -38,7 +39,7 @@ def main() -> None:
     tasks, rounds = (QUICK, 1) if given.quick else (TASKS, 3)
     rows = [_against_limit(name, seconds, words, rounds) for name, (seconds, words) in tasks.items()]
     publish(rows, given, per="a run")
-    gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of the largest process; Linux has KiB
+    gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of the largest process; in KiB on Linux
     print(f"at most {gib:.2f} GiB of host memory")
     assert gib < MOST_GIB
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired timing, a table, and a JSON file."""
+"""Shared code of the benchmarks: paired timing, a table, and a JSON file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FOLDER = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One contender against the one it is paired with."""
+    """Result of one contender against the one it is paired with."""
 
     name: str
     against: str
     milliseconds: float  # medians of CPU time
     against_milliseconds: float
     ratio: float  # the median of the paired ratios
-    target: str  # "≤ 0.1" or "≥ 2.5"; empty for one that is only shown
+    target: str  # "≤ 0.1" or "≥ 2.5"; empty for a ratio without a target
 
     @property
     def reached(self) -> bool | None:
@@ -50,7 +50,8 @@ def options(name: str, description: str) -> Options:
 
 
 def interleaved(contenders: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each contender in each round; every other round goes backwards, so that a drift cancels."""
+    """Return the seconds of each contender in each round; every other round is in reverse order, so that drift cancels
+    out."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(rounds):
         for name in list(contenders)[:: -1 if index % 2 else 1]:
@@ -59,7 +60,8 @@ def interleaved(contenders: dict[str, Callable[[], float]], rounds: int) -> dict
 
 
 def row(name: str, against: str, seconds: dict[str, list[float]], target: str = "", invert: bool = False) -> Row:
-    """`invert` for a speed-up: how many times the time of `name` the other one takes."""
+    """Return the paired ratio of two contenders; `invert` makes it a speed-up, the time of `against` over that of
+    `name`."""
     ratios = [mine / other for mine, other in zip(seconds[name], seconds[against], strict=True)]
     ratio = statistics.median(1 / value if invert else value for value in ratios)
     mine, other = (1000 * statistics.median(seconds[key]) for key in (name, against))

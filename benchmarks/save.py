@@ -1,4 +1,4 @@
-"""How long a checkpoint holds up training, against a copy of the same state in memory and Lightning's own way.
+"""Time for which a checkpoint stops training, against a copy of the same state in memory and Lightning's own save.
 
 python -m benchmarks.save
 """
@@ -20,7 +20,7 @@ from lightswitch.strategies.ddp import Single
 
 
 class Linears(LightningModule):
-    """Layers of width × width parameters, of which Adam holds two more copies."""
+    """Linear layers of width × width parameters, of which Adam holds two more copies."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Linears(LightningModule):
 
 
 class Saving(Callback):
-    """Measures once a step has been trained: wall time, for training waits for disks as well."""
+    """Callback that measures saves after a training step, in wall time, because training also waits for disks."""
 
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class Saving(Callback):
 
         def ours() -> float:
             held_up = _seconds(lambda: trainer.save_checkpoint(self.folder / "ours.ckpt"))
-            trainer.strategy._saver.wait()  # written beside training, which is not going on here
+            trainer.strategy._saver.wait()  # written in the background; training waits for it here
             return held_up
 
         def copy() -> float:
@@ -62,7 +62,7 @@ class Saving(Callback):
             return _seconds(lambda: _save_as_lightning(trainer, self.folder / "lightnings.ckpt"))
 
         contenders = {"a save": ours, "a copy in memory": copy, "Lightning's save": lightnings}
-        interleaved(contenders, 1)  # what is kept for the next time is allocated, and the copies are touched
+        interleaved(contenders, 1)  # allocates buffers that are reused, and touches the copies
         self.seconds = interleaved(contenders, self.rounds)
 
 
@@ -99,7 +99,7 @@ def _state(trainer: Trainer) -> list[Tensor]:
 
 
 def _save_as_lightning(trainer: Trainer, path: Path) -> None:
-    """What `Strategy.save_checkpoint` does unless it is overridden."""
+    """Save as Lightning's `Strategy.save_checkpoint` does unless it is overridden."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     checkpoint["state_dict"] = trainer.lightning_module.state_dict()
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]

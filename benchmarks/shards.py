@@ -1,4 +1,4 @@
-"""Speed of packed shards against tokens in memory, and the memory that reading gigabytes of them takes.
+"""Speed of packed shards against tokens in memory, and the memory that it takes to read gigabytes of them.
 
 python -m benchmarks.shards --gib 10
 """
@@ -23,7 +23,7 @@ from project.data.loaders import BatchedDataset, collate
 from project.data.windows import ShardWindows, Windows
 from project.models.gpt import GPT
 
-SHARD_TOKENS = 2**24  # 32 MiB each, as of a corpus of 8 GiB
+SHARD_TOKENS = 2**24  # 32 MiB each, as for a corpus of 8 GiB
 MIB = 2**20
 
 
@@ -57,10 +57,10 @@ def written(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def read_through(files: list[Path]) -> dict[str, float]:
-    """MiB by which a process grows that reads each window once: its own, and what it has mapped."""
+    """Return the MiB, of its own and of mapped memory, by which a process grows when it reads each window once."""
     windows = ShardWindows(files, np.uint16, 1024)
     order = np.random.default_rng(0).permutation(len(windows)).reshape(-1)
-    for begin in range(0, 640, 64):  # buffers are allocated
+    for begin in range(0, 640, 64):  # allocates buffers
         windows.__getitems__(order[begin : begin + 64].tolist())
     before = resident_mib()
     for begin in range(0, len(order), 64):
@@ -75,7 +75,7 @@ def resident_mib() -> dict[str, float]:
 
 
 def training(files: list[Path], quick: bool) -> Row:
-    """Steps of the smallest model of conf: any other spends less of its time on data."""
+    """Compare training steps of the smallest model of conf; any other spends less of its time on data."""
     return compare("training, 64 × 64", files, 64, "≥ 0.9", quick, 20, Stepping())
 
 
@@ -97,7 +97,7 @@ def compare(
 
 
 def reader(windows: BatchedDataset, batches: int, use: Callable[[Any], None]) -> Callable[[], float]:
-    """CPU seconds a batch; the first, which draws the epoch's order, is not among them."""
+    """Return a function that measures CPU seconds per batch, without the first batch, which draws the epoch's order."""
     loader = DataLoader(windows, 64, shuffle=True, collate_fn=collate)
 
     def cpu_seconds() -> float:

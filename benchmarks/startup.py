@@ -1,5 +1,6 @@
-"""CPU time of a typo's answer and of --help, against the same train.py with its heavy imports at the top; and of a run
-until its first step, against plain torch.
+"""CPU time to report a typo and to print --help, against eager imports, and to the first step, against plain torch.
+
+Eager imports are the same train.py with its heavy imports at the top.
 
 python -m benchmarks.startup
 """
@@ -26,7 +27,7 @@ FIRST_STEP, BARE, PLAIN, EXTRAS = (
     "train.py to its first step, all extras installed",
 )
 
-# What train.py and the code that it imports later need, imported first.
+# Import first what train.py and the code that it imports later need.
 EAGER = """
 import runpy, sys
 import torch, torchmetrics, lightning.pytorch
@@ -54,10 +55,10 @@ def answer(question: str, rounds: int) -> Row:
 
 
 def first_step(rounds: int) -> list[Row]:
-    """From the start of the process to the end of the first step of an MLP.
+    """Measure from the start of the process to the end of the first step of an MLP.
 
-    Nothing is installed but what each needs, save for one row: torchmetrics imports SciPy and Matplotlib wherever they
-    are, which the extras `digits` and `plots` bring.
+    Each contender can import only its dependencies, except in one row: torchmetrics imports SciPy and Matplotlib if
+    they are installed, as the extras `digits` and `plots` do.
     """
     of = "benchmarks.first_step_lightning"
     run = [f"model._target_={of}.Model", f"data._target_={of}.Data", f"callbacks.ends._target_={of}.EndsAtFirstStep"]
@@ -83,7 +84,7 @@ def _start(arguments: list[str], folder: str, *paths: str) -> Callable[[], float
         done = subprocess.run(
             [sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False
         )
-        assert done.returncode in (0, 2), done.stderr  # 2: a mistake is told, as it is meant
+        assert done.returncode in (0, 2), done.stderr  # 2: a typo was reported
         return _children_seconds() - before
 
     return cpu_seconds

@@ -25,16 +25,16 @@ PEER = "the peer's way"
 
 def main() -> None:
     given = options("step", __doc__.splitlines()[0])
-    torch.set_num_threads(1)  # CPU time of several threads counts those that wait
+    torch.set_num_threads(1)  # CPU time of several threads includes those that wait
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # advice about workers and the like
     publish([*mlp_rows(given.quick), *gpt_rows(given.quick)], given, per="a step")
 
 
 def mlp_rows(quick: bool) -> list[Row]:
-    """Each turn has one checkpoint in it."""
+    """Return the rows of the MLP; each turn contains one checkpoint."""
     turns, steps, rounds = (2, 5, 1) if quick else (6, CHECKPOINT_STEPS, 2)
-    samples = 32 * (turns * steps + 100)  # one epoch holds them
+    samples = 32 * (turns * steps + 100)  # all in one epoch
     overrides = [
         *("model._target_=benchmarks.mlp.MLP", "data._target_=benchmarks.mlp.PointsData", f"data.samples={samples}"),
         *("global_batch_size=32", f"trainer.log_every_n_steps={LOG_STEPS}"),
@@ -54,7 +54,8 @@ def mlp_rows(quick: bool) -> list[Row]:
 
 
 def gpt_rows(quick: bool) -> list[Row]:
-    """As train.py is, against a plain loop with a fused optimizer and with torch's default one; and compiled."""
+    """Return the rows of the GPT, against a plain loop with a fused and with torch's default optimizer; and
+    compiled."""
     compiled = ["compile=true", "compile.scope=whole", *(["compile.backend=aot_eager"] if quick else [])]
     return [
         _gpt_row(quick, "GPT", [], fused=True, target="≤ 1.00"),
@@ -80,7 +81,7 @@ def _raw_mlp(samples: int) -> Iterator[None]:
 
 
 class Times:
-    """CPU seconds a step in the turns of one contender's runs."""
+    """CPU seconds per step in the turns of a contender's runs."""
 
     def __init__(self) -> None:
         self.runs: list[Turns] = []
@@ -101,7 +102,7 @@ class Times:
         return {name: self.seconds, RAW: self.raw}
 
     def to_scale(self, other: Times) -> list[float]:
-        """The seconds, had the plain loop beside them been as fast as beside `other`."""
+        """Return the seconds, scaled as if the plain loop beside them had been as fast as beside `other`."""
         scale = other.raw
         return [mine * there / here for mine, here, there in zip(self.seconds, self.raw, scale, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Time to hand out a batch of a stream, against the same samples by their indices, as the engine cuts both.
+"""Time to load a batch of a stream, against the same samples by index, both with the engine's loaders.
 
 python -m benchmarks.streams
 """
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def compare(name: str, samples: Dataset[Pair], replicas: int, workers: int, quick: bool) -> Row:
-    """Compare an epoch of one device: in CPU time, or in wall time where workers read."""
+    """Compare an epoch of one device, in CPU time, or in wall time if workers read."""
     plan = BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // replicas, replicas, 1)
     at, clock = Position(), time.perf_counter if workers else time.process_time
     by_index = training_loader(DataLoader(samples, GLOBAL_BATCH, num_workers=workers), plan, 0, 1, at)
@@ -63,7 +63,7 @@ def compare(name: str, samples: Dataset[Pair], replicas: int, workers: int, quic
 
 
 def _epoch(loader: DataLoader[Any], clock: Callable[[], float]) -> Callable[[], float]:
-    """Seconds a batch; the first, for which workers start, is not among them."""
+    """Return a function that measures seconds per batch, without the first batch, for which workers start."""
 
     def seconds() -> float:
         batches = iter(loader)

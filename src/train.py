@@ -1,4 +1,4 @@
-"""Where lightning-hydra-template has train.py."""
+"""Placeholder for src/train.py of lightning-hydra-template, which prints the command that replaces it."""
 
 import sys
 

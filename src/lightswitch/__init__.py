@@ -17,7 +17,7 @@ __all__ = ["load"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # when asked for: it imports torch, which most of the launch does without
+    if name == "load":  # on first use: it imports torch, which most of the launch does not need
         from lightswitch.export.models import load
 
         return load

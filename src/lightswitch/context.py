@@ -1,4 +1,4 @@
-"""RunContext, what a process knows of its run: made once, in launch/hydra_entry, and passed down."""
+"""RunContext, the facts about a run in one of its processes: made once in launch/hydra_entry and passed down."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightswitch.process import Process, Signals
 
 @dataclass(frozen=True)
 class RunContext:
-    """One start of one run, as one of its processes sees it.
+    """Description of one start of a run in one of its processes.
 
     Args:
-        run_dir: the directory that the run writes to.
+        run_dir: the directory to which the run writes.
         run_id: the name of that directory, the same in all processes of the run.
         mode: fit, validate, test, predict, plan, dry_run or check.
         placement: the launcher that started this process, and its rank.
-        hydra: Hydra's own part of the composed config: overrides, choices, log files, config folders.
-        process: the state of this process that changes while it runs.
+        hydra: the `hydra` node of the composed config: overrides, choices, log files, config folders.
+        process: the mutable state of this process.
         signals: the signals that this process has received.
     """
 
@@ -52,11 +52,11 @@ class RunContext:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is rank 0, which prints and writes for all."""
+        """Whether this process is rank 0, which prints and writes for all ranks."""
         return self.placement.rank == 0
 
     @property
     def job_logging(self) -> dict[str, Any]:
-        """The logging settings, as `logging.config.dictConfig` takes them."""
+        """The logging settings in the form of `logging.config.dictConfig`."""
         settings: Any = OmegaConf.to_container(self.hydra.job_logging, resolve=True)
         return dict(settings)

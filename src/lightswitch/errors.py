@@ -1,29 +1,29 @@
-"""The engine's exceptions and exit codes, and how the commands beside train.py end by them.
+"""The engine's exceptions and exit codes, and the error handling of the commands beside train.py.
 
     Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
-    │   │   ├── Unplanned          nothing can be known of a run before it starts
-    │   │   └── ChangedDependency  a library is not what it was in the versions that were tried
+    │   │   ├── Unplanned          the run can't be planned before it starts
+    │   │   └── ChangedDependency  a library differs from the versions that were tested
     │   ├── NotFinite              the loss or a parameter is not finite
     │   ├── UnequalReplicas        ranks hold different values of the same parameter
-    │   ├── ToldElsewhere          another process of the run prints it
+    │   ├── ToldElsewhere          another process of the run prints the problem
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
-    │   ├── IrregularFile          a pipe, a device or a link where a file was expected (also an OSError)
-    │   └── NoExperiment           a module asks for its logger's experiment, and it has none (also an AttributeError)
-    ├── BatchError                 a number of samples that is less than one (a ValueError)
-    ├── NeedsValues                a step goes by values that a plan can't guess (a RuntimeError)
+    │   ├── IrregularFile          a pipe, a device or a link instead of the expected file (also an OSError)
+    │   └── NoExperiment           a module uses its logger's experiment, and there is none (also an AttributeError)
+    ├── BatchError                 a batch size below one sample (a ValueError)
+    ├── NeedsValues                a step depends on tensor values that a plan can't guess (a RuntimeError)
     ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
-    └── RanksFailed                ranks failed that this process has spawned, taking no part in the run itself
+    └── RanksFailed                ranks failed that this process has spawned; it is not a rank itself
 
     SystemExit
-    ├── Stopped                    a signal asked the run to end before it was finished
+    ├── Stopped                    a signal ended the run before it was finished
     └── Ended                      the run failed, and its ranks have printed why
 
-Errors of damaged files (an unsafe pickle, an index that is cut short) stay inside of their package: callers that read a
-checkpoint see UnfitCheckpoint.
+Errors of damaged files (an unsafe pickle, a truncated index) are private to their package: callers that read a
+checkpoint get UnfitCheckpoint.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class ExitCode(enum.IntEnum):
     """Exit codes of a process of a run; slurm/job.sh and torchrun act on them."""
 
     FAILED = 1  # a bug, a lost rank, a job of a sweep that failed
-    REFUSED = 2  # the user can fix it: started again, it would be refused as well
-    REQUEUE = 75  # asks the job script to requeue it, from a container that has no scontrol (EX_TEMPFAIL of sysexits.h)
-    INTERRUPTED = 128 + signal.SIGINT  # Ctrl+C has ended it before it was finished
-    STOPPED = 128 + signal.SIGTERM  # SIGTERM, or a scheduler's notice, has ended it before it was finished
+    REFUSED = 2  # a problem that the user can fix; a restart without a change fails in the same way
+    REQUEUE = 75  # the job script has to requeue the job: the container has no scontrol (EX_TEMPFAIL of sysexits.h)
+    INTERRUPTED = 128 + signal.SIGINT  # Ctrl+C ended the run before it was finished
+    STOPPED = 128 + signal.SIGTERM  # SIGTERM or a scheduler's notice ended the run before it was finished
 
     @staticmethod
     def of_signal(number: int) -> int:
-        """Return the exit code of a process that a signal has killed, as a shell counts it."""
+        """Return the exit code that a shell reports for a process that a signal has killed."""
         return 128 + number
 
 
@@ -63,14 +63,14 @@ class Refused(Exception):
     """A problem that the user can fix; its text says what was found, what was expected, and what to type instead.
 
     Attributes:
-        details: tracebacks of the user's own code behind it, which go only to the run's log.
+        details: tracebacks of the user's code that caused it, written only to the run's log.
     """
 
     details = ""
 
     @property
     def problems(self) -> list[str]:
-        """The problems, a line each."""
+        """The problems, one line each."""
         return [str(self)]
 
 
@@ -78,7 +78,7 @@ class RefusedRequest(Refused):
     """All problems of one request.
 
     Args:
-        problems: a line each; one text of them all, as an exception is unpickled with.
+        problems: one line each; or one string with a line for each, which unpickling passes.
         details: see `Refused`.
     """
 
@@ -93,26 +93,26 @@ class RefusedRequest(Refused):
 
 
 class Unplanned(RefusedRequest):
-    """A run of which nothing can be known before it starts: its model or its data fail without values, or at all."""
+    """A run that can't be planned before it starts, for example because its model fails on tensors without values."""
 
 
 class ChangedDependency(RefusedRequest):
-    """An attribute of a library that the engine replaces is gone, or is not what it was in the versions tried."""
+    """A library attribute that the engine replaces is missing, or differs from the versions that were tested."""
 
     def __init__(self, problem: str) -> None:
         super().__init__([problem])
 
 
 class NotFinite(Refused):
-    """A loss or a parameter that is not finite: started again from the same checkpoint, the run would meet it again."""
+    """A loss or a parameter that is not finite; a restart from the same checkpoint would reach it again."""
 
 
 class UnequalReplicas(Refused):
-    """Ranks that hold different values of what is one parameter: what is saved would be those of one of them."""
+    """Ranks that hold different values of a replicated parameter; a checkpoint would hold the values of one rank."""
 
 
 class ToldElsewhere(Refused):
-    """A problem that another process of the run prints, so that this one prints nothing."""
+    """A problem that another process of the run prints; this process prints nothing."""
 
     @property
     def problems(self) -> list[str]:
@@ -120,47 +120,47 @@ class ToldElsewhere(Refused):
 
 
 class UnfitCheckpoint(Refused):
-    """A checkpoint, an export or a file of weights that does not fit the model, or can't be read."""
+    """A checkpoint, an export or a weight file that does not fit the model, or can't be read."""
 
 
 class UntrustedConfig(Refused):
-    """A config that lies beside weights, and names code that is not known to be the caller's own."""
+    """A config beside weights that names code which is not known to be the caller's own."""
 
 
 class UnwrittenCheckpoint(Refused, OSError):
-    """A checkpoint that could not be written. The one before it is unchanged."""
+    """A checkpoint that could not be written. The previous checkpoint is unchanged."""
 
 
 class IrregularFile(Refused, OSError):
-    """A pipe, a device, a directory or a link in the place of a file that is to be read or written."""
+    """A pipe, a socket, a device, a directory or a link in place of a file to read or write."""
 
 
 class NoExperiment(Refused, AttributeError):
-    """Error of `self.logger.experiment.add_image` of a logger that takes none; `hasattr` takes it for its answer."""
+    """Error of `self.logger.experiment.add_image` when the logger takes no images; `hasattr` returns False for it."""
 
 
 class BatchError(ValueError):
-    """A global batch or a micro batch of less than one sample."""
+    """A global batch or a micro-batch of less than one sample."""
 
 
 class NeedsValues(RuntimeError):
-    """A step that goes by values of tensors, which a plan can't guess; the text says what it does and where."""
+    """A step that depends on tensor values, which a plan can't guess; the text says what it does and where."""
 
 
 class LostRank(RuntimeError):
-    """A rank that failed, or exceeded a timeout that the others met: no problem of the request."""
+    """A rank that failed, or that exceeded a timeout while the others did not; not a problem of the request."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of a rank, as plain data that can be sent to the others.
+    """A failure of a rank, as plain data that can be sent to the other ranks.
 
     Args:
-        line: what the user reads first.
-        details: a traceback, or the ranks' positions. With exit code 2 it goes only to the run's log.
+        line: the line that the user reads first.
+        details: a traceback, or the ranks' positions. With exit code 2 they go only to the run's log.
         follows: whether it looks like the consequence of another rank's failure.
         rank: the number of the rank that raised it.
-        lacks_memory: whether memory ran out, of a device or a node.
+        lacks_memory: whether a device or a node ran out of memory.
     """
 
     line: str
@@ -172,7 +172,7 @@ class Failure:
 
 
 class RanksFailed(Exception):
-    """Ranks failed that this process has spawned; it takes no part in the run itself.
+    """Ranks failed that this process has spawned; it is not a rank itself.
 
     Args:
         is_told: whether the ranks have printed the failure.
@@ -185,7 +185,7 @@ class RanksFailed(Exception):
 
 
 class Stopped(SystemExit):
-    """A signal has asked the run to end before it is finished.
+    """A signal ends the run before it is finished.
 
     Args:
         by: that signal.
@@ -202,14 +202,15 @@ class Ended(SystemExit):
 
 
 def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
-    """Return ' Did you mean X?' for a choice of the same letters, else one that begins with the word, else the most
-    similar one, or nothing.
+    """Return ' Did you mean X?', or an empty string.
+
+    X is a choice with the same letters, else a choice that begins with the word, else the most similar choice.
 
     Args:
-        alike: the least similarity, from 0 to 1.
+        alike: the minimum similarity, from 0 to 1.
     """
     lowered = {choice.lower(): choice for choice in choices}
-    same = [choice for choice in lowered if sorted(choice) == sorted(word.lower())]  # two letters in the other order
+    same = [choice for choice in lowered if sorted(choice) == sorted(word.lower())]  # swapped letters
     longer = [choice for choice in lowered if len(word) > 2 and choice.startswith(word.lower())]
     close = same or sorted(longer, key=lambda choice: (len(choice), choice))
     close = close or get_close_matches(word.lower(), lowered, n=1, cutoff=alike)
@@ -217,30 +218,30 @@ def nearest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
 
 
 def listed(words: Sequence[str], noun: str = "", shown: int = 3, separator: str = ", ") -> str:
-    """Return words for a message: the first few, and how many more, as in 'a, b, c and 2 more nodes'."""
+    """Return the first few words and the number of the others, for a message: 'a, b, c and 2 more nodes'."""
     more = f" and {len(words) - shown} more {noun}".rstrip() if len(words) > shown else ""
     return separator.join(words[:shown]) + more
 
 
 def shown(path: Path) -> str:
-    """Return a path as it can be pasted: relative where it lies below the working directory."""
+    """Return a path to print and paste: relative if it is below the working directory."""
     here = os.getcwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def printable(text: str) -> str:
-    """Return a text without what a terminal acts on: control characters, and those that turn the order of letters."""
+    """Return a text in which U+FFFD replaces control characters (not tab and newline), bidi controls and surrogates."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
 class Command(argparse.ArgumentParser):
-    """Parser of a command's arguments, which refuses as train.py does: a line on stderr, and exit code 2.
+    """Parser of a command's arguments. Like train.py, it reports errors in one line on stderr with exit code 2.
 
-    From here on Ctrl+C ends the process without a traceback.
+    Once it is constructed, Ctrl+C ends the process without a traceback.
 
     Args:
-        name: of the module that is run.
-        description: its docstring, printed by --help as it is.
+        name: the name of the module that is run.
+        description: the module's docstring, which --help prints unchanged.
     """
 
     def __init__(self, name: str, description: str | None) -> None:
@@ -250,13 +251,13 @@ class Command(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """End the process with the message, and without argparse's lines of usage."""
+        """Print the message without argparse's usage lines, and end the process."""
         print(f"error: {printable(message)}", file=sys.stderr)
         raise SystemExit(ExitCode.REFUSED)
 
 
 def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print a traceback as Python does, and of Ctrl+C a line: Python then ends by the signal, as shells expect."""
+    """Print a traceback as Python does, but one line for Ctrl+C. Python then ends by the signal, as shells expect."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped    by SIGINT", file=sys.stderr)
     else:

@@ -1,6 +1,6 @@
-"""Pictures in one style: SVG, each in a light and a dark form, with colours that the colour-blind tell apart.
+"""SVG pictures in one style, each in a light and a dark form, with colours for the colour-blind.
 
-matplotlib, of the extra `plots`, is imported only when a picture is drawn.
+matplotlib, from the extra `plots`, is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightswitch import regular_files
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FONT = "DejaVu Sans"  # comes with matplotlib, and is wider than most: what is measured with it has room enough
+_FONT = "DejaVu Sans"  # comes with matplotlib, and is wider than most: text measured with it fits in other fonts
 _FONTS = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans'"
 
 
@@ -28,10 +28,10 @@ class Theme:
     """Colours of one form of a picture.
 
     Args:
-        ink: of text. muted: of axes' numbers. grid: of rules behind the data.
+        ink: of text. muted: of axis tick labels. grid: of grid lines.
         colors: of series, in order; the hues of Okabe and Ito (https://jfly.uni-koeln.de/color/), moved apart
-            until each pair, `rest` included, differs also for those who see no red or no green.
-        rest: of what is left over, and of nothing in particular.
+            until each pair, `rest` included, also differs for readers who see no red or no green.
+        rest: of remainders and neutral elements.
     """
 
     name: str
@@ -56,11 +56,11 @@ THEMES = (LIGHT, DARK)
 
 @dataclass(frozen=True)
 class Picture:
-    """The two forms of one picture, as whole SVG elements.
+    """The two forms of one picture, as complete SVG elements.
 
     Args:
-        title: what it shows, and
-        description: what it says; a screen reader reads both in the files.
+        title: the subject of the picture, for screen readers.
+        description: the content of the picture, for screen readers.
     """
 
     light: str
@@ -76,13 +76,13 @@ class Picture:
         return path, dark
 
     def _told(self, svg: str) -> str:
-        """Return a form as a file has it; inside of a page, a title would cover the picture where the mouse is."""
+        """Return a form with title and description, for a file; in a page, the title would appear as a tooltip."""
         label = f'<title id="title">{escape(self.title)}</title>\n<desc id="desc">{escape(self.description)}</desc>'
         return svg.replace(">", f' role="img" aria-labelledby="title desc">\n{label}', 1) + "\n"
 
 
 def missing() -> str | None:
-    """Return the line that says what to install where pictures can't be drawn; None where they can."""
+    """Return the line that says what to install if pictures can't be drawn; None if they can."""
     if importlib.util.find_spec("matplotlib") is not None:
         return None
     return "pictures are left out: matplotlib is not installed; type pip install -e '.[plots]'"
@@ -98,7 +98,7 @@ def picture(
     """Draw a picture once in each form.
 
     Args:
-        draw: draws on an empty figure, in a theme's colours; text is kept as text.
+        draw: draws on an empty figure in a theme's colours; text stays text in the SVG.
     """
     light, dark = (_svg(draw, theme, (width_inches, height_inches)) for theme in THEMES)
     return Picture(light, dark, title, description)
@@ -114,14 +114,14 @@ def _svg(draw: Callable[[Figure, Theme], None], theme: Theme, size_inches: tuple
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = "<svg" + text.getvalue().partition("<svg")[2].rstrip()
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # nothing refers to them, and two pictures of one page have the same
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # unused, and two pictures on a page share them
     return svg.replace(f"'{_FONT}'", _FONTS)
 
 
 def _settings(theme: Theme) -> Any:
     return {
         "svg.fonttype": "none",
-        "svg.hashsalt": "lightswitch",  # the same picture is the same text
+        "svg.hashsalt": "lightswitch",  # equal pictures give equal text
         "font.family": "sans-serif",
         "font.sans-serif": [_FONT],
         "font.size": 9.5,

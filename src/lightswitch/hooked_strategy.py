@@ -1,4 +1,4 @@
-"""A strategy of any class that calls the engine at moments for which Lightning has no hook, and gathers over ranks."""
+"""A mixin for strategies of any class: calls to the engine where Lightning has no hook, and gathers of unequal rows."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _MOST_DIMENSIONS = 64  # of a tensor, in torch
 
 
 def hooked(strategy: Strategy) -> HookedStrategy:
-    """Return a strategy, before a Trainer has it, with the engine's hooks."""
+    """Return a strategy with the engine's hooks. Call it before the strategy is passed to a Trainer."""
     return with_mixin(HookedStrategy, strategy)  # type: ignore[type-abstract]  # the strategy's class is concrete
 
 
 class HookedStrategy(Mixin, Strategy):
-    """A strategy of any class, some of whose methods call the engine, at moments for which Lightning has no hook.
+    """A strategy of any class, some of whose methods call the engine at points where Lightning has no hook.
 
     Attributes:
-        ranks_launcher: starts the ranks in place of Lightning's launcher; None for that.
-        meeting: context in which the process group is formed, before the user's code runs in it; None for none.
-        share: returns the data loader that this rank reads in place of another; None for the loader as it is.
-        on_data: called before the user's data are prepared, and before they are set up; None for nothing.
-        on_batch: called before a batch of training is handed to hooks that move it; None for nothing.
-        on_output: called with what `training_step` has returned; None for nothing.
-        loss_weight: returns the weight of this rank's loss in the mean over a step; None where all have the same.
-        on_start: called where training starts, after the module's `on_train_start`; None for nothing.
-        on_step: called after each step of an optimizer; None for nothing.
+        ranks_launcher: starts the ranks instead of Lightning's launcher; None for Lightning's.
+        meeting: context in which the process group is formed, before the user's code runs; None for none.
+        share: returns the data loader that this rank reads instead of the given one; None for the given loader.
+        on_data: called before `prepare_data` and again before `setup`; None for nothing.
+        on_batch: called before a training batch is passed to the hooks that move it; None for nothing.
+        on_output: called with the return value of `training_step`; None for nothing.
+        loss_weight: returns the weight of this rank's loss in the mean over a step; None if all ranks weigh the same.
+        on_start: called when training starts, after the module's `on_train_start`; None for nothing.
+        on_step: called after each optimizer step; None for nothing.
     """
 
     ranks_launcher: _Launcher | None = None
@@ -61,7 +61,7 @@ class HookedStrategy(Mixin, Strategy):
 
     @classmethod
     def of(cls, trainer: Trainer) -> HookedStrategy:
-        """Return the strategy of a Trainer that was made with these hooks."""
+        """Return a Trainer's strategy, which must have these hooks."""
         assert isinstance(trainer.strategy, cls), "give the Trainer hooked(strategy)"
         return trainer.strategy
 
@@ -77,7 +77,7 @@ class HookedStrategy(Mixin, Strategy):
     def barrier(self, name: str | None = None) -> None:
         barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one
         barrier(name)
-        if name == "pre_setup":  # Lightning's name of the moment before `setup`
+        if name == "pre_setup":  # Lightning's name of the barrier before `setup`
             self._begin_data()
 
     def _begin_data(self) -> None:
@@ -89,9 +89,9 @@ class HookedStrategy(Mixin, Strategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Draw weights on the CPU, as a constructor does, unless the strategy's class overrides this method.
+        """Initialize weights on the CPU, as a constructor does, unless the strategy's class overrides this method.
 
-        Lightning would draw on the device, whose generator gives other numbers.
+        Lightning would initialize them on the device, whose generator gives other numbers.
         """
         own = super().tensor_init_context
         is_lightnings = getattr(own, "__func__", None) is Strategy.tensor_init_context
@@ -99,11 +99,11 @@ class HookedStrategy(Mixin, Strategy):
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, with means of whole numbers in double precision.
+        """Reduce a tensor over the ranks; integers are reduced in double precision.
 
-        Lightning weights synchronised metrics by a mean of int64 batch sizes, which it would truncate where ranks
-        differ: 37 samples over 2 ranks gave .777 for .756. One process has nothing to reduce, and Apple's GPUs have no
-        64-bit floats.
+        Lightning weights synchronised metrics by a mean of int64 batch sizes, which it would truncate if ranks differ:
+        37 samples over 2 ranks gave .777 instead of .756. A single process skips the conversion: it has nothing to
+        reduce, and Apple's GPUs have no 64-bit floats.
         """
         reduce: Any = super().reduce  # type: ignore[safe-super]  # the strategy's class has one
         if getattr(self, "world_size", 1) == 1 or not isinstance(tensor, Tensor) or tensor.is_floating_point():
@@ -112,10 +112,10 @@ class HookedStrategy(Mixin, Strategy):
         return reduced.to(tensor.dtype) if str(reduce_op).lower().endswith("sum") else reduced
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of each rank, of which some may have fewer rows.
+        """Gather a tensor from each rank; the number of rows may differ.
 
-        A batch is cut so that each sample is read once, and ranks have a row more or less; Lightning's own sampler
-        repeats samples instead, and gloo aborts the process where shapes differ.
+        The engine reads each sample once, so ranks may differ by a row; Lightning's sampler repeats samples instead,
+        and gloo aborts the process if shapes differ.
 
         Raises:
             Refused: shapes differ in more than the number of rows.
@@ -147,13 +147,13 @@ class HookedStrategy(Mixin, Strategy):
 
     @torch.no_grad()
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply the gradients of the step that an optimizer is about to take.
+        """Multiply the gradients of an optimizer's next step.
 
         Args:
-            factor: a scalar, on the strategy's device.
+            factor: a scalar tensor on the strategy's device.
         """
         if (own := getattr(super(), "multiply_gradients", None)) is not None:
-            own(optimizer, factor)  # of a strategy that keeps them to itself
+            own(optimizer, factor)  # of a strategy that does not expose gradients
             return
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             if (gradient := parameter.grad) is not None:
@@ -169,8 +169,8 @@ class HookedStrategy(Mixin, Strategy):
         return output
 
     def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        """Return the mean of a loss over what all ranks have read, by which they step alike and evaluate it equally
-        often. Collective."""
+        """Return the mean of a loss over the samples of all ranks, so that all ranks take the same step and evaluate
+        the loss equally often. Collective."""
         loss = closure()
         if not isinstance(loss, Tensor):
             return loss
@@ -182,7 +182,7 @@ class HookedStrategy(Mixin, Strategy):
 
 
 def goes_by_loss(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer can't step without a function that evaluates the loss, as LBFGS can't."""
+    """Return whether an optimizer requires a closure that evaluates the loss, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -193,7 +193,7 @@ def numbers_of_ranks(
     """Return the numbers of every rank, in the order of ranks. Collective.
 
     Args:
-        device: that the group's backend can send from.
+        device: a device that the group's backend supports.
         group: None for all ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -205,9 +205,9 @@ def numbers_of_ranks(
 
 
 def shapes_of_ranks(tensor: Tensor, group: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that several ranks hold; nothing for one process. Collective.
+    """Return the shape of each rank's tensor; an empty list for a single process. Collective.
 
-    A planned tensor has no values to exchange, and counts as one process's.
+    A planned (fake) tensor has no values to exchange, and is treated like one of a single process.
     """
     if isinstance(tensor, FakeTensor) or not dist.is_available() or not dist.is_initialized():
         return []
@@ -220,9 +220,10 @@ def shapes_of_ranks(tensor: Tensor, group: Any) -> list[tuple[int, ...]]:
 
 
 def filled(tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
-    """Return a tensor with as many rows as the longest, its last row repeated for those that it lacks; else zeros.
+    """Return a tensor padded to the number of rows of the longest: by its last row, or by zeros if it has no row.
 
-    It stays a part of the graph also where it has no row: the other ranks' backward passes wait for its own.
+    The result stays in the autograd graph even if the tensor has no row: the other ranks' backward passes wait for
+    this rank's.
 
     Raises:
         Refused: shapes differ in more than the number of rows.

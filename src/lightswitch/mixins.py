@@ -1,7 +1,7 @@
-"""Mixins for objects that someone else's code has made, and the types of attributes that Lightning does not declare.
+"""Mixins for objects that other code has constructed, and typed access to attributes that Lightning does not declare.
 
-A method is overridden as in any subclass, but the class to derive from is known only once the object is there: that of
-a strategy which a config names, or of a precision that Lightning chooses.
+A mixin overrides methods as any subclass does, but its base class is known only once the object exists: the class of a
+strategy that a config names, or of a precision plugin that Lightning chooses.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Mixin:
-    """Base of mixins. Copies of an object with a mixin have it as well, also in processes that Python spawns."""
+    """Base of mixins. Copies of an object retain its mixin, even in processes that Python spawns."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _without_state, type(self).__bases__, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        inherited = getattr(super(), "__getstate__", None)  # Python 3.10 has none for every object
+        inherited = getattr(super(), "__getstate__", None)  # Python 3.10 has no object.__getstate__
         return dict(inherited() or {}) if inherited else dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -34,10 +34,10 @@ Mixed = TypeVar("Mixed", bound=Mixin)
 
 
 def with_mixin(mixin: type[Mixed], given: Any) -> Mixed:
-    """Return a shallow copy of an object, of a subclass of the object's class that has the mixin's methods.
+    """Return a shallow copy of an object whose class is a subclass with the mixin's methods.
 
-    The subclass has the name of the class: it stands in reports and in checkpoints. An object that has the mixin is
-    returned as it is.
+    The subclass has the name of the original class, as reports and checkpoints contain it. An object that already has
+    the mixin is returned unchanged.
     """
     if isinstance(given, mixin):
         return given
@@ -48,7 +48,7 @@ def with_mixin(mixin: type[Mixed], given: Any) -> Mixed:
 
 
 def mixed_class(*bases: type) -> Any:
-    """Return a class that is made of mixins and, as the last one, the class whose name it has."""
+    """Return a class derived from mixins and, last, the class whose name it takes."""
     own = bases[-1]
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, bases, names)
@@ -60,6 +60,6 @@ def _without_state(*bases: type) -> Any:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the Trainer's own list of its callbacks: what is put into it is called as well."""
+    """Return the Trainer's list of callbacks itself: callbacks added to it are called."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector of Lightning's sets it
     return callbacks

@@ -1,7 +1,8 @@
-"""Every attribute of Hydra's, Lightning's, torch's, torchmetrics' and DeepSpeed's that the engine sets, and why.
+"""Every attribute of Hydra, Lightning, torch, torchmetrics and DeepSpeed that the engine sets, with the reason.
 
-An attribute that was renamed can still be set, and then nothing reads it: so all go through `replace`, which refuses
-where the name is not there or is not what it was. `python -m lightswitch.patches` prints the table as Markdown.
+After a library renames an attribute, setting the old name has no effect and raises no error. So all assignments go
+through `replace`, which raises if the attribute is missing or has changed. `python -m lightswitch.patches` prints the
+table as Markdown.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from lightswitch import versions
 from lightswitch.errors import ChangedDependency
 
-# What is patched, and the versions that the tests ran with. pyproject.toml has the same, with the reasons.
+# The patched packages, and the versions that the tests ran with. pyproject.toml has the same bounds, with the reasons.
 SUPPORTED = {
     "hydra-core": ">=1.3.2,<1.4",
     "lightning": ">=2.6.0,!=2.6.2,!=2.6.3,<2.7",
@@ -30,19 +31,19 @@ _MISSING = object()
 _NONE = inspect.Parameter.empty
 
 
-# The table below is whole, and the file long for it: who raises a version reads all of it.
+# The table below is in one file, although long: whoever raises a version reads all of it.
 
 
 @dataclass(frozen=True)
 class Patch:
-    """An attribute of someone else's.
+    """A library attribute that the engine sets.
 
     Attributes:
-        owner: dotted path of the class, or of the module.
-        expected: what it was in the versions that were tried: the parameters of a function, as "(self, name)", or the
-            types of a value, as "int | None".
-        why: what it is replaced by, and why there is no other way.
-        for_process: it is set on the owner itself, for the whole process, and not on one object of a class.
+        owner: dotted path of the class or module.
+        expected: the attribute in the tested versions: the parameters of a function, as "(self, name)", or the types
+            of a value, as "int | None".
+        why: the replacement, and why there is no other way.
+        for_process: whether it is set on the owner itself, for the whole process, instead of on one object of a class.
     """
 
     owner: str
@@ -350,7 +351,7 @@ PATCHES = (
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
 )  # fmt: skip
 
-# Private methods that classes of the engine have in place of their bases': renamed, they would never be called.
+# Private methods of libraries that the engine's classes override: if they were renamed, they would never be called.
 OVERRIDES = (
     "deepspeed.runtime.zero.partition_parameters.Init._zero_init_param",
     "lightning.pytorch.callbacks.ModelCheckpoint._update_best_and_save",
@@ -372,10 +373,11 @@ OVERRIDES = (
 
 
 def replace(target: Any, name: str, value: object) -> None:
-    """Set an attribute of someone else's, which PATCHES lists, on an object or a class.
+    """Set a library attribute that PATCHES lists, on an object, a class or a module.
 
     Raises:
-        ChangedDependency: it is not there, or not what it was in the versions that were tried.
+        ChangedDependency: the attribute is missing, or differs from the tested versions.
+        LookupError: PATCHES does not list it.
     """
     patch = _patch_of(target, name)
     found = _found(patch, target)
@@ -388,12 +390,12 @@ def replace(target: Any, name: str, value: object) -> None:
 
 
 def restore(target: Any, name: str) -> None:
-    """Let an object have its class's attribute again."""
+    """Remove an attribute from an object, so that its class's attribute applies again."""
     vars(target).pop(name, None)
 
 
 def call_after(target: Any, name: str, action: Callable[[], None]) -> None:
-    """Have an action called once, after the next call of an object's method without arguments."""
+    """Call an action once, after the next call of an object's method that takes no arguments."""
     method = getattr(target, name)
 
     @functools.wraps(method)
@@ -408,7 +410,7 @@ def call_after(target: Any, name: str, action: Callable[[], None]) -> None:
 def _patch_of(target: Any, name: str) -> Patch:
     named = [patch for patch in PATCHES if patch.name == name]
     for patch in named:
-        if patch.owner.partition(".")[0] not in sys.modules:  # then target is none of its objects
+        if patch.owner.partition(".")[0] not in sys.modules:  # not imported, so target can't be one of its objects
             continue
         try:
             owner = resolve_name(patch.owner)
@@ -420,7 +422,7 @@ def _patch_of(target: Any, name: str) -> Patch:
 
 
 def _found(patch: Patch, target: Any) -> Any:
-    """Return the attribute as its owner declares it (a user's subclass may override it), else as the object has it."""
+    """Return the function that the owner declares, which a user's subclass may override; else the object's value."""
     declared = inspect.getattr_static(resolve_name(patch.owner), patch.name, _MISSING)
     if inspect.isfunction(declared):
         return declared
@@ -441,7 +443,7 @@ def _is_ours(found: Any) -> bool:
 
 
 def _parameters(function: Any) -> str:
-    """Return a function's parameters without types and defaults: "(self, name, *arguments)"."""
+    """Return a function's parameters without annotations and defaults: "(self, name, *arguments)"."""
     parameters = inspect.signature(function).parameters.values()
     return f"({', '.join(str(parameter.replace(annotation=_NONE, default=_NONE)) for parameter in parameters)})"
 
@@ -462,7 +464,7 @@ def _complaint(patch: Patch, found: str) -> str:
 
 
 def table() -> str:
-    """Return PATCHES as a table in Markdown, and OVERRIDES below it as a list."""
+    """Return PATCHES as a Markdown table, followed by OVERRIDES as a list."""
     lines = ["| package | attribute | on | expected | why |", "| --- | --- | --- | --- | --- |"]
     for patch in PATCHES:
         on = "process" if patch.for_process else "object"

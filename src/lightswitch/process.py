@@ -1,8 +1,8 @@
-"""This process: its changing state, the signals that ask it to end, and functions called in processes forked off it.
+"""The current process: its mutable state, the signals that end it, and function calls in forked child processes.
 
 Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT.
-Before and after training a run has nothing to lose, and ends at once; while it trains, signals wait for the end of an
-optimizer step (lightswitch.failures.stopping).
+Before and after training, a run has nothing to lose and ends at once; during training, signals take effect at the end
+of an optimizer step (lightswitch.failures.stopping).
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
 
-_RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write what they know of it
-_GRACE_SECONDS = 20.0  # for a rank that is asked to end: a step and a checkpoint
+_RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write their reports
+_GRACE_SECONDS = 20.0  # for a rank that gets SIGTERM: a step and a checkpoint
 
 
 class WatchdogMember(Protocol):
     """This process's connection to the watchdog over the ranks."""
 
     def leave(self) -> None:
-        """End the watchdog with all ranks, once the run is done."""
+        """Wait for all ranks, and end the watchdog once the run is done."""
 
     def stop(self, stopped: Stopped) -> None:
-        """Have all ranks end as this one does, by a signal that it alone may have received."""
+        """End all ranks by the signal that ends this rank, which may be the only one that received it."""
 
 
 class Lock(Protocol):
-    """A hold on a directory, which other processes respect."""
+    """A lock on a directory, which other processes respect."""
 
     descriptor: int
 
     def release(self) -> None:
-        """Release the lock; a second time does nothing."""
+        """Release the lock; a second call does nothing."""
 
 
 class Process:
-    """The state of one process, made once in it. A copy that reaches another process starts anew there.
+    """The state of one process, created once per process.
+
+    A copy that is sent to another process retains only `crash_folder` and `failure_file`.
 
     Attributes:
-        ranks: processes that this one has started; it is then rank 0 of its node.
-        watchdog: the connection to it, once the ranks form a group; `is_watched` is set then.
-        has_failed: set once the run has failed, and all ranks know how; each ends with that exit code.
+        ranks: processes that this process has started; it is then rank 0 of its node.
+        watchdog: the connection to the watchdog, once the ranks form a group; `is_watched` is set then.
+        has_failed: set once the run has failed and all ranks know the failure; each ends with its exit code.
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
-        refusal: why this start may not write its run directory; the other ranks learn it when they connect.
-        locks: on run directories, released when this process ends.
-        hosts: the machine of each rank, once they have connected.
-        crash_folder: of this start's crash report, the same in all ranks once they have connected.
-        disk_error: what a library's thread could not write; the run has failed by it.
-        decided: overrides that follow from this machine, and that the ranks which this process starts are given.
-        failure_file: where the sweep that has started this run reads its failure; None in any other run.
+        refusal: why this start may not write its run directory; sent to the other ranks when they connect.
+        locks: locks on run directories, released when this process ends.
+        hosts: the host of each rank, once the ranks have connected.
+        crash_folder: the folder of this start's crash report, the same in all ranks once they have connected.
+        disk_error: a disk error in a library's thread, which makes the run fail.
+        decided: overrides that depend on this machine, passed to the ranks that this process starts.
+        failure_file: the file from which the sweep that started this run reads its failure; None in any other run.
     """
 
     def __init__(self) -> None:
@@ -89,12 +91,12 @@ class Process:
         self.__dict__.update(state)
 
     def join_watchdog(self, watchdog: WatchdogMember) -> None:
-        """Keep the connection to the watchdog, which watches this process from now on."""
+        """Store the connection to the watchdog, which watches this process from now on."""
         self.watchdog = watchdog
         self.is_watched.set()
 
     def leave_watchdog(self) -> None:
-        """Wait for all ranks, if there is a watchdog, and end it: the run is done.
+        """Wait for all ranks and end the watchdog, if there is one: the run is done.
 
         Raises:
             Ended: the run has failed.
@@ -104,12 +106,12 @@ class Process:
         self._forget_watchdog()
 
     def raise_disk_error(self) -> None:
-        """Raise `disk_error`, if there is one that the main thread has not met."""
+        """Raise `disk_error`, if there is one."""
         if self.disk_error is not None:
             raise self.disk_error
 
     def stop_all_ranks(self, stopped: Stopped) -> None:
-        """Have the watchdog, if there is one, end the other ranks as this one is ended."""
+        """Make the watchdog, if there is one, end the other ranks by the signal that ends this rank."""
         if self.watchdog is not None and not self.has_failed.is_set():
             self.watchdog.stop(stopped)
 
@@ -118,7 +120,7 @@ class Process:
         self.is_watched.clear()
 
     def note_failure(self, line: str) -> None:
-        """Write the run's first failure to the file that its sweep reads."""
+        """Write the run's first failure to `failure_file`."""
         if self.failure_file is not None:
             with contextlib.suppress(OSError), self.failure_file.open("x") as file:
                 file.write(line)
@@ -129,7 +131,7 @@ class Process:
             self.locks.pop().release()
 
     def how_ended(self, pid: int) -> str | None:
-        """Return how one of `ranks` ended, in words; None while it runs, and for any other process."""
+        """Return a text that says how one of `ranks` ended; None while it runs, and for any other process."""
         code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
         return None if code is None else ended_by(code)
 
@@ -148,9 +150,9 @@ class Process:
             worker.kill()
 
     def leave_now(self, code: int) -> NoReturn:
-        """End this process and its children at once, not by an exception: the main thread may be in a collective that
-        never returns."""
-        import psutil  # at the end alone: it takes its time to import
+        """Kill this process's children and exit at once, without an exception: the main thread may be in a collective
+        that never returns."""
+        import psutil  # slow to import
 
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -162,9 +164,9 @@ class Process:
         os._exit(code)
 
     def follow_parent(self) -> None:
-        """End this rank when its parent has ended, until the watchdog does that.
+        """End this rank when its parent has ended, until the watchdog takes over.
 
-        The rank would wait for its parent for half an hour.
+        Otherwise the rank would wait half an hour for its parent.
         """
         parent = os.getppid()
 
@@ -181,8 +183,8 @@ class Process:
     def end_with_parent(self) -> None:
         """End this rank, which Python or torchrun has started, when its parent has ended.
 
-        Python's sends it SIGINT then, and a job in the background ignores that. One of torchrun's that was killed sends
-        nothing, and the others can't meet while its rank trains on.
+        A parent that spawned it with Python sends SIGINT, which a background job ignores. A killed torchrun agent sends
+        nothing, and the other agents' rendezvous blocks while its rank trains on.
         """
         parent = os.getppid()
 
@@ -197,20 +199,20 @@ class Process:
 
 
 def ended_by(exit_code: int) -> str:
-    """Return how a process ended, in words; the exit code of one that a signal killed is negative, as in subprocess."""
+    """Return a text that says how a process ended. After a signal, `exit_code` is negative, as in subprocess."""
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def leave_group_at_exit() -> None:
-    """Have the process group ended before Python exits.
+    """Destroy the process group before Python exits.
 
-    Lightning ends NCCL groups only; the threads of gloo, left running, can abort a finished process as it exits.
+    Lightning destroys only NCCL groups; gloo's threads, if left running, can abort a finished process as it exits.
     """
     atexit.register(_leave_group)
 
 
 def _leave_group() -> None:
-    for name in ("deepspeed.comm", "torch.distributed"):  # DeepSpeed keeps groups of its own beside the world's
+    for name in ("deepspeed.comm", "torch.distributed"):  # DeepSpeed has other groups beside the world's
         comm = sys.modules.get(name)
         if comm is not None and comm.is_available() and comm.is_initialized():
             comm.destroy_process_group()
@@ -219,7 +221,7 @@ def _leave_group() -> None:
 REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
 CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
 _PATIENCE_SECONDS = 5  # for a process to end by itself
-_WORKER_SECONDS = 120  # that a loader worker outlives a SIGTERM: its rank reads on until the step is over
+_WORKER_SECONDS = 120  # for a loader worker after SIGTERM: its rank still reads until the step is over
 
 
 def ignore_signals() -> None:
@@ -230,17 +232,17 @@ def ignore_signals() -> None:
 
 
 def stopped_with(exit_code: int | None) -> Stopped | None:
-    """Return the `Stopped` of a process that a signal has ended with this exit code; None for any other code."""
+    """Return the `Stopped` with this exit code; None for a code that is not that of a signal."""
     return next((stopped for stopped in map(Stopped, CAUGHT[2:]) if stopped.exit_code == exit_code), None)
 
 
 class Signals:
-    """The signals that one process has received. A copy that reaches another process is empty there.
+    """The signals that one process has received. A copy that is sent to another process has received none.
 
     Attributes:
-        received: the first signal that asked this process to end.
+        received: the first signal that requested the end of this process.
         is_first: whether this is rank 0, which reports for all ranks that a signal has ended them.
-        is_deferred: whether all ranks agree on what they have received, before one of them ends by it.
+        is_deferred: whether a signal waits until all ranks have agreed on it, instead of ending this process at once.
     """
 
     def __init__(self, process: Process) -> None:
@@ -255,7 +257,7 @@ class Signals:
         return Signals, (self.process,)
 
     def catch(self, is_first: bool) -> None:
-        """Handle signals from now on; call it in the main thread. A second call only sets `is_first`.
+        """Handle signals from now on. Call it in the main thread; a second call only sets `is_first`.
 
         Args:
             is_first: see `Signals`.
@@ -270,14 +272,14 @@ class Signals:
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as in a shell's background job
                 signal.signal(number, self._note)
         self._listen()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)  # job scripts block them: until here, they would kill
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)  # job scripts block them, as they would kill earlier
 
     def defer(self) -> None:
-        """Let signals wait until a caller reads `received`."""
+        """Defer signals: from now on they only set `received`, which the caller has to read."""
         self.is_deferred = True
 
     def obey(self) -> None:
-        """Let signals end the process at once again, also one that was deferred.
+        """Stop deferring signals: they end the process at once again, including one already deferred.
 
         Raises:
             Stopped: a signal has been received.
@@ -288,7 +290,7 @@ class Signals:
 
     @contextmanager
     def forwarded_by(self, launcher: object) -> Iterator[None]:
-        """Pass signals on to the ranks meanwhile, if Python has spawned them and this process only waits for them."""
+        """Forward signals to the ranks within this context, if Python spawned them and this process only waits."""
         self._is_forwarded = any(kind.__name__ == "_MultiProcessingLauncher" for kind in type(launcher).__mro__)
         try:
             yield
@@ -296,7 +298,7 @@ class Signals:
             self._is_forwarded = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.process.has_failed.is_set():  # once a rank has ended, its launcher asks the others to
+        if self.process.has_failed.is_set():  # once a rank has ended, its launcher signals the others
             return
         again = number == self.received == signal.SIGINT  # Ctrl+C twice
         self.received = self.received or signal.Signals(number)
@@ -309,7 +311,7 @@ class Signals:
             raise Stopped(self.received)
 
     def _listen(self) -> None:
-        """Start a thread that learns of signals while the main thread is in C code, where no handler runs."""
+        """Start a thread that receives signals while the main thread is in C code, where no handler runs."""
         heard, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -332,8 +334,8 @@ class Signals:
                     self.process.leave_now(Stopped(by).exit_code)
 
     def _say(self, text: str) -> None:
-        """Write a line while the main thread may be anywhere, also in a write of its own."""
-        erasing = "\r\x1b[K" if sys.stderr.isatty() else ""  # of a progress bar that the cursor is behind
+        """Write a line to stderr without Python's buffers, as the main thread may be in a write of its own."""
+        erasing = "\r\x1b[K" if sys.stderr.isatty() else ""  # erases a progress bar on the cursor's line
         os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
 
     def _in_forked_child(self) -> None:
@@ -345,7 +347,7 @@ class Signals:
 
 
 def _read_on(number: int, frame: FrameType | None) -> None:
-    """Let a loader worker read on after SIGTERM: schedulers signal all processes, and its rank has a step to finish."""
+    """Let a loader worker run on after SIGTERM: schedulers signal all processes, and its rank has a step to finish."""
     data = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:
         signal.alarm(_WORKER_SECONDS)
@@ -358,13 +360,13 @@ T = TypeVar("T")
 
 
 def call_each_forked(functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Call functions, each in a process of its own, as many at once as there are cores, and return their results.
+    """Call each function in a forked process, as many at once as there are cores, and return the results.
 
     Args:
-        functions: return what can be pickled, and raise nothing but Refused.
+        functions: must return picklable values and raise nothing but Refused.
 
     Raises:
-        RefusedRequest: what the first of them was refused with, or that its process has ended.
+        RefusedRequest: the problems of the first function that raised Refused, or the end of its process.
     """
     with ThreadPoolExecutor(min(len(functions), os.cpu_count() or 1)) as pool:
         return list(pool.map(_call, functions))
@@ -391,7 +393,7 @@ def _call(function: Callable[[], T]) -> T:
 
 
 def _answer(function: Callable[[], T], result: Connection) -> None:
-    signal.set_wakeup_fd(-1)  # it is the parent's, as are the handlers
+    signal.set_wakeup_fd(-1)  # inherited from the parent, as are the handlers
     for number in CAUGHT:
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,7 +1,7 @@
-"""Files read only where they are regular and no larger than a run writes them, and directories that are ours to remove.
+"""Safe file access: reads of regular files of limited size, writes that follow no link, removal of marked directories.
 
-A pipe in the place of a file would be waited for, a device never ends, and a few bytes of YAML can stand for gigabytes.
-What a run writes, it writes into files of its own directory alone: a link there may lead anywhere. Imports no torch.
+A pipe in place of a file would block, a device never ends, and a few bytes of YAML can expand to gigabytes. A run
+writes only to files of its own directory: a link there may lead anywhere. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.errors import IrregularFile, Refused, shown
 
-_MOST_BYTES = 32 << 20  # of a JSON file: the index of a model with a hundred thousand tensors has a third of it
-_MOST_YAML_BYTES = 256 << 10  # it takes seconds to parse
-_MOST_LEVELS = 64  # of mappings and lists in one another
+_MOST_BYTES = 32 << 20  # of a JSON file: the index of a model with a hundred thousand tensors takes a third of it
+_MOST_YAML_BYTES = 256 << 10  # takes seconds to parse
+_MOST_LEVELS = 64  # of nested mappings and lists
 _LARGEST = 1 << 63  # of an integer
 _MOST_INTERPOLATIONS = 32  # of one value: OmegaConf takes milliseconds for each
 _KINDS: dict[Callable[[int], bool], str] = {
@@ -35,7 +35,7 @@ _KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
-_Scanner = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, where PyYAML was built with it
+_Scanner = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if PyYAML was built with it
 Kind = TypeVar("Kind")
 
 
@@ -44,34 +44,34 @@ def check(path: Path) -> Path:
 
     Raises:
         IrregularFile: it is a pipe, a device, a socket or a directory.
-        OSError: it does not exist, or can't be looked at.
+        OSError: it does not exist, or its status can't be read.
     """
     return _checked(path, path.stat(), "a regular file")
 
 
 def check_own(path: Path) -> None:
-    """Check that a run may write a file: there is none, or a regular one that has no other name.
+    """Check that a run may write a file: it does not exist, or is a regular file without another name (hard link).
 
     Raises:
-        IrregularFile: it is something else, as a link that leads out of the run's directory.
+        IrregularFile: it is something else, such as a link that leads out of the run's directory.
     """
     if os.path.lexists(path):
         _check_own(path, path.lstat())
 
 
 def open_own(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    """Open a file for writing as `os.open` does, if it is one that `check_own` lets a run write.
+    """Open a file for writing as `os.open` does, if `check_own` allows it.
 
-    As the opener of `open`, it leaves errors of the disk the file's name.
+    If it is passed to `open` as the opener, later disk errors contain the file's name.
 
     Raises:
-        IrregularFile: it is not.
+        IrregularFile: `check_own` does not allow it.
         OSError: it can't be opened.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads, a socket
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader, a socket
             check_own(Path(path))
         raise
     try:
@@ -83,21 +83,21 @@ def open_own(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 
 def create_text(path: Path, text: str) -> None:
-    """Write a new file in the place of any other: what a link there leads to stays as it is."""
+    """Write a new file in place of an existing one: if that is a link, the link's target stays unchanged."""
     path.unlink(missing_ok=True)
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place, and rename it: it is complete, or the one before."""
+    """Write a file under a temporary name and rename it: the file is complete, or the previous one."""
     partial = path.with_name(f"{path.name}.partial")
     create_text(partial, text)
     partial.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, as `write_text` does: the file is complete, or the one before."""
+    """Write a value as JSON, as `write_text` does: the file is complete, or the previous one."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -105,11 +105,11 @@ def read_text(path: Path, errors: str = "strict", most_bytes: int = _MOST_BYTES)
     """Return the text of a file.
 
     Args:
-        errors: as of `bytes.decode`.
+        errors: the error handling of `bytes.decode`.
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is too large, or no text.
+        ValueError: it is too large, or is not text.
     """
     with check(path).open("rb") as file:
         content = file.read(most_bytes + 1)
@@ -119,17 +119,17 @@ def read_text(path: Path, errors: str = "strict", most_bytes: int = _MOST_BYTES)
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is no JSON, too large, or too deep.
+        ValueError: it is not JSON, is too large, or is nested too deep.
     """
     return parse_json(read_text(path), path.name)
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Return what a text of JSON stands for (see `read_json`)."""
+    """Return the value of a JSON text (see `read_json`)."""
     try:
         return _shallow(json.loads(text))
     except RecursionError as error:
@@ -139,14 +139,15 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def read_yaml(path: Path, resolve: bool = False) -> Any:
-    """Return what a YAML file holds, in plain types.
+    """Return the value in a YAML file, in plain types.
 
     Args:
-        resolve: interpolations, which may call whatever is registered as a resolver.
+        resolve: resolve interpolations, which may call any registered resolver.
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is no YAML, too large, too deep, or has aliases, of which a few can stand for billions.
+        ValueError: it is not YAML, is too large, is nested too deep, or has aliases, a few of which can expand to
+            billions of values.
     """
     text = read_text(path, most_bytes=_MOST_YAML_BYTES)
     try:
@@ -156,19 +157,19 @@ def read_yaml(path: Path, resolve: bool = False) -> Any:
             if isinstance(token, yaml.ScalarToken) and token.value.count("${") > _MOST_INTERPOLATIONS:
                 raise ValueError(f"a value has more than {_MOST_INTERPOLATIONS} interpolations")
         return _shallow(OmegaConf.to_container(OmegaConf.create(text), resolve=resolve))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:  # the last of a bare number
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:  # the last for a bare number
         raise ValueError(f"{path.name}: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deep") from error
 
 
 def read_record(path: Path, kind: type[Kind]) -> Kind:
-    """Return the dataclass that a JSON file holds the fields of (see `read_json` and `as_record`)."""
+    """Return a dataclass instance made from the fields in a JSON file (see `read_json` and `as_record`)."""
     return as_record(read_json(path), kind)
 
 
 def as_record(found: Any, kind: type[Kind]) -> Kind:
-    """Return a dataclass made of a mapping.
+    """Return a dataclass instance made from a mapping.
 
     Raises:
         ValueError: a field is unknown, missing, or of another type.
@@ -185,7 +186,7 @@ def as_record(found: Any, kind: type[Kind]) -> Kind:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Return whether a value of JSON is of a type: a class, a list or a dict of one, or a union of these."""
+    """Return whether a JSON value has a type: a class, a list or a dict of a type, or a union of these."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is_a(value, one) for one in inner)
@@ -199,7 +200,11 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _shallow(value: Any) -> Any:
-    """Return a value of mappings and lists that are not nested too deep for those who walk through it."""
+    """Return a value unchanged, after checking that its mappings and lists are not nested too deep for recursion.
+
+    Raises:
+        ValueError: they are.
+    """
     level = [value]
     for _ in range(_MOST_LEVELS):
         level = [child for node in level for child in _children(node)]
@@ -226,15 +231,15 @@ def _checked(path: Path, found: os.stat_result, expected: str, other: str = "") 
     return path
 
 
-MARK = ".lightswitch"  # an empty file in each of them
+MARK = ".lightswitch"  # an empty file in each directory that `make_tree` makes
 
 
 def make_tree(path: Path) -> Path:
-    """Make a directory that `remove_tree` will remove, and the parents that it lacks.
+    """Make a directory that `remove_tree` may remove, and its missing parents.
 
     Raises:
-        FileExistsError: something stands there already.
-        OSError: it can't be made, as on a full disk; nothing is left of it.
+        FileExistsError: the path exists.
+        OSError: it can't be made, for example on a full disk; the directory is removed again.
     """
     path.mkdir(parents=True)
     try:
@@ -249,8 +254,9 @@ def remove_tree(path: Path) -> None:
     """Remove a directory that `make_tree` has made, or an empty one.
 
     Raises:
-        Refused: it is a link, the working directory, the home, one of their parents, or holds no mark of ours.
-        OSError: a part of it could not be removed.
+        Refused: it is no directory, a link, the working directory, the home directory, one of their parents, or is not
+            empty and has no `MARK`.
+        OSError: some of it could not be removed.
     """
     if reason := _why_not(path):
         raise Refused(f"{path} is not removed: {reason}; if it is to go, remove it by hand")
@@ -259,11 +265,11 @@ def remove_tree(path: Path) -> None:
             shutil.rmtree(child)
         elif child.name != MARK:
             child.unlink()
-    shutil.rmtree(path)  # the mark last: a removal that was killed can be done again
+    shutil.rmtree(path)  # the mark last, so that a killed removal can be repeated
 
 
 def is_own_tree(path: Path) -> bool:
-    """Return whether a path is a directory that `remove_tree` removes."""
+    """Return whether a path is a directory that `remove_tree` may remove."""
     return _why_not(path) is None
 
 
@@ -275,6 +281,6 @@ def _why_not(path: Path) -> str | None:
         return "it is a link"
     if not path.is_dir():
         return "it is no directory"
-    if not any(path.iterdir()):  # a process was killed before it had set the mark, or after it had removed it
+    if not any(path.iterdir()):  # a process was killed before it set the mark, or after it removed it
         return None
     return None if (path / MARK).is_file() else f"it holds no {MARK}, so lightswitch has not made it"

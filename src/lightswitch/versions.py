@@ -8,16 +8,16 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_MANIFEST = Path(__file__).with_name("engine.json")  # of an engine that is a folder of a fork, and not installed
+_MANIFEST = Path(__file__).with_name("engine.json")  # of an engine that is a folder of a fork, not installed
 
 
 def beyond_bounds(script: Path) -> list[str]:
-    """Return the requirements that installed packages do not meet, each with the version that there is.
+    """Return the requirements that installed packages do not meet, each with the installed version.
 
-    pip tells it only where it installs: another package may have raised torch since.
+    pip reports this only on installation: another package may have upgraded torch since.
 
     Args:
-        script: beside which a fork, whose engine is a folder, has a pyproject.toml.
+        script: the script beside which a fork, whose engine is a folder, has its pyproject.toml.
     """
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -30,7 +30,7 @@ def beyond_bounds(script: Path) -> list[str]:
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:
-    """Return those of some requirements that the installed packages do not meet; one that is not installed is none."""
+    """Return the requirements that installed packages do not meet; packages that are not installed are ignored."""
     from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
@@ -45,7 +45,7 @@ def unmet(requirements: Iterable[str]) -> list[str]:
 
 def of(packages: Iterable[str]) -> dict[str, str]:
     """Return the version of each package that is installed, by its name; others are left out."""
-    from importlib.metadata import PackageNotFoundError, version  # when needed: a mistake is to be told at once
+    from importlib.metadata import PackageNotFoundError, version  # slow, and not needed to report a mistake
 
     found = {}
     for package in packages:
@@ -58,7 +58,7 @@ def of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def required_by(package: str) -> list[str]:
-    """Return the requirements of an installed package, as it writes them."""
+    """Return the requirements of an installed package, as its metadata states them."""
     from importlib.metadata import requires
 
     return requires(package) or []

@@ -1,1 +1,1 @@
-"""Models and data, in plain Lightning: conf names them, and the engine trains them."""
+"""Models and data in plain Lightning, which the configs name and the engine trains."""

@@ -1,4 +1,4 @@
-"""Folders of pretrained models and tokenizers: one on disk, or one of the Hugging Face hub's in the cache."""
+"""Folders of pretrained models and tokenizers, on disk or in the cache of the Hugging Face hub."""
 
 import json
 from importlib.util import find_spec
@@ -9,23 +9,23 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickle
 
 
 def require(*packages: str) -> None:
-    """Raise ModuleNotFoundError where one of the extra's packages is not installed."""
+    """Raise ModuleNotFoundError if one of the packages, which the extra `hf` installs, is missing."""
     for package in packages:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"{package} is not installed; type pip install -e '.[hf]'")
 
 
 def folder_of(name: str, key: str, download: bool = False, asking: str = "model.download=true") -> Path:
-    """The folder `name`, or the hub's repository of that name in the local cache, which is filled only if asked.
+    """Return the folder `name`, or the folder of the hub repository of that name in the local cache.
 
     Args:
-        key: of the config, for the message.
-        download: fetch what the cache has not.
-        asking: what is typed to download, for the message.
+        key: key of the config, for the error message.
+        download: whether to download files that are not in the cache.
+        asking: the override that turns downloads on, for the error message.
 
     Raises:
         FileNotFoundError: there is neither, or the download failed.
-        ValueError: it holds a pipe or a device, for which a reader would wait.
+        ValueError: the folder contains a pipe or a device, which would block a reader.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -37,7 +37,7 @@ def folder_of(name: str, key: str, download: bool = False, asking: str = "model.
 
     try:
         return Path(snapshot_download(name, local_files_only=not download, allow_patterns=_FILES))
-    except (OSError, ValueError) as error:  # not in the cache, offline, or no name of a repository
+    except (OSError, ValueError) as error:  # not in the cache, offline, or not a repository's name
         tried = f"it could not be downloaded ({str(error).splitlines()[0]})" if download else "nothing is downloaded"
         raise FileNotFoundError(
             f"{key}={name}: there is no such folder, {constants.HF_HUB_CACHE} has no model of that name, and {tried}; "
@@ -46,7 +46,7 @@ def folder_of(name: str, key: str, download: bool = False, asking: str = "model.
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ValueError where a folder has no safetensors of a model, or some that can't be read: headers alone are."""
+    """Raise ValueError if a folder has no safetensors of a model that can be read; only their headers are read."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -66,7 +66,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """A folder's tokenizer. Raises ValueError where there is none that can be read."""
+    """Return the tokenizer in a folder. Raises ValueError if there is none that can be read."""
     from transformers import AutoTokenizer
 
     try:

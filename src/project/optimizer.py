@@ -1,4 +1,4 @@
-"""What a model's `configure_optimizers` returns, from the optimizer and the schedule that its constructor was given."""
+"""Optimizer and schedule in the form that `configure_optimizers` returns, from the factories that a model is given."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 def configured(
     model: LightningModule, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
 ) -> OptimizerLRScheduler:
-    """One optimizer over the decay groups, and a schedule that advances with each optimizer step."""
+    """Return an optimizer over the decay groups, with a schedule that advances at each optimizer step."""
     built = optimizer(decay_groups(model))
     if scheduler is None:
         return built
@@ -28,9 +28,10 @@ def configured(
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The matrices of linear layers and embeddings, which decay, then all else, which does not; frozen ones in neither.
+    """Return parameter groups: matrices of linear layers and embeddings with weight decay, all others without.
 
-    Chosen by the kind of module: a parameter's number of dimensions is lost where a strategy flattens or partitions it.
+    Frozen parameters are left out. The type of the module decides, because a parameter's number of dimensions is lost
+    if a strategy flattens or partitions it.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for module in model.modules():
@@ -42,5 +43,5 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Return whether a weight multiplies: also that of transformers' Conv1D, a linear layer of another class."""
+    """Return whether a module's weight is a matrix: of a linear layer, an embedding, or transformers' Conv1D."""
     return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"

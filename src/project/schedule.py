@@ -1,4 +1,4 @@
-"""Learning rates as functions of the optimizer step."""
+"""Learning-rate schedules as functions of the optimizer step."""
 
 import math
 from typing import Literal
@@ -8,15 +8,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class WarmupDecay:
-    """A straight rise to the optimizer's rate over the first part of the run, then a fall to a fraction of it.
+    """Linear warm-up to the optimizer's learning rate, then decay to a fraction of it.
 
-    Called with an optimizer, it gives the scheduler.
+    Called with an optimizer, it returns the scheduler.
 
     Args:
-        total_steps: of rise and fall; -1 for those of a run that ends by epochs, which `over` is given.
-        decay: the form of the fall.
-        warmup_fraction: of the steps that rise, from 0 to 1.
-        final_fraction: of the optimizer's rate, at the end of the fall.
+        total_steps: number of steps of warm-up and decay; -1 for the steps of the run, which `over` sets.
+        decay: shape of the decay.
+        warmup_fraction: fraction of the steps in the warm-up, from 0 to 1.
+        final_fraction: fraction of the optimizer's learning rate at the end of the decay.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class WarmupDecay:
         self.final_fraction = final_fraction
 
     def over(self, run_steps: float) -> "WarmupDecay":
-        """The same over a run of so many steps. Raises ValueError for one whose last step is not known."""
+        """Return the same schedule over `run_steps` steps. Raises ValueError if the run's last step is not known."""
         if not 0 < run_steps < math.inf:
             raise ValueError(
                 "the rate falls towards the run's last step, which is not known; set trainer.max_steps=1000 (or "
@@ -52,7 +52,8 @@ class WarmupDecay:
         return LambdaLR(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """What the optimizer's rate is multiplied by; the cosine is Loshchilov and Hutter's (2016)."""
+        """Return the factor of the optimizer's learning rate at a step; the cosine is by Loshchilov and Hutter
+        (2016)."""
         warmup_steps = round(self.total_steps * self.warmup_fraction)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

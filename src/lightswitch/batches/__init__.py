@@ -1,4 +1,4 @@
-"""Global batch, sample order, and position in training: the same run at any world size.
+"""Global batch, sample order and position in training, independent of the world size.
 
-plan.py is arithmetic and imports no torch; callback.py imposes the rest on a Lightning run from outside.
+plan.py does the arithmetic without importing torch; callback.py applies the rest to a Lightning run.
 """

@@ -1,8 +1,9 @@
-"""The micro-batches of an optimizer step: their samples, and the mean over them, or over the items of a loss.
+"""Micro-batches of an optimizer step: their samples, and the mean over these samples or over the items of a loss.
 
-The mean over a step's samples is that of its micro batches' means, weighted by their samples. A mean over tokens is
-not: a micro batch of short texts has fewer. A `training_step` that returns ``{"loss": loss, "items": n}`` says what its
-loss is a mean over, and then the step's loss and gradient are the means over all of its items, however they are cut.
+The mean over a step's samples is the mean of its micro-batches' means, weighted by their numbers of samples. A mean
+over tokens is not, because a micro-batch of short texts has fewer tokens. A `training_step` that returns
+``{"loss": loss, "items": n}`` declares the number of items that its loss is a mean over. The step's loss and gradient
+are then means over all of its items, however they are split.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], plan: BatchPlan) -> None:
-    """Check that optimizers can step by several micro batches, where the plan has several in a step.
+    """Check that optimizers can step by several micro-batches, if the plan has several in a step.
 
     Raises:
-        Refused: one of them evaluates the loss itself.
+        Refused: an optimizer evaluates the loss itself.
     """
     for optimizer in optimizers:
         if plan.accumulation > 1 and goes_by_loss(optimizer):
@@ -48,40 +49,40 @@ def check_optimizers(optimizers: Iterable[Optimizer], plan: BatchPlan) -> None:
 
 
 class StepLoss:
-    """Sum of a step's losses so far, each weighted by the share of its micro batch; on this rank."""
+    """Sum of a step's losses so far on this rank, each weighted by the share of its micro-batch."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
 
     def add(self, outputs: Any, weight: float | Tensor) -> None:
-        """Add what `training_step` has returned for a micro batch; nothing where there is no loss in it."""
+        """Add the loss that `training_step` has returned for a micro-batch, if there is one."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):  # Lightning has divided it by the accumulation
             share = loss.detach() * weight
             self._sum = share if self._sum is None else self._sum + share
 
     def take(self) -> Tensor | None:
-        """Return the sum, and begin another step; None where there was no loss."""
+        """Return the sum and reset it; None if there was no loss."""
         taken, self._sum = self._sum, None
         return taken
 
 
 def weight(loaders: Combined, plan: BatchPlan, micro_batch: int) -> float:
-    """Return the weight of a micro batch's mean in the mean over its optimizer step; 1.0 for an even cut.
+    """Return the weight of a micro-batch's mean in the mean over its optimizer step; 1.0 for an even split.
 
     Args:
-        micro_batch: of the epoch, from 0.
+        micro_batch: index in the epoch, from 0.
     """
-    if not (loaders.slices and loaders.is_single):  # of several loaders, each is cut evenly
+    if not (loaders.slices and loaders.is_single):  # each of several loaders is split evenly
         return 1.0
     return loaders.slices[0].weight(*divmod(micro_batch, plan.accumulation))
 
 
 class CountedSamples:
-    """Samples of an optimizer step, counted once from the first micro batch where loaders cut the batch themselves.
+    """Samples of an optimizer step, counted in the first micro-batch if loaders form batches themselves.
 
     Args:
-        plan: of the run, which throughput and progress go by until then.
+        plan: plan of the run, which throughput and progress use until then.
     """
 
     def __init__(self, plan: BatchPlan) -> None:
@@ -89,7 +90,7 @@ class CountedSamples:
         self._is_counted = False
 
     def count(self, trainer: Trainer, batch: Any) -> None:
-        """Count the samples of the first micro batch, and hand a step's to throughput and progress."""
+        """Count the samples of the first micro-batch, and pass those of a step to throughput and progress."""
         if self._is_counted:
             return
         self._is_counted = True
@@ -112,26 +113,28 @@ KEY = "items"
 
 
 class Items:
-    """Numbers of items that the losses of a step are means over; on this rank.
+    """Numbers of items that the losses of a step are means over, on this rank.
 
-    How many there are in all is known once the last micro batch has been through `training_step`. Until then each
-    gradient is weighted by its number over a `unit`, and their sum is divided by the mean number of a rank over that
-    unit. It is a power of two near that number: in floating point any other gives the same run to the bit.
+    The total is known only once the last micro-batch has been through `training_step`. Until then, each gradient is
+    weighted by its number of items divided by a `unit`. In the end, the sum of the gradients is divided by the mean
+    number of items per rank, divided by the same unit. The unit is a power of two near that number: in floating point,
+    any other power of two gives bitwise the same run.
     """
 
     def __init__(self) -> None:
         self._unit: float | None = None
         self._of_batch: Tensor | None = None
         self._of_step: Tensor | None = None
-        self._are_given: bool | None = None  # by all steps of a run, or by none
-        self.weight: Tensor | None = None  # of the micro batch that was counted last
-        self.factor: Tensor | None = None  # of the losses of the step that was taken last
+        self._are_given: bool | None = None  # in all steps of a run, or in none
+        self.weight: Tensor | None = None  # of the last counted micro-batch
+        self.factor: Tensor | None = None  # for the losses of the last step
 
     def note(self, trainer: Trainer, output: Any) -> None:
-        """Note what `training_step` has returned for a micro batch.
+        """Record the number of items that `training_step` has returned for a micro-batch.
 
         Raises:
-            Refused: its items are no positive number, come in some micro batches alone, or in optimization by hand.
+            Refused: it is neither a positive number nor a tensor with one element, is missing in some micro-batches, or
+                is returned under manual optimization.
         """
         given = output.get(KEY) if isinstance(output, dict) else None
         if self._are_given not in (None, given is not None):
@@ -141,12 +144,13 @@ class Items:
         self.weight = None
 
     def count(self, trainer: Trainer, is_of_step: bool) -> None:
-        """Count the micro batch that was noted last, whose gradient is about to be computed.
+        """Count the items of the last recorded micro-batch, whose gradient is about to be computed.
 
-        Collective in the first of a run.
+        Collective in the first call of a run.
 
         Args:
-            is_of_step: False for one that repeats a sample, as a step has fewer than there are micro batches.
+            is_of_step: False if the micro-batch repeats a sample, because the step has fewer samples than
+                micro-batches.
         """
         if self._of_batch is None or _is_whole(trainer):
             return
@@ -177,7 +181,7 @@ def _number(given: Any, trainer: Trainer) -> Tensor:
 
 
 def _is_whole(trainer: Trainer) -> bool:
-    """Return whether a step is one micro batch of one process, whose mean is the step's."""
+    """Return whether a step is one micro-batch of one process, whose mean is that of the step."""
     return trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
 
 

@@ -1,4 +1,4 @@
-"""The callback that imposes batch, order, randomness and position on any LightningModule and DataModule."""
+"""Callback that applies batch size, sample order, seeds and position to any LightningModule and DataModule."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.step_results import is_counted
 
-_TRANSFER = 1  # in a seed: of the hooks that move a batch to its device, which come before the others
+_TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
 
 
 class GlobalBatch(Callback):
     """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
-    It takes hold of loaders in `Strategy.process_dataloader`, so that it works with every strategy; give the Trainer
-    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loops of `replace_loops`, which go on at an
-    epoch's end as well. It logs `train/loss`, the mean over the global batch of the loss that `training_step` returns,
-    and sends `samples`, the number consumed, to the loggers.
+    It replaces loaders in `Strategy.process_dataloader`, so that it works with every strategy. Give the Trainer
+    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loops of `replace_loops`, which can also
+    resume at an epoch's end. The callback logs `train/loss`, the mean over the global batch of the loss that
+    `training_step` returns, and sends `samples`, the number of consumed samples, to the loggers.
 
     Args:
-        plan: how many samples a step takes, and how they are cut.
-        seed: of the sample order and of all random numbers.
-        shares_streams: an IterableDataset is one stream for all ranks; else it splits itself, and its loaders run as
-            they are.
+        plan: number of samples of a step, and how they are split.
+        seed: seed of the sample order and of all random numbers.
+        shares_streams: treat an IterableDataset as one stream for all ranks; otherwise it splits itself, and its
+            loaders run unchanged.
     """
 
     def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool = True) -> None:
@@ -63,12 +63,12 @@ class GlobalBatch(Callback):
         self._loss = accumulation.StepLoss()
         self._items = Items()
         self._samples = CountedSamples(plan)
-        self._logs: LogsOfRanks | None = None  # of several ranks
+        self._logs: LogsOfRanks | None = None  # None for a single rank
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
-        self._drawn = torch.random.get_rng_state()  # the random state once model, data, callbacks and loggers are made
+        self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
-    # What is imposed on strategy and module: in every process, from setup to teardown.
+    # Changes to strategy and module, in every process, from setup to teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
@@ -79,7 +79,7 @@ class GlobalBatch(Callback):
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
         strategy.loss_weight = self._weight
-        # configure_model draws what a constructor would have drawn: from the same random state, in 32 bits, on the CPU
+        # configure_model draws the same weights as a constructor: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
         share = self.plan.replicas / trainer.world_size
@@ -115,7 +115,7 @@ class GlobalBatch(Callback):
             )
         accumulation.check_optimizers(trainer.optimizers, self.plan)
         self._counter.start_at(trainer, at)
-        if at.step == 0:  # an epoch's start is no restart, whatever Lightning makes of it where max_steps is set
+        if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set
             _end_restart(trainer)
         if at.validation_due:
             _validate(trainer, _logged_steps(trainer, at) - 1)
@@ -131,7 +131,7 @@ class GlobalBatch(Callback):
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
-        """Seed what draws random numbers by the position in the run, and by what of its batch is drawn for."""
+        """Seed the generators by the position in the run, and by the purpose of the random numbers."""
         at = self._counter
         seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, data_rank(trainer), *of)
         seed_generators(seed, trainer.strategy.root_device)
@@ -145,7 +145,7 @@ class GlobalBatch(Callback):
         self._items.count(trainer, self._share_of_samples > 0)
         weight = self._weight()
         if isinstance(weight, Tensor) or weight != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch has no types for it
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # untyped
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._items.divide(trainer, optimizer)
@@ -166,7 +166,7 @@ class GlobalBatch(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Step ReduceLROnPlateau also in the epoch in which a run was resumed, if its metric has been logged.
 
-        Lightning skips it in that epoch, as its own checkpoints have no metrics.
+        Lightning skips that step, because its own checkpoints contain no metrics.
         """
         monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
         if all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -181,7 +181,7 @@ class GlobalBatch(Callback):
         self._log_samples(trainer)
 
     def _weight(self) -> float | Tensor:
-        """Return the weight of this micro batch's mean in the mean over its step."""
+        """Return the weight of this micro-batch's mean in the mean over its step."""
         return self._share_of_samples if (of_items := self._items.weight) is None else of_items
 
     @property
@@ -190,7 +190,7 @@ class GlobalBatch(Callback):
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (loss := self._loss.take()) is not None:
-            # Logged from here, after the module's own hooks, it replaces a `train/loss` of one micro batch.
+            # Logged here, after the module's own hooks, this value replaces a `train/loss` of one micro-batch.
             of_items = 1.0 if self._items.factor is None else self._items.factor
             mean = trainer.strategy.reduce(loss * of_items, reduce_op="mean")
             pl_module.log("train/loss", mean, prog_bar=True, batch_size=1)
@@ -200,11 +200,11 @@ class GlobalBatch(Callback):
         if not self._loaders.training.slices or trainer.global_rank != 0:
             return
         position = self._counter.position(trainer)
-        for logger in trainer.loggers:  # not through `log`, whose 32-bit floats lose count at 16 million
+        for logger in trainer.loggers:  # not through `log`, whose 32-bit floats can't count beyond 16 million
             logger.log_metrics({"samples": position.samples}, step=max(0, _logged_steps(trainer, position) - 1))
 
     def first_logged_step(self, trainer: Trainer) -> int:
-        """Return the step, as loggers count them, at which this start's training begins."""
+        """Return the step, as loggers count them, at which training begins in this start of the run."""
         return _logged_steps(trainer, self._resumed)
 
     # Evaluation
@@ -212,7 +212,7 @@ class GlobalBatch(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Seed what an evaluation draws, so that it tells the same of the same weights, also after a resume."""
+        """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
         if self._repeated is not None and not trainer.predicting:
             self._repeated.begin(dataloader_idx)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
@@ -220,7 +220,7 @@ class GlobalBatch(Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out what this rank has predicted of another's samples, before any callback writes it."""
+        """Remove this rank's predictions for samples of other ranks, before any callback writes them."""
         loop = trainer.predict_loop
         for index, of_loader in enumerate(zip(loop._predictions, loop.epoch_batch_indices, strict=True)):
             if is_repeated(loop._combined_loader, index):
@@ -243,31 +243,31 @@ class GlobalBatch(Callback):
         assert position is not None, "a run goes on from no other checkpoint"
         self._resumed = position
         self._loaders.start_at(position.next_batch, checkpoint.get(STREAMS, []))
-        if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # a module has asked how long the run is
-            iter(fetcher)  # what it holds ahead is the first epoch's
+        if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # the module has requested the number of steps
+            iter(fetcher)  # drop the prefetched batch, which is the first epoch's
         stepped = _logged_steps(trainer, position)
         rewrite_loops(checkpoint["loops"]["fit_loop"], position, self.plan.accumulation, stepped)
 
     def describe_position(self, trainer: Trainer, most_samples: int | None = None) -> str:
-        """Return which batch this rank is in: stage, epoch, step, micro batch, and the indices of its samples.
+        """Return a description of this rank's batch: stage, epoch, step, micro-batch, and the indices of its samples.
 
         Args:
-            most_samples: that are listed; None for all.
+            most_samples: maximum number of listed samples; None for all.
         """
         return self._counter.describe(trainer, most_samples)
 
 
 class _DrawsIn32Bits(Mixin, Precision):
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Draw weights in 32 bits, as a constructor does: Lightning would draw in the precision of the run."""
+        """Draw weights in 32 bits, as a constructor does; Lightning would draw them in the precision of the run."""
         return nullcontext()
 
 
 def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
-    """Check that as many processes read different samples as the global batch was cut for.
+    """Check that the number of data-parallel ranks is that for which the global batch was split.
 
     Raises:
-        Refused: they are fewer or more, so that a step would take another number of samples.
+        Refused: it is not, so that a step would take another number of samples.
     """
     found = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
     if found != plan.replicas:
@@ -278,17 +278,17 @@ def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
 
 
 def _logged_steps(trainer: Trainer, position: Position) -> int:
-    """Return the step number for loggers: optimizer steps, or batches if the module optimizes by hand."""
+    """Return the step number for loggers: optimizer steps, or batches under manual optimization."""
     return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
 
 
 def _end_restart(trainer: Trainer) -> None:
-    """Mark Lightning's loops as not restarted. FitLoop's own setter is passed by: it depends on max_steps."""
-    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # a property, which mypy takes as called
+    """Mark Lightning's loops as not restarted, without FitLoop's own setter, which depends on max_steps."""
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # mypy sees the property's value
 
 
 def _validate(trainer: Trainer, logged_step: int) -> None:
-    """Run the validation that was due where the checkpoint was written; Lightning skips it when it resumes."""
+    """Run the validation that was due when the checkpoint was written; Lightning skips it on resume."""
     loop = trainer.fit_loop.epoch_loop
     stepped = set_logged_steps(loop, logged_step)
     trainer.validating = True
@@ -298,22 +298,22 @@ def _validate(trainer: Trainer, logged_step: int) -> None:
 
 
 class PositionCounter:
-    """Counter of the micro batches that are finished, which knows the run's position in any hook.
+    """Counter of finished micro-batches, which determines the run's position in any hook.
 
     Args:
-        start: where the run starts.
+        start: position at which the run starts.
     """
 
     def __init__(self, plan: BatchPlan, loaders: SharedLoaders, start: Position) -> None:
         self._plan = plan
         self._loaders = loaders
-        self._optimizer_steps = 0  # of the Trainer, at the epoch's start
+        self._optimizer_steps = 0  # the Trainer's count at the epoch's start
         self._validated_step = 0
         self.epoch_start = start
         self.micro_batches = 0  # finished in this epoch
 
     def start_at(self, trainer: Trainer, at: Position) -> None:
-        """Count from a position."""
+        """Start counting at a position."""
         self.epoch_start = replace(
             at,
             step=0,
@@ -324,17 +324,17 @@ class PositionCounter:
         self.micro_batches = at.step * self._plan.accumulation
 
     def start_epoch(self, trainer: Trainer) -> None:
-        """Begin to count the micro batches of the Trainer's epoch."""
+        """Start counting the micro-batches of the Trainer's epoch."""
         self.epoch_start = replace(self.position(trainer), epoch=trainer.current_epoch, step=0)
         self._optimizer_steps = trainer.global_step
         self.micro_batches = 0
 
     def finish_batch(self) -> None:
-        """Count a micro batch."""
+        """Count a micro-batch."""
         self.micro_batches += 1
 
     def finish_validation(self, trainer: Trainer) -> None:
-        """Note that the validation of this step has run."""
+        """Record that the validation of this step has run."""
         self._validated_step = self.position(trainer).global_step
 
     def position(self, trainer: Trainer) -> Position:
@@ -355,46 +355,46 @@ class PositionCounter:
         )
 
     def _samples(self, steps: int) -> int:
-        """Return the samples of so many steps of the epoch; the last one may have fewer than the others."""
+        """Return the number of samples in some steps of the epoch; the last step may have fewer than the others."""
         samples = steps * self._plan.global_batch
         return min(samples, self._loaders.training.epoch_samples) if self._loaders.training.slices else samples
 
     def _steps(self, trainer: Trainer) -> int:
-        """Return the global batches of this epoch that have gone into weights."""
+        """Return the number of global batches of this epoch that have updated the weights."""
         if not trainer.lightning_module.automatic_optimization:
             return self.micro_batches // self._plan.accumulation
-        # also right in a hook that runs between the optimizer's step and the batch's end
+        # also correct in a hook between the optimizer's step and the batch's end
         steps = trainer.global_step - self._optimizer_steps
         begun = -(-trainer.fit_loop.epoch_loop.batch_progress.current.ready // self._plan.accumulation)
         return min(steps, begun)
 
     def is_at_step_end(self, trainer: Trainer) -> bool:
-        """Return whether the micro batches that are finished make whole optimizer steps."""
+        """Return whether the finished micro-batches form whole optimizer steps."""
         return self.micro_batches % self._plan.accumulation == 0 or self.is_at_epoch_end(trainer)
 
     def is_at_epoch_end(self, trainer: Trainer) -> bool:
-        """Return whether all micro batches of the epoch are finished."""
+        """Return whether all micro-batches of the epoch are finished."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        # of a stream, the last one is known once it is fetched
+        # the last batch of a stream is known only once it is fetched
         is_last = progress.is_last_batch and self.micro_batches >= progress.current.ready
         return is_last or self.micro_batches >= trainer.num_training_batches
 
     def is_validation_due(self, trainer: Trainer) -> bool:
-        """Return whether a validation comes after this step, and has not run."""
+        """Return whether a validation follows this step and has not run yet."""
         fetcher, loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
         global_step = self.position(trainer).global_step
         if fetcher is None or self._validated_step == global_step:
             return False
         finished = (global_step - self.epoch_start.global_step) * self._plan.accumulation
-        if finished < loop.batch_progress.current.ready:  # the next has begun, for which Lightning would answer
+        if finished < loop.batch_progress.current.ready:  # the next step has begun, and Lightning would answer for it
             return False
         return loop._should_check_val_fx(fetcher)
 
     def describe(self, trainer: Trainer, most_samples: int | None = None) -> str:
-        """Return which batch this rank is in: stage, epoch, step, micro batch, and the indices of its samples.
+        """Return a description of this rank's batch: stage, epoch, step, micro-batch, and the indices of its samples.
 
         Args:
-            most_samples: that are listed; None for all.
+            most_samples: maximum number of listed samples; None for all.
         """
         stage = trainer.state.stage or trainer.state.fn
         told = f"in {stage.value if stage else None}, epoch {trainer.current_epoch}, step {trainer.global_step}"
@@ -408,6 +408,6 @@ class PositionCounter:
 
 
 def _epochs(trainer: Trainer) -> int:
-    """Return the epochs whose end has begun."""
-    processed: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # set past its type
+    """Return the number of epochs whose end has begun."""
+    processed: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # undeclared
     return processed

@@ -12,7 +12,7 @@ from lightswitch import patches
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 
-CYCLE = "max_size_cycle"  # Lightning's own choice for a list or a dict of loaders
+CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders
 
 
 def _default_mode() -> str:
@@ -20,7 +20,7 @@ def _default_mode() -> str:
 
 
 class Slices(Protocol):
-    """Interface that `Combined` needs of a batch sampler; `lightswitch.batches.order.TrainingSlices` is one."""
+    """Interface of batch samplers that `Combined` needs; `lightswitch.batches.order.TrainingSlices` implements it."""
 
     samples: int
     plan: BatchPlan
@@ -50,24 +50,24 @@ class Slices(Protocol):
 
 
 class Combined:
-    """Training loaders of one run, and how many steps an epoch over all of them has.
+    """Training loaders of a run, and the number of steps of an epoch over all of them.
 
     Args:
-        mode: returns the mode of Lightning's CombinedLoader; asked only once there is one.
+        mode: returns the mode of Lightning's CombinedLoader; called only once there is one.
     """
 
     def __init__(self, mode: Callable[[], str] = _default_mode) -> None:
         self.mode = mode
         self.slices: list[Slices] = []
-        self.others: list[Any] = []  # the loaders that run as they are
+        self.others: list[Any] = []  # loaders that run unchanged
 
     def add(self, slices: Slices) -> int:
-        """Add a loader that the engine cuts, and return its index, which sets its order apart from other loaders'."""
+        """Add the batch sampler of a copied loader; return its index, which is part of the loader's seeds."""
         self.slices.append(slices)
         return len(self.slices) + len(self.others) - 1
 
     def add_other(self, loader: Any) -> None:
-        """Add a loader that runs as it is, which counts toward the length of an epoch alone."""
+        """Add a loader that runs unchanged, and only counts toward the length of an epoch."""
         self.others.append(loader)
 
     @property
@@ -81,10 +81,13 @@ class Combined:
         return all(slices.is_sized for slices in self.slices)
 
     def steps_of(self, own_steps: int) -> int:
-        """Return how many optimizer steps a loader makes in an epoch, given how many its own samples are enough for.
+        """Return the number of optimizer steps that a loader makes in an epoch.
 
-        In the mode max_size_cycle a shorter loader is read again by its own sampler. Lightning would begin it anew, and
-        after a resume at other samples.
+        In the mode max_size_cycle, the sampler of a shorter loader repeats its samples. Lightning would restart the
+        loader instead, which after a resume would begin with other samples.
+
+        Args:
+            own_steps: number of steps for which the loader's samples suffice once.
         """
         if self.is_single or self.mode() != CYCLE or not self.slices:
             return own_steps
@@ -94,22 +97,22 @@ class Combined:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch, over all ranks, of the loader that decides how long an epoch is."""
+        """Samples of an epoch, over all ranks, of the loader that determines the epoch's length."""
         shortest = self.mode() == "min_size" and not self.is_single
         decides = (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
         return decides.epoch_samples
 
     @property
     def samples(self) -> int:
-        """Samples of all loaders together, by which a resumed run finds that its data are not the same; 0 where no
-        number is known."""
+        """Total samples of the loaders of known length (0 if none), by which a resumed run detects changed data."""
         return sum(slices.samples for slices in self.slices if slices.is_sized)
 
     def check(self) -> None:
-        """Check that the loaders can be combined so that the run is the same at any world size.
+        """Check that a run with these loaders is the same at any world size.
 
         Raises:
-            Refused: the mode is one that no Trainer fits on, or a batch of several loaders does not divide evenly.
+            Refused: no Trainer can fit in the mode, it is unknown which loader ends last, or a batch of several loaders
+                does not divide evenly.
         """
         if self.mode() == "sequential":
             raise Refused(
@@ -147,9 +150,9 @@ def _uneven(slices: Slices) -> str:
 
 
 class Fractions:
-    """Fractions that a Trainer was given as `limit_train_batches`, `overfit_batches` or `val_check_interval`.
+    """Fractions that are given to a Trainer as `limit_train_batches`, `overfit_batches` or `val_check_interval`.
 
-    Lightning takes them of micro batches, so that a run would depend on how its steps are cut.
+    Lightning applies them to micro-batches, so that a run would depend on how its steps are split.
     """
 
     def __init__(self, plan: BatchPlan) -> None:
@@ -158,11 +161,11 @@ class Fractions:
         self._interval: float | int | None = None
 
     def note(self, trainer: Trainer) -> None:
-        """Take the fractions of a Trainer that begins to fit."""
+        """Store the fractions of a Trainer that begins to fit."""
         self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
 
     def round(self, trainer: Trainer, loaders: Combined) -> None:
-        """Let the Trainer count micro batches of whole steps, of a single loader whose length is known."""
+        """Convert the fractions to micro-batches of whole steps, for a single loader of known length."""
         if not (loaders.is_single and loaders.slices and loaders.is_sized):
             return
         steps, accumulation = loaders.slices[0].steps, self._plan.accumulation

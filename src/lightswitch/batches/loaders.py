@@ -1,4 +1,4 @@
-"""The data loaders of a run, re-made from outside, so that each rank reads its share of the samples."""
+"""Copies of a run's data loaders in which each rank reads its share of the samples."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
 
 
 class SharedLoaders:
-    """Data loaders of a run: re-made, so that each rank reads its share of the samples, or left as they are.
+    """Data loaders of a run: copies in which each rank reads its share of the samples, or the unchanged loaders.
 
     Args:
-        seed: of the sample order and of augmentation.
-        shares_streams: an IterableDataset is one stream for all ranks; else it splits itself, and its loaders are left
-            as they are.
+        seed: seed of the sample order and of augmentation.
+        shares_streams: treat an IterableDataset as one stream for all ranks; otherwise it splits itself, and its
+            loaders stay unchanged.
     """
 
     def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool) -> None:
@@ -44,35 +44,35 @@ class SharedLoaders:
         self._seed = seed
         self._shares_streams = shares_streams
         self._start = Position()
-        self._states: Sequence[Any] = ()  # of the streams that a checkpoint was saved of
-        self._is_complete = True  # the set of training loaders: the next one begins another
-        self._earlier: Any = None  # what Lightning had combined before this set; it may make loaders anew at any time
+        self._states: Sequence[Any] = ()  # of the training streams in the checkpoint
+        self._is_complete = True  # the set of training loaders; the next one starts a new set
+        self._earlier: Any = None  # Lightning's combined loader before this set; it may re-create loaders at any time
         self.training = Combined()
 
     def start_at(self, position: Position, states: Sequence[Any]) -> None:
-        """Set the position at which training loaders begin, including those that are made later.
+        """Set the position at which training loaders begin, including those that are created later.
 
         Args:
-            states: those of streams, which `states_at` has returned there, in the order of loaders.
+            states: results of `states_at` at that position, in the order of loaders.
         """
         self._start, self._states = position, states
         self._start_streams()
 
     def start_epoch(self, epoch: int) -> None:
-        """Give the epoch to the datasets of loaders that run as they are; the training loaders are complete."""
+        """Mark the set of training loaders as complete, and pass the epoch to the datasets of unchanged loaders."""
         self._is_complete = True
         for loader in self.training.others:
             _set_epoch(loader, epoch)
 
     def states_at(self, step: int) -> list[Any]:
-        """Return what training streams need to go on at a step of this epoch; None for what needs nothing."""
+        """Return the states of training streams for a resume at a step of this epoch; None for other loaders."""
         return [slices.state_at(step) for slices in self.training.slices]
 
     def share(self, trainer: Trainer, loader: Any) -> object:
-        """Return a copy of a loader that reads this rank's share of the samples; itself where it can't be re-made.
+        """Return a copy of a loader that reads this rank's share of the samples, or the loader if it can't be copied.
 
         Raises:
-            Refused: there are too few samples, or a schedule needs the length of a stream that has none.
+            Refused: there are too few samples, or a scheduler needs the length of a stream that has none.
         """
         is_training = trainer.state.stage == RunningStage.TRAINING
         if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
@@ -87,7 +87,7 @@ class SharedLoaders:
         return self._made_anew(trainer, loader, is_training)
 
     def _split(self, loader: Any) -> str | None:
-        """Return why a stream is taken to split itself by ranks; None where it does not."""
+        """Return why a stream is expected to split itself by rank; None if it isn't."""
         if not is_stream(loader):
             return None
         if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
@@ -127,16 +127,16 @@ class SharedLoaders:
 
 
 def data_rank(trainer: Trainer) -> int:
-    """Return this process's rank among those that read different samples.
+    """Return this process's data-parallel rank.
 
-    Ranks that hold one layer together (tensor parallelism) have the same one: they read the same samples and drop
-    the same units.
+    Ranks that hold one layer together (tensor parallelism) have the same one: they read the same samples and drop the
+    same units in dropout.
     """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
 
 
 def _gather(trainer: Trainer, number: int) -> list[int]:
-    """Return what each rank has, in the order of ranks."""
+    """Return the numbers of all ranks, in rank order. Collective."""
     if trainer.world_size == 1:
         return [number]
     own = torch.tensor(number, device=trainer.strategy.root_device)
@@ -146,7 +146,7 @@ def _gather(trainer: Trainer, number: int) -> list[int]:
 
 
 def _set_epoch(loader: object, epoch: int) -> None:
-    """Tell a dataset that shuffles by the epoch which one it is."""
+    """Pass the epoch to a loader's dataset if it has `set_epoch`, for example to shuffle by it."""
     set_epoch = getattr(getattr(loader, "dataset", None), "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -176,7 +176,7 @@ def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, split
 
 
 def obstacle(loader: object) -> str | None:
-    """Return why a loader can't be re-made, for the user to read; None when it can."""
+    """Return why a loader can't be copied, as text for the user; None if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if loader.batch_sampler is None:
@@ -189,7 +189,7 @@ def obstacle(loader: object) -> str | None:
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's samples come in an order that is the dataset's alone."""
+    """Return whether the dataset alone determines the order of a loader's samples."""
     return isinstance(loader.dataset, IterableDataset)
 
 
@@ -202,18 +202,18 @@ def training_loader(
     combined: Combined | None = None,
     pins_for_gpu: bool = False,
 ) -> RankLoader:
-    """Return another DataLoader like a given one that reads this rank's slices of each global batch.
+    """Return a copy of a DataLoader that reads this rank's slices of each global batch.
 
     Args:
-        loader: a map-style one, with a plain batch sampler (see `obstacle`).
-        rank: this process's among those that read different samples.
-        seed: of the order of samples and of their augmentation.
+        loader: a map-style loader with a plain batch sampler (see `obstacle`).
+        rank: this process's data-parallel rank.
+        seed: seed of the sample order and of augmentation.
         at: the position to start from.
-        combined: the other training loaders of the run; None for a run of one.
+        combined: the other training loaders of the run; None if there are none.
         pins_for_gpu: see `lightswitch.batches.rank_loader.RankLoader`.
 
     Raises:
-        Refused: `drop_last` drops everything, or there are no samples.
+        Refused: `drop_last` drops all samples, or there are none.
     """
     base = sampler_of(loader)
     samples = samples_of(base, loader.dataset)
@@ -233,9 +233,10 @@ def training_loader(
 def evaluation_loader(
     loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, pins_for_gpu: bool = False
 ) -> RankLoader:
-    """Return another DataLoader like a given one that reads this rank's share of the samples, each once over all ranks.
+    """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
 
-    A batch is no larger than the loader's own, nor than a micro batch. The arguments are those of `training_loader`.
+    A batch is at most as large as the loader's batch size and a micro-batch. The arguments are those of
+    `training_loader`.
 
     Raises:
         Refused: there are no samples.
@@ -247,7 +248,7 @@ def evaluation_loader(
     batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
     slices: Any = EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed)
     assert loader.batch_sampler is not None
-    if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the indices that are predicted
+    if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the predicted indices
         wrapper: Any = type(loader.batch_sampler)
         slices = wrapper(slices)
     evaluated = EvaluatedSamples(loader.dataset, seed)
@@ -255,5 +256,5 @@ def evaluation_loader(
 
 
 def _is_plain(kind: type) -> bool:
-    """Return whether a batch sampler cuts what its sampler yields, in order: torch's, or that of torchdata's loader."""
+    """Return whether a batch sampler only groups its sampler's indices, in order, as torch's and torchdata's do."""
     return kind is BatchSampler or (kind.__module__, kind.__name__) == _OF_TORCHDATA

@@ -1,4 +1,4 @@
-"""Logged metrics over all ranks and micro-batches, of a step, an epoch or an evaluation, also over a resume."""
+"""Metrics logged over all ranks and micro-batches of a step, an epoch or an evaluation, also across a resume."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from lightswitch.monitoring.step_results import Logged, Results, is_counted, joi
 log = logging.getLogger(__name__)
 
 
-OF_RANKS = "of_ranks"  # of a checkpoint: a list of what each rank adds to it, in numbers, lists and dictionaries
-_LARGEST = 10_000  # elements of a metric's state that is saved; it goes through the store where ranks have met
+OF_RANKS = "of_ranks"  # checkpoint key: a list of the entries of each rank, in numbers, lists and dictionaries
+_LARGEST = 10_000  # maximum number of elements of a saved metric state; it goes through the rendezvous store
 _REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_sum: torch.add,
     dim_zero_min: torch.minimum,
     dim_zero_max: torch.maximum,
 }
 
-State = dict[str, Any]  # of a metric: by the state's name, its values
+State = dict[str, Any]  # values of a metric, by state name
 
 
 class LogsOfRanks:
-    """Values that the ranks of a Trainer log, brought together at the moments that all of them reach.
+    """Combination of the values that a Trainer's ranks log, at two moments that all ranks reach.
 
-    These are the end of an epoch's or an evaluation's last batch, before hooks are called, and the end of those hooks.
+    These are the end of the last batch of an epoch or evaluation, before hooks are called, and the end of those hooks.
 
     Args:
-        share: of the ranks that read other samples than those before them: ranks of tensor parallelism read the same.
+        share: number of data-parallel ranks divided by the world size; tensor-parallel ranks read the same samples.
     """
 
     def __init__(self, trainer: Trainer, share: float) -> None:
         self._trainer = trainer
         self._share = share
-        self._joined: dict[str, Tensor] = {}  # by Lightning's key, the value of all ranks, until another is logged
+        self._joined: dict[str, Tensor] = {}  # by Lightning's key, the combined value, until another one is logged
 
     def install(self) -> None:
-        """Bring together from now on."""
+        """Start combining values."""
         connector = self._trainer._logger_connector
         reach_end, end = connector.epoch_end_reached, connector.on_epoch_end
 
@@ -73,12 +73,12 @@ class LogsOfRanks:
         patches.replace(connector, "on_epoch_end", ended)
 
     def remove(self) -> None:
-        """Leave what is logged to Lightning again."""
+        """Restore Lightning's methods."""
         patches.restore(self._trainer._logger_connector, "epoch_end_reached")
         patches.restore(self._trainer._logger_connector, "on_epoch_end")
 
     def _join(self) -> None:
-        """Give each rank the values of all ranks, also of what it has not logged itself. Collective."""
+        """Set each value to that of all ranks, including values that this rank has not logged. Collective."""
         results = self._trainer._results
         assert results is not None
         own = {
@@ -98,12 +98,12 @@ class LogsOfRanks:
 
 
 def _is_left_to_lightning(item: _ResultMetric) -> bool:
-    """Return whether the user has asked Lightning to bring a value together, or for that of rank 0 alone."""
+    """Return whether the user lets Lightning synchronize a value, or logs the value of rank zero alone."""
     return bool(item.meta.sync.should or item.meta.sync.rank_zero_only)
 
 
 def _update(whole: Logged, like: Tensor, share: float) -> tuple[Tensor, float]:
-    """Return the value and the batch size that leave an empty item of Lightning's with what all ranks have logged."""
+    """Return the value and batch size that update an empty item of Lightning's to the value of all ranks."""
     value = whole.value
     if whole.reduce_fx == "mean":
         value = value / whole.samples if whole.samples else float("nan")
@@ -113,18 +113,19 @@ def _update(whole: Logged, like: Tensor, share: float) -> tuple[Tensor, float]:
 
 
 class EpochMetrics(Callback):
-    """Callback that keeps in a checkpoint what was logged of an epoch that is not over, and goes on from that.
+    """Callback that saves the metrics of an unfinished epoch in checkpoints, and resumes from them.
 
-    These are the values of `self.log(…, on_epoch=True)`, and the metrics of torchmetrics whose states are sums, minima
-    or maxima over samples; those that keep the samples themselves, as a curve's, see the rest of the epoch alone. They
-    are of all ranks, and go on at any world size. What an epoch's end does not reset, as the best value so far, goes on
-    from there as well. It follows `GlobalBatch`, which knows where in an epoch the run is.
+    These are the values of `self.log(…, on_epoch=True)`, and the torchmetrics whose states are sums, minima or maxima
+    over samples. Metrics that store the samples themselves, such as curves, only see the rest of the epoch. The saved
+    values are those of all ranks, and can be resumed at any world size. Metrics that an epoch's end does not reset,
+    such as the best value so far, are resumed as well. This callback must follow `GlobalBatch`, which saves the
+    position.
     """
 
     def __init__(self) -> None:
-        self._of_validation: frozenset[str] = frozenset()  # metrics that had seen nothing when it began
+        self._of_validation: frozenset[str] = frozenset()  # metrics without updates when validation began
         self._saved: list[dict[str, Any]] = []
-        self._resumed: set[str] = set()  # metrics that go on
+        self._resumed: set[str] = set()  # names of restored metrics
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._of_validation = frozenset(name for name, metric in _metrics(pl_module) if not metric.update_called)
@@ -149,14 +150,14 @@ class EpochMetrics(Callback):
             checkpoint[OF_RANKS] = [{"logged": told, "metrics": states}]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore metrics, before a validation that was due; in an evaluation those alone that are saved as weights."""
+        """Restore metrics before a validation that was due; in an evaluation, only those with persistent states."""
         saved, is_fit = checkpoint.get(OF_RANKS, []), trainer.state.fn == TrainerFn.FITTING
         self._saved, self._resumed = saved if is_fit else [], set()
         for name, metric in _metrics(pl_module):
             states = [of["metrics"][name] for of in saved if name in of["metrics"]]
             is_wanted = _is_kept(metric) and (is_fit or any(metric._persistent.values()))
             if states and is_wanted and set(states[0]) == set(metric._defaults):
-                # what ranks have seen is added up where it is asked for
+                # metrics sum their states over ranks when computed, so only rank zero restores the saved values
                 _restore(metric, _whole(metric, states) if trainer.is_global_zero else {})
                 self._resumed.add(name)
 
@@ -174,7 +175,7 @@ class EpochMetrics(Callback):
         strategy.on_start = None
 
     def _undo_resets(self, module: LightningModule, kept: Mapping[str, State]) -> None:
-        """Restore what the module's own `on_train_start` has reset: many do, to forget the check before training."""
+        """Restore metrics that the module's `on_train_start` has reset, as many do after the sanity check."""
         for name, metric in self._going_on(module):
             if name in kept and not metric.update_called:
                 _restore(metric, _whole(metric, [kept[name]]))
@@ -184,8 +185,10 @@ class EpochMetrics(Callback):
 
 
 def _over(trainer: Trainer, position: Position) -> set[int]:
-    """Return the metrics, by identity, that were logged in an epoch or validation that is over: Lightning resets them
-    once all hooks have run."""
+    """Return the ids of the metrics that were logged in a finished epoch or validation.
+
+    Lightning resets them once all hooks have run.
+    """
     loop = trainer.fit_loop.epoch_loop
     ended = [] if position.step else [loop._results]
     ended += [loop.val_loop._results] if trainer.validating else []
@@ -195,12 +198,12 @@ def _over(trainer: Trainer, position: Position) -> set[int]:
 def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
     for part in module.modules():
         if isinstance(part, MetricCollection):
-            part.values()  # of several that count the same, one counts: the others learn of it when they are asked for
+            part.values()  # in a compute group, only one metric is updated; this call shares its state with the others
     return ((name, part) for name, part in module.named_modules() if isinstance(part, Metric))
 
 
 def _is_kept(metric: Metric) -> bool:
-    """Return whether a metric's states can be added up, and are all of it, which those of a wrapper are not."""
+    """Return whether a metric's states can be combined, hold all of its data (unlike a wrapper's) and are small."""
     are_added = all(
         isinstance(default, Tensor) and metric._reductions[name] in _REDUCED
         for name, default in metric._defaults.items()
@@ -223,7 +226,7 @@ def _restore(metric: Metric, states: Mapping[str, Tensor]) -> None:
 
 
 def _whole(metric: Metric, states: Iterable[State]) -> Mapping[str, Tensor]:
-    """Return the states of all ranks together."""
+    """Return the states of a metric, combined over ranks."""
     whole: dict[str, Tensor] = {}
     for name, values in itertools.chain.from_iterable(state.items() for state in states):
         own = getattr(metric, name)
@@ -234,11 +237,11 @@ def _whole(metric: Metric, states: Iterable[State]) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Part:
-    """Value that a rank has logged in a micro batch.
+    """Value that a rank has logged in a micro-batch.
 
     Attributes:
-        reduce_fx: mean, sum, min or max, as of an epoch.
-        weight: of the micro batch in the mean over its step.
+        reduce_fx: mean, sum, min or max, as over an epoch.
+        weight: weight of the micro-batch in the mean over its step.
     """
 
     reduce_fx: str
@@ -247,17 +250,17 @@ class Part:
 
 
 class StepLogs:
-    """Values of steps on their way to the loggers.
+    """Step values, combined over micro-batches and ranks before they reach the loggers.
 
-    Lightning sends them what rank 0 has logged in the last micro batch: another number wherever the cut of the batch is
-    another. A step of an evaluation is one of its batches, and goes to the loggers that have an axis for it:
-    metrics.csv has a row for each step of training.
+    Lightning sends the value that rank zero logged in the last micro-batch, which depends on how the batch is split. In
+    an evaluation, a step is one batch; its values only go to loggers with an axis for them, not to metrics.csv, which
+    has one row per training step.
 
     Args:
-        share: of the ranks that read other samples than those before them, as of `LogsOfRanks`.
+        share: see `LogsOfRanks`.
 
     Attributes:
-        weight: of the micro batch that was trained on last.
+        weight: weight of the last micro-batch that was trained on.
     """
 
     def __init__(self, trainer: Trainer, share: float) -> None:
@@ -265,10 +268,10 @@ class StepLogs:
         self._share = share
         self.weight = 1.0
         self._parts: list[tuple[str, str, Tensor, float]] = []  # of this step so far
-        self._seen: dict[str, Tensor] = {}  # by Lightning's key, what was logged last
+        self._seen: dict[str, Tensor] = {}  # by Lightning's key, the value that was logged last
 
     def install(self) -> None:
-        """Bring together from now on."""
+        """Start combining values."""
         trainer, connector = self._trainer, self._trainer._logger_connector
         log_trained, log_evaluated = connector.update_train_step_metrics, connector.update_eval_step_metrics
 
@@ -296,21 +299,21 @@ class StepLogs:
         return self._trainer.lightning_module.automatic_optimization
 
     def remove(self) -> None:
-        """Leave what is logged to Lightning again."""
+        """Restore Lightning's methods."""
         patches.restore(self._trainer._logger_connector, "update_train_step_metrics")
         patches.restore(self._trainer._logger_connector, "update_eval_step_metrics")
 
     def _add(self, results: Results) -> None:
-        """Take what was logged in a micro batch of a step that loggers are sent."""
+        """Collect the step values that a micro-batch has logged for loggers."""
         for key, value in results.logged_by_step():
             if self._seen.get(key) is not value:
                 meta = results[key].meta
-                fx = "mean" if meta.sync.should else meta.reduce_fx.__name__  # Lightning has brought it together
+                fx = "mean" if meta.sync.should else meta.reduce_fx.__name__  # Lightning has synchronized it
                 self._parts.append((key, fx, value, self.weight))
                 self._seen[key] = value
 
     def _join(self, results: Results) -> None:
-        """Give each value of the step that of all its micro batches and ranks. Collective."""
+        """Set each value of the step to that of all its micro-batches and ranks. Collective."""
         own: dict[str, list[Part]] = {}
         for key, fx, value, weight in self._parts:
             own.setdefault(key, []).append(Part(fx, float(value), weight))
@@ -322,13 +325,13 @@ class StepLogs:
         for key in own:
             joined = whole([part for parts in of_ranks for part in parts.get(key, ())], self._share)
             self._seen[key] = results.put_of_step(key, joined)
-        if own:  # what Lightning has read before, and shows until the next batch is over; reading it puts it right
+        if own:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
             connector = self._trainer._logger_connector
             _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
 
 
 def whole(parts: Iterable[Part], share: float = 1.0) -> float:
-    """Return the value of all parts together; those of no weight have read a sample that is another's."""
+    """Return the combined value of all parts, except those of weight 0, which repeat a sample of another slice."""
     counted = [part for part in parts if part.weight]
     if not counted:
         return float("nan")
@@ -339,17 +342,17 @@ def whole(parts: Iterable[Part], share: float = 1.0) -> float:
     return {"sum": lambda: sum(values) * share, "min": lambda: min(values), "max": lambda: max(values)}[fx]()
 
 
-_KEY = "metrics"  # of a checkpoint
-_PLATEAU_KEY = "plateau"  # of a checkpoint
+_KEY = "metrics"  # checkpoint key
+_PLATEAU_KEY = "plateau"  # checkpoint key
 
 
 class Ending(Callback):
-    """Callback that keeps the Trainer's `callback_metrics` in checkpoints.
+    """Callback that saves the Trainer's `callback_metrics` in checkpoints.
 
-    Early stopping, schedules and results.json go by them, and Lightning saves none. What the module itself has gathered
-    over an epoch, in a list for one, is gone with its process: where a run is resumed after an epoch's last batch, and
-    the module's `on_train_epoch_end` fails for that, the run goes on without it. It precedes `GlobalBatch`, which runs
-    the validation that was due.
+    Early stopping, schedulers and results.json depend on them, but Lightning does not save them. Data that the module
+    itself collects over an epoch, for example in a list, is lost with its process: if a run is resumed after an epoch's
+    last batch and the module's `on_train_epoch_end` therefore fails, the run logs a warning and continues. This
+    callback must precede `GlobalBatch`, which runs the validation that was due.
     """
 
     def __init__(self) -> None:
@@ -377,7 +380,7 @@ def _lenient(trainer: Trainer, end: Callable[[], None]) -> Callable[[], None]:
     progress, epoch = trainer.fit_loop.epoch_loop.batch_progress, trainer.current_epoch
     begun_before = progress.total.ready
 
-    @functools.wraps(end)  # whose module tells whether it is the user's own
+    @functools.wraps(end)  # its __module__ shows whether the method is the user's
     def attempt() -> None:
         try:
             end()
@@ -393,10 +396,10 @@ def _lenient(trainer: Trainer, end: Callable[[], None]) -> Callable[[], None]:
 
 
 class PlateauState(Callback):
-    """Callback that keeps in checkpoints which steps of ReduceLROnPlateau were due.
+    """Callback that saves in checkpoints which steps of ReduceLROnPlateau were due.
 
-    A checkpoint of a batch is written before the validation and the schedule's step that follow it. It follows
-    `GlobalBatch`, which runs the validation that was due.
+    A checkpoint after a batch is written before the validation and the scheduler step that follow it. This callback
+    must follow `GlobalBatch`, which runs the validation that was due.
     """
 
     def __init__(self) -> None:
@@ -415,7 +418,7 @@ class PlateauState(Callback):
             self._due = checkpoint.get(_PLATEAU_KEY, {}).get("due", [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the steps that were due, by the metrics of the validation that was due, or else by those saved."""
+        """Take the scheduler steps that were due, with the metrics of the due validation, or else the saved metrics."""
         for index, config in _plateaus(trainer).items():
             metric = trainer.callback_metrics.get(str(config.monitor))
             if index in self._due and metric is not None:
@@ -424,14 +427,14 @@ class PlateauState(Callback):
 
 
 def _plateaus(trainer: Trainer) -> dict[int, LRSchedulerConfig]:
-    """Return the schedules that step by a metric, by their index among all; Lightning steps none of manual modules."""
+    """Return the schedulers that step by a metric, by index. Lightning steps none under manual optimization."""
     if not trainer.lightning_module.automatic_optimization:
         return {}
     return {index: config for index, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
 
 
 def _is_due(config: LRSchedulerConfig, trainer: Trainer, position: Position) -> bool:
-    """Return whether a schedule steps after the batch or the epoch that has just ended, and has not yet."""
+    """Return whether a scheduler steps after the batch or epoch that has just ended, and has not done so yet."""
     loop = trainer.fit_loop
     if config.interval == "epoch":
         is_ahead, count = loop.epoch_progress.current.completed < position.epoch, trainer.current_epoch + 1

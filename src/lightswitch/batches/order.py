@@ -1,7 +1,7 @@
-"""The samples that a rank reads, their order and all random numbers: functions of (seed, epoch, step) alone.
+"""Samples that a rank reads, their order and all random numbers, as functions of (seed, epoch, step) alone.
 
-A resumed run draws what the uninterrupted one would have drawn, and a sample is augmented in the same way on whatever
-rank and in whatever loader worker it is read.
+A resumed run draws the same numbers as an uninterrupted one, and a sample is augmented in the same way on any rank and
+in any loader worker.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _MASK = (1 << 64) - 1
 
 
 class TrainingSlices(Sampler[Any]):
-    """Batch sampler of one rank: its slices of every global batch of an epoch.
+    """Batch sampler of one rank: yields its slices of every global batch of an epoch.
 
-    Step k takes ``order[k*G:(k+1)*G]`` of a global batch of G samples; micro batch m of rank r is slice
-    ``m * replicas + r`` of it. A step that does not divide, as a smaller last one, is cut as evenly as possible. The
-    length is that of a whole epoch, also when a resumed one yields only the rest, so that Lightning's notion of a last
-    batch stays right. Beside a longer loader it may go through its samples several times an epoch, in another order
-    each time.
+    Step k takes ``order[k*G:(k+1)*G]``, a global batch of G samples; micro-batch m of rank r is slice
+    ``m * replicas + r`` of it. A step that does not divide evenly, such as a smaller last one, is split as evenly as
+    possible. The length is that of a whole epoch, even if a resumed epoch yields only the rest, so that Lightning
+    recognizes the last batch. Next to a longer loader, the sampler may go through its samples several times in an
+    epoch, each time in another order.
 
     Args:
-        sampler: the loader's own, which draws the order.
-        samples: of an epoch, over all ranks.
-        drop_last: leave out a last step that is smaller.
-        rank: among the ``plan.replicas`` ranks that read different samples.
-        epoch: where the run starts,
-        step: and how many optimizer steps of that epoch are taken already.
-        combined: the other training loaders of the run; None for a run of one.
+        sampler: the loader's sampler, which draws the order.
+        samples: samples of an epoch, over all ranks.
+        drop_last: omit a smaller last step.
+        rank: this process's data-parallel rank, below ``plan.replicas``.
+        epoch: epoch in which the run starts.
+        step: optimizer steps of that epoch that have been taken already.
+        combined: the other training loaders of the run; None if there are none.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TrainingSlices(Sampler[Any]):
         self.index = self.combined.add(self)
 
     def __len__(self) -> int:
-        if not self.combined.is_sized:  # then Lightning looks a batch ahead, for the epoch's last one
+        if not self.combined.is_sized:  # Lightning then prefetches a batch, to find the epoch's last one
             raise TypeError("the length of an epoch is unknown: it ends with a stream")
         return self.steps * self.plan.accumulation
 
@@ -85,23 +85,23 @@ class TrainingSlices(Sampler[Any]):
         return self.combined.steps_of(self.own_steps)
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the epoch whose order the next iterator yields; Lightning calls it."""
+        """Set the epoch whose order the next iterator yields. Lightning calls this method."""
         self.epoch = epoch
 
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
-        """Start elsewhere than was known when this was made, before the first batch.
+        """Set another start position than that of the constructor, before the first batch.
 
         Args:
-            state: what `state_at` has returned there.
+            state: result of `state_at` at that position.
         """
         self.epoch, self._resumed = epoch, (epoch, step)
 
     def state_at(self, step: int) -> dict[str, Any] | None:
-        """Return what a resume at a step of the epoch needs beside its number: nothing, but for a stream."""
+        """Return the additional state that a resume at a step of the epoch needs: None, except for a stream."""
         return None
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        # A generator, so that epoch and step are read when the first batch is asked for: with workers,
+        # A generator, so that epoch and step are read when the first batch is requested: with workers,
         # DataLoader makes two iterators and uses one.
         epoch = self.epoch
         first = self._first_step()
@@ -118,7 +118,7 @@ class TrainingSlices(Sampler[Any]):
         return self._resumed[1] if self.epoch == self._resumed[0] else 0
 
     def samples_of(self, step: int, micro: int) -> list[Any]:
-        """Return the indices of this rank's samples in a micro batch of the current epoch."""
+        """Return the indices of this rank's samples in a micro-batch of the current epoch."""
         return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
@@ -127,31 +127,30 @@ class TrainingSlices(Sampler[Any]):
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
-        """Return the epoch that a sampler or a dataset is told, which may take 31 bits, of the passes through it."""
+        """Return the epoch for `set_epoch` in a pass over the samples, in 31 bits: some samplers accept no more."""
         return epoch if cycle == 0 else mix(epoch, cycle) >> 33
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of one pass, over all ranks, without those that drop_last leaves out."""
+        """Samples of one pass, over all ranks, without those that drop_last omits."""
         return min(self.samples, self.own_steps * self.plan.global_batch)
 
     @property
     def is_even(self) -> bool:
-        """Whether the slices of every step have the same number of samples, also in the last step."""
+        """Whether the slices of each step, including the last one, have the same number of samples."""
         return self.plan.is_even and self.epoch_samples % self.plan.global_batch % self.plan.slices == 0
 
     def weight(self, step: int, micro: int) -> float:
-        """Return the weight of the mean over a slice in the mean over its global batch; 1.0 for an even cut."""
+        """Return the weight of a slice's mean in the mean over its global batch; 1.0 for an even split."""
         begin, end = self._bounds(step, micro)
         return (end - begin) * self.plan.slices / self.step_samples(step)
 
     def step_samples(self, step: int) -> int:
-        """Return the samples of a step, over all ranks; fewer than the global batch in a last one."""
+        """Return the number of samples of a step, over all ranks; the last one may be less than a global batch."""
         return min(self.plan.global_batch, self.samples - step % self.own_steps * self.plan.global_batch)
 
     def _pass_key(self, epoch: int, cycle: int) -> int:
-        """Return the number that stands for the epoch in a pass's order and randomness; the epoch itself for one
-        loader."""
+        """Return the number that seeds a pass's order and randomness; the epoch for the first loader's first pass."""
         return epoch if self.index == cycle == 0 else mix(epoch, cycle, self.index)
 
     def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
@@ -168,20 +167,20 @@ class TrainingSlices(Sampler[Any]):
 
 
 class EvaluationSlices(Sampler[Any]):
-    """Batch sampler of one rank: a contiguous share of the samples, each exactly once over all ranks.
+    """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
 
-    Every rank makes the same number of batches, as forward passes of sharded strategies are collective; so shares that
-    differ by one sample are cut into batches that differ by one sample. Of fewer samples than ranks, the first rank has
-    one, and those that have none read one of another's.
+    All ranks make the same number of batches, because forward passes of sharded strategies are collective. Therefore
+    shares that differ by one sample are split into batches that differ by one sample. If there are fewer samples than
+    ranks, the first rank has one, and ranks without a sample repeat one of another rank.
 
     Args:
-        samples: over all ranks.
-        batch: samples of one batch, at most.
-        replicas: ranks that read different samples.
-        seed: of the order, where the sampler draws one.
+        samples: number of samples, over all ranks.
+        batch: maximum number of samples in a batch.
+        replicas: number of data-parallel ranks.
+        seed: seed of the order, if the sampler draws one.
 
     Attributes:
-        is_repeated: this rank has no sample of its own; see `lightswitch.batches.order`.
+        is_repeated: this rank has no sample of its own, and repeats one; see `RepeatedSamples`.
     """
 
     def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
@@ -207,21 +206,23 @@ class EvaluationSlices(Sampler[Any]):
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a map-style loader, as of one device.
+    """Return the sampler of a map-style loader, as on one device.
 
-    torch puts one that a BatchSampler was given nowhere else; one that deals out shares by rank gives all of them.
+    It is read from the batch sampler, because torch stores the sampler of a user's BatchSampler only there. A sampler
+    that splits the samples by rank is replaced by a copy that yields all of them; `epoch_order` handles
+    DistributedSampler.
     """
     sampler = unwrapped(loader.batch_sampler).sampler
     return sampler if type(sampler) is DistributedSampler else _undivided(sampler, loader.dataset)
 
 
 def unwrapped(batch_sampler: Any) -> Any:
-    """Return the batch sampler inside of the wrapper that Lightning puts around it for prediction."""
+    """Return the batch sampler inside the wrapper that Lightning adds for prediction."""
     return getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 
 def samples_of(sampler: Any, dataset: Any) -> int:
-    """Return the samples of an epoch over all ranks; a DistributedSampler's length is one rank's share."""
+    """Return the number of samples of an epoch over all ranks; a DistributedSampler's length is one rank's share."""
     return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
 
 
@@ -229,16 +230,16 @@ def epoch_order(sampler: Any, samples: int, seed: int, key: int, epoch: int | No
     """Return the sample indices of an epoch as a sampler draws them under (seed, key), the same on every rank.
 
     Args:
-        sampler: any; of a DistributedSampler only whether it shuffles counts.
-        samples: of an epoch, over all ranks.
-        key: the epoch's number, or what stands for it.
-        epoch: that a sampler is told which shuffles by it; None for the key.
+        sampler: any sampler; for a DistributedSampler, only whether it shuffles matters.
+        samples: number of samples of an epoch, over all ranks.
+        key: the epoch's number, or a number that represents it.
+        epoch: passed to the sampler's `set_epoch`; None for the key.
 
     Raises:
-        Refused: the sampler draws another number than its `len()` tells.
+        Refused: the sampler draws another number of samples than its `len()`.
     """
     generator = torch.Generator().manual_seed(mix(seed, key) >> 1)
-    if type(sampler) is DistributedSampler:  # its shares have another size: only its shuffling counts
+    if type(sampler) is DistributedSampler:  # its share has another size; only whether it shuffles matters
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
     if type(sampler) is SequentialSampler:
         return range(samples)
@@ -248,21 +249,21 @@ def epoch_order(sampler: Any, samples: int, seed: int, key: int, epoch: int | No
 
 
 def _undivided(sampler: Any, dataset: Any) -> Any:
-    """Return a sampler that yields the samples of all ranks: a copy of one that deals them out."""
+    """Return a sampler that yields the samples of all ranks: a copy, if the given one splits them by rank."""
     replicas = getattr(sampler, "num_replicas", None)
     if replicas is None or not hasattr(sampler, "rank"):
         return sampler
     undivided = copy.copy(sampler)
     undivided.num_replicas, undivided.rank = 1, 0
     if hasattr(sampler, "total_size"):
-        padding = abs(sampler.total_size - len(dataset))  # or what drop_last leaves out, for shares of one size
+        padding = abs(sampler.total_size - len(dataset))  # or what drop_last omits, for shares of equal size
         undivided.num_samples = undivided.total_size = len(dataset) if padding < replicas else sampler.total_size
     return undivided
 
 
 def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
-    # kept as an array: ten million python ints take 1.5 s and 400 MB
-    return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # a Sequence in all but name
+    # an array, because ten million Python ints take 1.5 s and 400 MB
+    return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence
 
 
 def _drawn(sampler: Any, samples: int, seed: int, epoch: int) -> list[Any]:
@@ -282,7 +283,7 @@ def _drawn(sampler: Any, samples: int, seed: int, epoch: int) -> list[Any]:
 
 
 def _seed(generator: object, seed: int) -> None:
-    """Seed what a sampler keeps, if it is a generator: each rank, and a run that goes on, would have another."""
+    """Seed an attribute of a sampler if it is a generator; its state would differ by rank and after a resume."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed >> 1)
     elif isinstance(generator, np.random.Generator):
@@ -294,9 +295,9 @@ def _seed(generator: object, seed: int) -> None:
 
 
 class RepeatedSamples:
-    """Undoer of what a batch of a repeated sample changes in logged values and metrics, once its hooks have run.
+    """Undo the changes that a batch of a repeated sample makes to logged values and metrics, after its hooks have run.
 
-    What a module collects by itself, as in a list, keeps it.
+    Data that a module collects itself, for example in a list, still contains the repeated sample.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -305,7 +306,7 @@ class RepeatedSamples:
         self._logged: dict[str, _ResultMetric] = {}
 
     def install(self) -> None:
-        """Undo from now on."""
+        """Start undoing these changes."""
         connector = self._trainer._logger_connector
         end = connector.on_batch_end
 
@@ -316,11 +317,11 @@ class RepeatedSamples:
         patches.replace(connector, "on_batch_end", ended)
 
     def remove(self) -> None:
-        """Let batches count again."""
+        """Stop undoing these changes."""
         patches.restore(self._trainer._logger_connector, "on_batch_end")
 
     def begin(self, dataloader_idx: int) -> None:
-        """Note what there is before a batch of an evaluation, if it repeats a sample."""
+        """Save metrics and logged values before a batch of an evaluation, if the batch repeats a sample."""
         if not is_repeated(self._trainer._evaluation_loop._combined_loader, dataloader_idx):
             return
         metrics = (module for module in self._module.modules() if isinstance(module, Metric))
@@ -346,24 +347,24 @@ class RepeatedSamples:
 
 
 def is_repeated(loaders: Any, dataloader_idx: int) -> bool:
-    """Return whether this rank has no sample of its own of one of an evaluation's loaders."""
+    """Return whether this rank has no sample of its own in one of an evaluation's loaders."""
     slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
     return isinstance(slices, EvaluationSlices) and slices.is_repeated
 
 
 def _without(state: Any, before: Any) -> Any:
-    """Return a metric's state without what was added to it: rows that are kept leave none, of their shape."""
+    """Return a metric's state before a batch; in a list state, empty tensors of the same shape replace added rows."""
     if not isinstance(state, list):
         return before
     return [*before, *(rows[:0] for rows in state[len(before) :] if isinstance(rows, Tensor) and rows.ndim)]
 
 
 def _set_back(item: _ResultMetric, before: _ResultMetric | None) -> None:
-    """Let a logged value be what it was; one that is new, or was of an earlier evaluation, is of no sample."""
+    """Restore a logged value; reset it if it is new or belonged to an earlier evaluation."""
     if before is not None and not before.has_reset:
         vars(item).update(vars(before))
     else:
-        Metric.reset(item)  # past Lightning's, which would take it for one that was never logged
+        Metric.reset(item)  # not Lightning's reset, which would mark the value as never logged
 
 
 def mix(*numbers: int) -> int:
@@ -381,11 +382,11 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch's CPU.
 
     Args:
-        device: the one in use, whose generator is seeded as well: of CUDA, of Apple's MPS, or of another back-end.
+        device: the device in use, whose generator is seeded as well: CUDA, Apple's MPS, or another backend.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is: 20 times slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every backend: 20 times slower
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
@@ -397,7 +398,7 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
 
 
 def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Put back what `generator_states` has returned."""
+    """Restore the states that `generator_states` has returned."""
     of_python, of_numpy, of_torch, of_device = states
     random.setstate(of_python)
     np.random.set_state(of_numpy)
@@ -407,12 +408,12 @@ def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
 
 
 class SeededSamples(Dataset[Any]):
-    """Map-style dataset whose samples are read under a seed of their own: (seed, epoch, index).
+    """Map-style dataset that seeds the generators before it reads a sample, by (seed, epoch, index).
 
-    A dataset with a batched `__getitems__` is seeded once a batch, by its first index.
+    A dataset with a batched `__getitems__` is seeded once per batch, by its first index.
 
     Args:
-        dataset: the user's, whose attributes are found, and set, here as well.
+        dataset: the user's dataset, whose attributes can be read and set here as well.
     """
 
     dataset: Any
@@ -439,28 +440,28 @@ class SeededSamples(Dataset[Any]):
         return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling: there is no dataset yet to ask
+        if name == "dataset":  # while unpickling, there is no dataset yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # by a hook, or by a worker_init_fn
+    def __setattr__(self, name: str, value: Any) -> None:  # a hook or a worker_init_fn may set attributes
         setattr(self.dataset, name, value)
 
 
 class EvaluatedSamples(SeededSamples):
-    """Map-style dataset whose samples are the same in each evaluation, also where they are drawn."""
+    """Map-style dataset whose samples are the same in each evaluation, even if they are drawn at random."""
 
     def __getitems__(self, indices: Any) -> Any:
         return super().__getitems__((0, indices))
 
 
 def _reads_batches(dataset: Any) -> bool:
-    """Return whether a dataset reads several samples at once; torch's Subset only hands that on, and always has it."""
+    """Return whether a dataset reads several samples at once; torch's Subset only forwards `__getitems__`."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def _number(index: Any) -> int:
-    """Return an integer for an index, which a sampler may yield as anything that a dataset takes as a key."""
+    """Return an integer for an index; a sampler may yield any key that the dataset accepts."""
     return index if isinstance(index, int) else mix(*str(index).encode())

@@ -1,4 +1,4 @@
-"""The batch and the position as numbers: how a global batch is cut, and where in its data a run stands."""
+"""Split of a global batch into micro-batches, and position of a run in its data, as numbers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 
 from lightswitch.errors import BatchError
 
-# Trainer arguments that Lightning counts in micro batches. Users count in steps, whatever the accumulation.
+# Trainer arguments that Lightning counts in micro-batches. Users count in steps, whatever the accumulation.
 _COUNTED_IN_MICRO_BATCHES = ("limit_train_batches", "val_check_interval", "overfit_batches", "fast_dev_run")
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Cut of the samples of an optimizer step into as many slices as devices take micro batches, all nearly equal.
+    """Split of an optimizer step's samples into nearly equal slices, one for each micro-batch of each device.
 
     Attributes:
         global_batch: samples of a step, over all devices.
-        micro_batch: of the largest slice; the others have one less where the global batch does not divide.
-        replicas: devices that hold different samples.
-        accumulation: micro batches of a step, on each device.
+        micro_batch: samples of the largest slice; if the global batch does not divide evenly, some slices have one
+            less.
+        replicas: devices that read different samples (the data-parallel world size).
+        accumulation: micro-batches of a step, on each device.
     """
 
     global_batch: int
@@ -32,15 +33,15 @@ class BatchPlan:
 
     @classmethod
     def derive(cls, global_batch: int, micro_batch: int | None, replicas: int) -> BatchPlan:
-        """Return the plan whose accumulation follows from the batch sizes and the number of devices.
+        """Return the plan for given batch sizes and a number of devices, from which the accumulation follows.
 
         Args:
-            global_batch: samples an optimizer step consumes, over all devices.
-            micro_batch: the most samples that a device takes at once; None for its whole share.
-            replicas: devices that hold different samples (the data-parallel world size).
+            global_batch: samples of an optimizer step, over all devices.
+            micro_batch: maximum number of samples that a device processes at once; None for its whole share.
+            replicas: devices that read different samples (the data-parallel world size).
 
         Raises:
-            BatchError: a number of samples is less than one.
+            BatchError: a batch size is less than one.
         """
         if global_batch < 1 or (micro_batch is not None and micro_batch < 1):
             raise BatchError(
@@ -63,13 +64,13 @@ class BatchPlan:
 
     @property
     def idle_share(self) -> float:
-        """Return the share of a step's time in which devices with a smaller slice wait for those with a larger one."""
+        """Share of a step's time in which devices with a smaller slice wait for those with a larger one."""
         return 1 - self.global_batch / (self.micro_batch * self.slices)
 
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
-        """Return the Trainer's arguments that count steps, as micro batches, which is what Lightning counts.
+        """Return the Trainer's arguments that count steps, converted to micro-batches, which Lightning counts.
 
-        Fractions, which mean a share of an epoch, are left out: they are `lightswitch.batches.combined.Fractions`'.
+        Fractions of an epoch are omitted; `lightswitch.batches.combined.Fractions` converts them.
         """
         given = {name: trainer.get(name) for name in _COUNTED_IN_MICRO_BATCHES}
         return {
@@ -86,7 +87,7 @@ class BatchPlan:
 
 
 def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batch: int) -> float:
-    """Return the learning rate for a global batch, given the one that was tuned at a reference batch.
+    """Return the learning rate for a global batch, given the rate that was tuned at a reference batch.
 
     Args:
         rule: none; linear (Goyal et al. 2017, arXiv:1706.02677); sqrt (Krizhevsky 2014, arXiv:1404.5997).
@@ -101,52 +102,52 @@ def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batc
     return lr * factors[rule]
 
 
-KEY = "position"  # of a checkpoint
-STREAMS = "streams"  # of a checkpoint: what `state_at` returns, of each training loader in turn
-_LOGGED_STEPS = "_batches_that_stepped"  # of a checkpoint of Lightning's loop over batches
+KEY = "position"  # checkpoint key
+STREAMS = "streams"  # checkpoint key: results of `state_at` of all training loaders, in order
+_LOGGED_STEPS = "_batches_that_stepped"  # key in a checkpoint's state of Lightning's epoch loop
 
 
 @dataclass(frozen=True)
 class Position:
-    """A point between two optimizer steps. World size and accumulation are no part of it.
+    """Point between two optimizer steps, independent of world size and accumulation.
 
-    After an epoch's last step it belongs to that epoch until its end begins, and then to the next one.
+    After an epoch's last step, the position belongs to that epoch until the epoch's end begins, then to the next epoch.
     """
 
     epoch: int = 0
     step: int = 0  # global batches taken in this epoch
-    global_step: int = 0  # global batches taken in all
-    samples: int = 0  # consumed in all
+    global_step: int = 0  # global batches taken in total
+    samples: int = 0  # consumed in total
     seed: int = 0
     global_batch: int = 0
-    dataset: int | None = None  # samples in the training set; None where its loader runs as it is
-    validation_due: bool = False  # the step's validation had not run yet
-    epoch_end_due: bool = False  # all steps of the epoch are taken, and no `on_train_epoch_end` had run yet
-    optimizer_steps: int | None = None  # taken in all, as the Trainer counts them; None where a batch is a step
+    dataset: int | None = None  # samples in the training set; None if its loader runs unchanged
+    validation_due: bool = False  # the step's validation has not run yet
+    epoch_end_due: bool = False  # all steps of the epoch are taken, and no `on_train_epoch_end` has run yet
+    optimizer_steps: int | None = None  # taken in total, as the Trainer counts them; None if each batch is a step
 
     @property
     def epochs(self) -> int:
-        """Epochs whose steps are all taken."""
+        """Number of epochs whose steps are all taken."""
         return self.epoch + self.epoch_end_due
 
     @property
     def next_batch(self) -> Position:
-        """The position from which the next batch is read: the next epoch's, where only the end of one is due."""
+        """Position of the next batch; the start of the next epoch if only the end of this one is due."""
         return replace(self, epoch=self.epochs, step=0, epoch_end_due=False) if self.epoch_end_due else self
 
     @property
     def steps(self) -> int:
-        """Optimizer steps taken in all."""
+        """Optimizer steps taken in total."""
         return self.global_step if self.optimizer_steps is None else self.optimizer_steps
 
     def other_dataset(self, samples: int) -> str | None:
-        """Return why a run with so many training samples can't go on from here; None if it can."""
+        """Return why a run with this number of training samples can't resume from here; None if it can."""
         if self.dataset in (None, samples):
             return None
         return f"it was trained on {self.dataset} samples, and the training set has {samples} now"
 
     def difference(self, seed: int, global_batch: int) -> str | None:
-        """Return why a run with this seed and global batch can't go on from here, in a line; None if it can."""
+        """Return, in one line, why a run with this seed and global batch can't resume from here; None if it can."""
         if self.global_batch != global_batch:
             return f"it was trained with global_batch_size={self.global_batch}, this run has {global_batch}"
         if self.seed != seed:
@@ -155,16 +156,16 @@ class Position:
 
 
 _KINDS: dict[str, Any] = {
-    **{field.name: type(field.default) for field in fields(Position)},  # of numbers and switches
+    **{field.name: type(field.default) for field in fields(Position)},  # types of numbers and flags
     **dict.fromkeys(("dataset", "optimizer_steps"), (int, NoneType)),
 }
 
 
 def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
-    """Return the position that a checkpoint holds; None for a checkpoint that was not written by this engine.
+    """Return the position that a checkpoint holds; None if lightswitch did not write the checkpoint.
 
     Raises:
-        ValueError: what it holds is not a position.
+        ValueError: the stored value is not a position.
     """
     if KEY not in checkpoint:
         return None
@@ -178,12 +179,12 @@ def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
 
 
 def save_position(checkpoint: dict[str, Any], position: Position) -> None:
-    """Put a position into a checkpoint, in plain types."""
+    """Store a position in a checkpoint, in plain types."""
     checkpoint[KEY] = asdict(position)
 
 
 def set_logged_steps(epoch_loop: Any, steps: int) -> int:
-    """Let loggers be told another number of steps, as Lightning's loop over batches takes it from a checkpoint.
+    """Set the step number that loggers get, by loading a changed state into Lightning's epoch loop.
 
     Returns:
         The number before.
@@ -195,17 +196,17 @@ def set_logged_steps(epoch_loop: Any, steps: int) -> int:
 
 
 def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: int, logged_steps: int) -> None:
-    """Set the counters of Lightning's fit loop, in a checkpoint that is being read, to those of a position.
+    """Set the counters of Lightning's fit loop, in a checkpoint that is being loaded, to those of a position.
 
-    Lightning saves its counters as they are in whatever hook the checkpoint was written, counts micro batches, and
-    resumes rightly from few of these states. So one canonical state replaces them: in an epoch, that of a checkpoint
-    written in `on_train_batch_end`; between epochs, that of an epoch about to start; and in between, that of one whose
-    last batch is over, from which `EpochLoop` goes on.
+    Lightning saves its counters as they are in the hook that writes the checkpoint, counts micro-batches, and resumes
+    correctly from only a few of these states. Therefore one canonical state replaces them: within an epoch, that of a
+    checkpoint written in `on_train_batch_end`; between epochs, that of an epoch about to start; and after an epoch's
+    last batch but before its end, a state from which `EpochLoop` resumes.
 
     Args:
         fit_loop: the checkpoint's state of the loop, changed in place.
-        accumulation: micro batches of a global batch in this run.
-        logged_steps: that loggers were told of.
+        accumulation: micro-batches of a global batch in this run.
+        logged_steps: step number that loggers get.
     """
     epoch, taken = position.epoch, position.step * accumulation
     total = position.global_step * accumulation
@@ -223,7 +224,7 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
         "current": _batches(0, ended=True),
         "is_last_batch": False,
     }
-    # Lightning adds the one itself when it resumes from `on_train_batch_end`
+    # Lightning adds one itself when it resumes from `on_train_batch_end`
     fit_loop["epoch_loop.state_dict"][_LOGGED_STEPS] = logged_steps - bool(taken)
 
 

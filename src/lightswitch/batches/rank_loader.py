@@ -1,4 +1,4 @@
-"""DataLoaders made anew from the arguments of others, so that each rank reads its share of a dataset or a stream."""
+"""Copies of DataLoaders in which each rank reads its share of a dataset or a stream."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _Kind = TypeVar("_Kind", bound="RankLoader")
 
 
 class OwnLength:
-    """Loader whose length is that of the batches it reads, whatever the user's own class makes of its batch size."""
+    """Mixin that restores DataLoader's `__len__`; the user's class may derive another length from its batch size."""
 
     def __len__(self) -> int:
-        return DataLoader.__len__(self)  # type: ignore[arg-type]  # what this is mixed into is one
+        return DataLoader.__len__(self)  # type: ignore[arg-type]  # mixed into DataLoaders
 
 
 class RankLoader(DataLoader[Any]):
-    """DataLoader that reads other samples than the one it was given, and is like it in all else.
+    """DataLoader that reads other samples than the given loader, and otherwise behaves like it.
 
     Args:
-        given: whose arguments are taken, and what it has beside them.
-        collate_fn: None for the given one.
-        pins_for_gpu: batches are put into pinned memory, from which a GPU copies them while the process goes on.
-        order: the sampler, as torch's constructor takes it.
+        given: the loader whose arguments and attributes are used.
+        collate_fn: None for that of the given loader.
+        pins_for_gpu: put batches into pinned memory, from which a GPU copies them asynchronously.
+        order: the sampler arguments of DataLoader's constructor.
 
     Attributes:
-        before_own: classes whose methods come before those of the given loader's own class.
+        before_own: classes that precede the given loader's class in the method resolution order.
     """
 
     before_own: ClassVar[tuple[type, ...]] = (OwnLength,)
@@ -60,14 +60,14 @@ class RankLoader(DataLoader[Any]):
         **order: Any,
     ) -> None:
         self._given = given
-        # what torch's constructor sets to nothing beside a sampler of batches, and people ask for
+        # attributes that users read, but that DataLoader's constructor resets when it gets a batch sampler
         self._shown = {
             "sampler": order.get("sampler", order.get("batch_sampler")),
             "batch_size": given.batch_size,
             "drop_last": given.drop_last,
         }
         collate = collate_fn or given.collate_fn
-        # Workers can't hold tensors of a GPU; a dataset in this process may, and torch fails to pin those.
+        # A dataset in this process may return GPU tensors, which torch fails to pin. Workers can't return any.
         pins_here = pins_for_gpu and given.num_workers == 0
         super().__init__(
             dataset,
@@ -85,7 +85,7 @@ class RankLoader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, vars(self).get("_shown", {}).get(name, value))
 
-    def __getattr__(self, name: str) -> Any:  # of the given loader's own class, whose constructor is not called
+    def __getattr__(self, name: str) -> Any:  # attributes set by the given loader's constructor, which is not called
         kept = vars(vars(self).get("_given", self))
         if name not in kept:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -93,29 +93,29 @@ class RankLoader(DataLoader[Any]):
 
 
 def made_anew(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, **named: Any) -> _Kind:
-    """Return a loader of a kind of the engine's, with the methods of the given one's own class before it.
+    """Return a loader of the class `kind`, in which methods of the given loader's class take precedence.
 
-    That class's constructor, which may take other arguments, is not called. A loader that keeps a state, as torchdata's
-    does, keeps none here: Lightning would let it go on from there beside the position of the run.
+    The constructor of that class, which may take other arguments, is not called. The result has no state dict, even if
+    the given loader has one, as torchdata's does: Lightning would resume from it in addition to the run's position.
     """
     own = type(given)
     if own is DataLoader or (own.__module__, own.__name__) == _TORCHDATA:
         return kind(given, *arguments, **named)
-    without = dict.fromkeys(("state_dict", "load_state_dict"))  # None, which stands for what a class does not do
+    without = dict.fromkeys(("state_dict", "load_state_dict"))  # None marks a method that a class does not implement
     both = type(own.__name__, (*kind.before_own, own, kind), {"__init__": kind.__init__, **without})
     made: _Kind = both(given, *arguments, **named)
     return made
 
 
 def _of_workers(given: DataLoader[Any]) -> dict[str, Any]:
-    if given.num_workers == 0:  # torch refuses the others
+    if given.num_workers == 0:  # torch rejects these arguments without workers
         return {}
     names = ("num_workers", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     return {name: getattr(given, name) for name in names}
 
 
 class _Pinning:
-    """Collation into pinned memory."""
+    """Collate function that returns tensors in pinned memory."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -129,15 +129,17 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps between its elements, which CUDA copies at once: of a view with gaps, as
-    `tokens[:, :-1]`, it would first make a copy in memory that is not pinned, and wait for that."""
-    strides = torch.empty_like(tensor, device="meta").stride()  # those of a copy, which keeps a dense tensor's
+    """Return a tensor without gaps between its elements, which CUDA can copy directly.
+
+    CUDA first copies a view with gaps, such as `tokens[:, :-1]`, to memory that is not pinned, and waits for that copy.
+    """
+    strides = torch.empty_like(tensor, device="meta").stride()  # strides of a copy; a dense tensor has the same
     return tensor if tensor.stride() == strides else tensor.contiguous()
 
 
-Gather = Callable[[int], list[int]]  # what each rank has, in the order of ranks
-_ENDLESS = sys.maxsize  # samples of a stream whose length is unknown
-_UNFINISHED_STEPS = 2  # that a loader may be ahead of training, as Lightning looks one batch ahead
+Gather = Callable[[int], list[int]]  # returns the numbers of all ranks, in rank order
+_ENDLESS = sys.maxsize  # number of samples of a stream of unknown length
+_UNFINISHED_STEPS = 2  # that a loader may be ahead of training, because Lightning prefetches one batch
 
 
 def training_stream(
@@ -150,13 +152,13 @@ def training_stream(
     combined: Combined | None = None,
     pins_for_gpu: bool = False,
 ) -> StreamLoader:
-    """Return another DataLoader over an IterableDataset that reads this rank's slices of each global batch.
+    """Return a copy of a DataLoader over an IterableDataset that reads this rank's slices of each global batch.
 
-    Each of its processes reads the whole stream. The arguments are those of
+    Each of its processes reads the whole stream. For the other arguments, see
     `lightswitch.batches.loaders.training_loader`.
 
     Args:
-        gather: collective, called with the first batch.
+        gather: collective function, called at the first batch.
     """
     samples, readers = sized_len(loader.dataset), max(1, loader.num_workers)
     drop_last = bool(loader.drop_last)
@@ -169,9 +171,10 @@ def training_stream(
 def evaluation_stream(
     loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, gather: Gather, pins_for_gpu: bool = False
 ) -> StreamLoader:
-    """Return another DataLoader over an IterableDataset that reads this rank's share of the samples.
+    """Return a copy of a DataLoader over an IterableDataset that reads this rank's share of the samples.
 
-    Each sample is read once over all ranks, and ranks make equally many batches: in turns, as the end is not known.
+    All ranks together read each sample once, and make the same number of batches. They take turns, because the stream's
+    end is not known in advance.
     """
     batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
     of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
@@ -189,10 +192,10 @@ def _shared(
 
 
 class BatchesAlone:
-    """Loader that refuses to yield a `Cut` in place of its batch, which the user's own class may have passed on."""
+    """Mixin that refuses to yield a `Cut` in place of a batch, as happens if the user's `__iter__` bypasses torch's."""
 
     def __iter__(self) -> Any:
-        return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the loader that this is mixed into
+        return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the DataLoader that this is mixed into
 
     def _batch(self, batch: Any) -> Any:
         if isinstance(batch, Cut):
@@ -204,7 +207,7 @@ class BatchesAlone:
 
 
 class StreamLoader(RankLoader):
-    """DataLoader whose readers send what training is to know of a stream beside each batch."""
+    """DataLoader whose readers send information about the stream with each batch."""
 
     before_own = (BatchesAlone, OwnLength)
 
@@ -219,7 +222,7 @@ class StreamLoader(RankLoader):
 
 
 class Collate:
-    """Collation of a cut's samples, which leaves alone what is beside them."""
+    """Collate function for the samples of a `Cut`, whose other fields stay unchanged."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -229,7 +232,7 @@ class Collate:
 
 
 class Received:
-    """Receiver of what a loader's readers send: it hands on the batches, and keeps what is beside them.
+    """Receiver of the cuts that a loader's readers send: it yields the batches and records the other fields.
 
     Args:
         gather: see `training_stream`.
@@ -242,7 +245,7 @@ class Received:
         self._told: set[str] = set()
 
     def batches(self, cuts: Iterator[Cut]) -> Iterator[Any]:
-        """Yield batches, up to where the stream ends."""
+        """Yield batches until the stream ends."""
         for cut in cuts:
             if not cut.samples:
                 self._slices.end(cut)
@@ -269,10 +272,10 @@ class Received:
         return cut.batch
 
     def _compare(self, digest: int, of_pass: tuple[int, int]) -> None:
-        """Check that all readers begin with the same samples: the ranks at the first batch, this one's at any.
+        """Check that all readers begin with the same samples: all ranks once, and this rank's workers in each pass.
 
         Raises:
-            Refused: they do not.
+            Refused: the samples differ.
         """
         known = self._digests.get(of_pass)
         self._digests = {of_pass: digest}
@@ -305,13 +308,13 @@ class Received:
 
 
 class StreamSlices(TrainingSlices):
-    """Batch sampler of one rank: the places of its micro batches, until the stream ends.
+    """Batch sampler of one rank: yields the places of its micro-batches until the stream ends.
 
-    The place of a micro batch is the same as a map-style dataset's: a slice of the k-th G samples of the stream.
+    As with a map-style dataset, a micro-batch is a slice of the k-th G samples of the stream, G being the global batch.
 
     Args:
-        samples: of the stream, as its ``len()`` says; None where that is unknown.
-        readers: processes that read for this rank.
+        samples: the stream's ``len()``; None if it is unknown.
+        readers: number of processes that read for this rank.
     """
 
     def __init__(
@@ -329,10 +332,10 @@ class StreamSlices(TrainingSlices):
         self._drop_last = drop_last
         self._readers = readers
         self._turn = 0
-        self._short: tuple[Place, int] | None = None  # the pass's last step, and its samples
-        self._states: dict[int, Any] = {}  # of the dataset, by the step that comes next
+        self._short: tuple[Place, int] | None = None  # last step of the pass, if smaller, and its number of samples
+        self._states: dict[int, Any] = {}  # of the dataset, by the number of the next step
         self._begins: dict[str, int] = {}  # digests of the first samples of passes that were read from their start
-        self._continued: str | None = None  # the pass that went on from a state
+        self._continued: str | None = None  # pass that was resumed from a dataset state
         total = _ENDLESS if samples is None else samples
         super().__init__(None, total, drop_last, plan, rank, seed, at.epoch, at.step, combined)
 
@@ -359,10 +362,10 @@ class StreamSlices(TrainingSlices):
         self._begins |= (state or {}).get("begins", {})
 
     def state_at(self, step: int) -> dict[str, Any] | None:
-        """Return what a run that goes on at a step of the epoch needs; None at the epoch's start.
+        """Return the state that a run needs to resume at a step of the epoch; None at the epoch's start.
 
-        The state is the dataset's at the nearest known step up to this one; step 0 and None if there is none. Beside it
-        are digests of the samples that passes began with.
+        It holds the dataset's state at the nearest known step up to this one, or step 0 and None if there is none. It
+        also holds digests of the samples that passes began with.
         """
         nearest = max((one for one in self._states if one <= step), default=0)
         return {"step": nearest, "state": self._states.get(nearest), "begins": self._begins} if step else None
@@ -371,7 +374,7 @@ class StreamSlices(TrainingSlices):
         epoch, first = self.epoch, self._first_step()
         self._turn += 1
         self._short, self._states = None, {}
-        resumes = repeat(self._resume(first), self._readers)  # micro batches are dealt to readers in turn
+        resumes = repeat(self._resume(first), self._readers)  # one for each reader: micro-batches go to readers in turn
         for step in range(first, self.steps):
             cycle = step // self.own_steps
             key, begin = self._pass_key(epoch, cycle), cycle * self.own_steps
@@ -381,7 +384,7 @@ class StreamSlices(TrainingSlices):
     def _resume(self, step: int) -> Resume | None:
         if step == 0:
             return None
-        begin = step // self.own_steps * self.own_steps  # of the pass
+        begin = step // self.own_steps * self.own_steps  # first step of the pass
         if self._kept is None or not begin < self._kept["step"] <= step:
             return Resume(step - begin)
         self._states[self._kept["step"]] = self._kept["state"]
@@ -389,7 +392,7 @@ class StreamSlices(TrainingSlices):
         return Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
 
     def note(self, cut: Cut) -> None:
-        """Note what came beside a micro batch: how many samples its step has, and the state after it."""
+        """Record the number of samples of a micro-batch's step, and the dataset's state after it."""
         step = cut.place.step
         if cut.samples < self.plan.global_batch:
             self._short = cut.place, cut.samples
@@ -402,7 +405,7 @@ class StreamSlices(TrainingSlices):
         self._states = {one: state for one, state in self._states.items() if one >= latest}
 
     def _compare(self, of_pass: str, digest: int) -> None:
-        """Warn if a pass begins with other samples than it did in the run that is resumed."""
+        """Warn if a pass begins with other samples than in the run that is resumed."""
         if of_pass == self._continued:
             return
         if self._begins.get(of_pass, digest) != digest and self.rank == 0:
@@ -414,10 +417,10 @@ class StreamSlices(TrainingSlices):
         self._begins = {of_pass: digest}
 
     def end(self, cut: Cut) -> None:
-        """Note that the stream has ended before a step.
+        """Handle the end of the stream before a step; warn if the stream's ``len()`` is wrong.
 
         Raises:
-            Refused: it has none.
+            Refused: the stream has no samples, or too few for one step with ``drop_last``.
         """
         steps = cut.place.step - cut.place.begin
         if steps == 0 and self._drop_last:
@@ -434,7 +437,7 @@ class StreamSlices(TrainingSlices):
             )  # fmt: skip
 
     def samples_of(self, step: int, micro: int) -> list[int]:
-        """Return the positions in the stream, from 0, of this rank's samples in a micro batch."""
+        """Return the positions in the stream, from 0, of this rank's samples in a micro-batch."""
         begin, end = self._bounds(step, micro)
         return list(range(begin, max(end, begin + 1)))
 
@@ -445,11 +448,11 @@ class StreamSlices(TrainingSlices):
 
 
 class StreamRounds(Sampler[Any]):
-    """Batch sampler of an evaluation over a stream: the places of its rounds, until the stream ends.
+    """Batch sampler of an evaluation over a stream: yields the places of its rounds until the stream ends.
 
     Args:
-        samples: of the stream, as its ``len()`` says; None where that is unknown.
-        plan: of a round, without accumulation.
+        samples: the stream's ``len()``; None if it is unknown.
+        plan: plan of a round, without accumulation.
     """
 
     def __init__(self, samples: int | None, plan: BatchPlan) -> None:
@@ -471,7 +474,7 @@ class StreamRounds(Sampler[Any]):
             yield Place(self._turn, 0, 0, 0, step, 0)
 
     def note(self, cut: Cut) -> None:
-        """Do nothing: a round's samples count by the batch that they are in."""
+        """Do nothing: in an evaluation, each batch counts with its own number of samples."""
 
     def end(self, cut: Cut) -> None:
-        """Do nothing: each rank has made as many batches."""
+        """Do nothing: all ranks have made the same number of batches."""

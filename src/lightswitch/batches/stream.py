@@ -1,4 +1,4 @@
-"""A stream of samples, an IterableDataset, in a process that reads all of it and keeps its rank's slices."""
+"""Reader of a stream of samples (an IterableDataset): each process reads all of it and selects its rank's slices."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightswitch import patches
 from lightswitch.batches.order import mix, seed_generators
 from lightswitch.batches.plan import BatchPlan
 
-_COMPARED_SAMPLES = 16  # of the first that a reader meets, whose digest is compared among readers
-_STATE_SHARE = 0.05  # of the time, at most, that a reader spends on asking the dataset for its state
+_COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
+_STATE_SHARE = 0.05  # maximum share of a reader's time that the dataset's state_dict() takes
 
 Groups = Callable[[Iterator[Any]], Iterator[list[Any]]]
 _PLAIN = (bool, int, float, str, bytes)
-_ARRAY = "numpy"  # key of a dict that stands for an array, which a checkpoint would give back as a tensor
+_ARRAY = "numpy"  # key of a dict that represents an array, which a checkpoint would return as a tensor
 
 
 class Resume(NamedTuple):
-    """The step of a pass at which a run goes on, and the dataset's state at the nearest step before."""
+    """Step of a pass at which a run resumes, and the dataset's state at the nearest step before it."""
 
     step: int  # of the pass
     state_step: int = 0
@@ -36,36 +36,36 @@ class Resume(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A micro batch of a stream, as a loader asks a reader for it."""
+    """Position of a micro-batch in a stream, with which a loader requests it from a reader."""
 
-    turn: int  # which iteration over the loader: each begins at the stream's start, or where a run resumes
-    epoch: int  # that the dataset is told
-    key: int  # stands for the pass through the stream in its random numbers
+    turn: int  # number of the iteration over the loader; each begins at the stream's start, or where a run resumes
+    epoch: int  # passed to the dataset's set_epoch
+    key: int  # identifies the pass through the stream in its seeds
     begin: int  # steps of the epoch before this pass
     step: int  # of the epoch
     micro: int
-    resume: Resume | None = None  # beside the first place that a reader gets
+    resume: Resume | None = None  # only in the first place that a reader gets
 
 
 class Cut(NamedTuple):
-    """A micro batch as a reader sends it to training, with what training has to know of its step."""
+    """Micro-batch that a reader sends to training, with information about its step."""
 
     place: Place
-    batch: Any  # a list of samples; once collated, what the collation returns
-    samples: int  # of the whole step, over all ranks; 0 where the stream has ended
-    state: Any = None  # of the dataset after this step, packed; or Unkept
-    digest: int | None = None  # of the first samples that this reader has met, beside its first micro batch
-    skipped: tuple[int, float] | None = None  # samples, and seconds that they took, until a resumed run went on
+    batch: Any  # a list of samples; after collation, its result
+    samples: int  # of the whole step, over all ranks; 0 if the stream has ended
+    state: Any = None  # packed state of the dataset after this step, or Unkept
+    digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
+    skipped: tuple[int, float] | None = None  # samples that a resumed run skipped, and the seconds that took
 
 
 class Unkept(NamedTuple):
-    """Marker in place of a state that can't be kept in a checkpoint."""
+    """Marker for a state that a checkpoint can't store."""
 
     kind: str
 
 
 def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield global batches, and read no sample ahead of the one that is asked for."""
+    """Yield global batches, without reading samples ahead of the requested batch."""
     while (batch := list(islice(samples, size))) and (len(batch) == size or not drop_last):
         yield batch
 
@@ -73,8 +73,8 @@ def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterat
 def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
     """Yield rounds: the samples that all ranks evaluate together, at least one for each rank.
 
-    For that the last rounds are cut to similar sizes, as in `lightswitch.batches.order.EvaluationSlices`. Fewer samples
-    than ranks are one round.
+    To ensure that, the last rounds are split into similar sizes, as in `lightswitch.batches.order.EvaluationSlices`.
+    Fewer samples than ranks form one round.
     """
     ahead = list(islice(samples, size + replicas))
     while len(ahead) == size + replicas:
@@ -86,15 +86,15 @@ def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[An
 
 
 def last_rounds(samples: int, size: int, replicas: int) -> int:
-    """Return how many rounds so many samples make at a stream's end, fewer than ``size + replicas``."""
+    """Return the number of rounds for a stream's last samples, which are fewer than ``size + replicas``."""
     return max(1, min(-(-samples // size), samples // replicas)) if samples else 0
 
 
 class Reader(Dataset[Any]):
-    """Map-style dataset over a stream, indexed by `Place`: torch sends indices to workers, also to persistent ones.
+    """Map-style dataset over a stream, indexed by `Place`: torch sends indices to all workers, also to persistent ones.
 
     Args:
-        dataset: the user's, whose attributes are found, and set, here as well.
+        dataset: the user's dataset, whose attributes can be read and set here as well.
     """
 
     dataset: Any
@@ -107,24 +107,24 @@ class Reader(Dataset[Any]):
         return self.cursor.cut(self.dataset, place)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling: there is no dataset yet to ask
+        if name == "dataset":  # while unpickling, there is no dataset yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # by a worker_init_fn, of the dataset that it is given
+    def __setattr__(self, name: str, value: Any) -> None:  # a worker_init_fn may set attributes of the dataset
         setattr(self.dataset, name, value)
 
 
 class Cursor:
-    """The point that a reader has come to in a stream.
+    """Position of a reader in a stream.
 
-    Random numbers are drawn as a function of the position: whatever the stream shuffles by the generators of Python,
-    NumPy and torch is the same for every reader, and after a resume.
+    The generators of Python, NumPy and torch are seeded by the position, so that whatever the stream shuffles with them
+    is the same for every reader, and after a resume.
 
     Args:
-        rank: among the ``plan.replicas`` that read different samples.
-        groups: cuts the stream into what all ranks read in a step.
-        seeded_samples: number of samples after which generators are seeded anew.
+        rank: this process's data-parallel rank, below ``plan.replicas``.
+        groups: splits the stream into the samples that all ranks read in a step.
+        seeded_samples: number of samples after which generators are seeded again.
     """
 
     def __init__(self, plan: BatchPlan, rank: int, seed: int, groups: Groups, seeded_samples: int) -> None:
@@ -135,15 +135,15 @@ class Cursor:
         self._pass: tuple[int, int] | None = None
         self._groups: Iterator[list[Any]] = iter(())
         self._group: list[Any] = []
-        self._step = -1  # of the pass, which the group is of
-        self._holder: Any = None  # dataset or iterator that tells its state
+        self._step = -1  # step of the pass that the group belongs to
+        self._holder: Any = None  # dataset or iterator with a state dict
         self._next_state_seconds = 0.0
         self._skip: Resume | None = None
-        self._is_new = True  # the pass, of which nothing is read
+        self._is_new = True  # whether nothing of the pass has been read
         self._digest: int | None = None
 
     def cut(self, dataset: Any, place: Place) -> Cut:
-        """Return this rank's samples of a micro batch, and what training is to know of its step."""
+        """Return this rank's samples of a micro-batch, with information about its step."""
         with _without_worker_info():
             if (place.turn, place.key) != self._pass:
                 self._start(dataset, place)
@@ -155,7 +155,7 @@ class Cursor:
         begin, end = samples * index // slices, samples * (index + 1) // slices
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
         digest, self._digest = self._digest, None
-        seed_generators(mix(self.seed, place.key, place.step, index))  # for a collation that draws
+        seed_generators(mix(self.seed, place.key, place.step, index))  # for a random collate function
         return Cut(place._replace(resume=None), chosen, samples, state, digest, skipped)
 
     def _start(self, dataset: Any, place: Place) -> None:
@@ -184,7 +184,7 @@ class Cursor:
         return samples, resume.state_step
 
     def _read_to(self, step: int) -> tuple[int, float] | None:
-        """Read up to a step of the pass; return the samples and seconds that a resumed run has skipped to it."""
+        """Read up to a step of the pass; return the samples that a resumed run has skipped and the seconds, or None."""
         began = perf_counter()
         first, skip, self._skip = self._step + 1, self._skip, None
         while self._step < step:
@@ -211,7 +211,7 @@ class Cursor:
 
 
 def _seeded(samples: Iterator[Any], every_samples: int, block: int, seed: int, key: int) -> Iterator[Any]:
-    """Yield samples, with the generators seeded before each block of them."""
+    """Yield samples, and seed the generators before each block of them."""
     while True:
         seed_generators(mix(seed, key, block))
         for _ in range(every_samples):
@@ -224,7 +224,7 @@ def _seeded(samples: Iterator[Any], every_samples: int, block: int, seed: int, k
 
 @contextmanager
 def _without_worker_info() -> Iterator[None]:
-    """Let a dataset that splits itself by workers yield its whole stream in this worker."""
+    """Hide the worker's info, so that a dataset that splits itself by worker yields its whole stream."""
     if (worker := get_worker_info()) is None:
         yield
         return
@@ -236,20 +236,20 @@ def _without_worker_info() -> Iterator[None]:
 
 
 def _is_stateful(holder: Any) -> bool:
-    """Return whether an object tells its state and goes on from it, at the very sample."""
+    """Return whether an object can save its state and resume from it at the exact sample."""
     is_able = all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
     return is_able and not _loses_a_buffer(getattr(holder, "_ex_iterable", None))
 
 
 def _loses_a_buffer(part: Any) -> bool:
-    """Return whether a part of a Hugging Face dataset shuffles in a buffer, whose samples its state leaves out."""
+    """Return whether a Hugging Face dataset, or a part of it, shuffles in a buffer that its state omits."""
     inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
     known = type(part).__name__ == "BufferShuffledExamplesIterable"
     return known or any(_loses_a_buffer(one) for one in inner if one is not None)
 
 
 def _digest(samples: Sequence[Any]) -> int:
-    """Return a checksum of samples, equal in every process; objects that are no data count by their type."""
+    """Return a checksum of samples, equal in every process. Of objects that are not data, only the type counts."""
     digest = 0
     for leaf in tree_leaves(samples):
         digest = zlib.crc32(_content(leaf), digest)
@@ -267,10 +267,10 @@ def _content(leaf: Any) -> bytes:
 
 
 def packed(state: Any) -> Any:
-    """Return a state in plain types and tensors, as it is now.
+    """Return a copy of a state in plain types and tensors.
 
     Raises:
-        TypeError: it holds something else; the text is the name of its type.
+        TypeError: the state holds an object of another type, whose name is the message.
     """
     if state is None or type(state) in _PLAIN:
         return state
@@ -288,7 +288,7 @@ def packed(state: Any) -> Any:
 
 
 def unpacked(state: Any) -> Any:
-    """Return the state that was packed."""
+    """Return the state that `packed` has converted."""
     if isinstance(state, dict):
         if state.keys() == {_ARRAY, "dtype"}:
             return state[_ARRAY].numpy().astype(state["dtype"])

@@ -1,1 +1,1 @@
-"""Whether a module keeps the promises: short runs of it, measured and held against one another."""
+"""Check of a module: compares short runs of it between strategies and devices, and across a resume."""

@@ -1,7 +1,7 @@
-"""Why two runs differ: ten causes, each with the measurement that shows it and what to do about it.
+"""Ten causes of a difference between two runs, each with the measurement that shows it and a remedy.
 
-What is measured is what a module does, in one process and under a strategy, at the moments of a step. No cause is known
-by the name of a class, but batch norm.
+The measurements describe the module at certain moments of a step, in one process and under a strategy. Only batch norm
+is identified by the name of a class.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightswitch.checking.probe import (
 from lightswitch.checking.runs import Measured
 from lightswitch.errors import listed
 
-_REPRODUCED = 0.5  # of the strategy's difference, that micro batches in one process make as well
-_FITS = 0.1  # of a gradient's difference from the mean of its micro batches', that a weighted sum may leave
-_SUM = 0.05  # how near to a sum the weights are
+_REPRODUCED = 0.5  # largest difference from one process with the same micro-batches, relative to the strategy's
+_FITS = 0.1  # largest residual of a weighted sum, relative to that of a mean over micro-batches
+_SUM = 0.05  # relative tolerance of the weights of a sum
 
-# What runs between two moments, of the module's own
+# The module's code that runs between the previous moment and each of these
 _BETWEEN = {
     FORWARD: ("on_train_batch_start", "training_step", "on_before_backward"),
     BACKWARD: ("the backward pass", "on_after_backward"),
@@ -40,18 +40,18 @@ _BETWEEN = {
     STEPPED: ("the optimizer's step",),
     START: ("on_train_batch_end", "on_train_epoch_end"),
 }
-_ALWAYS = ("training_step", "the backward pass", "the optimizer's step")  # a module need not define them
+_ALWAYS = ("training_step", "the backward pass", "the optimizer's step")  # even if the module does not define them
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A probable cause of a difference.
+    """Probable cause of a difference.
 
     Attributes:
-        name: of the ten, or "unknown".
-        told: what was measured.
+        name: one of the ten, or "unknown".
+        told: the measurement that shows it.
         remedy: what to do about it.
-        when: what differs first, and between which moments it changes.
+        when: the first tensor that differs, and the moments between which it changes.
     """
 
     name: str
@@ -87,12 +87,12 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Evidence:
-    """Runs of a way and of one process, with all of their moments.
+    """Moments of a run under a way to train, and of runs in one process.
 
     Attributes:
         one: moments of one process.
-        cut: those of one process that takes the micro batches of the way; empty where the cut is the same.
-        way: those of the way.
+        cut: moments of one process with the way's micro-batches; empty if the micro-batches are the same.
+        way: moments of the way.
     """
 
     one: Sequence[Mapping[str, Any]]
@@ -101,7 +101,7 @@ class Evidence:
 
 
 def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
-    """Yield what breaks promises in one process already: equal starts, and a resume."""
+    """Yield the causes that one process shows: uncounted steps, different equal starts, or a different resume."""
     whole, killed, resumed = (one.states.get(name, {}) for name in ("whole", "killed", "resumed"))
     counted = [state.counted for state in whole.values()]
     moved = comparison.parameters({max(whole): whole[min(whole)]}).first
@@ -132,7 +132,7 @@ def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
 
 
 def of_failure(way: Measured) -> Cause:
-    """Return the cause of a run that fails under a strategy, and trains in one process."""
+    """Return the cause of a run that fails under a strategy but trains in one process."""
     return _cause("operation that the strategy can't do", f"{way.way.name} raises {way.whole.problem}")
 
 
@@ -140,7 +140,7 @@ def of_difference(evidence: Evidence, comparison: Comparison, whole: States) -> 
     """Return the cause of a way's difference from one process.
 
     Args:
-        whole: the states of the way.
+        whole: states of the way's whole run.
     """
     first = comparison.all_tensors(whole).first
     loss = comparison.loss(whole).first
@@ -158,7 +158,7 @@ def _of_difference(
     evidence: Evidence, comparison: Comparison, whole: States, module: Mapping[str, Any]
 ) -> Cause | None:
     differing = comparison.all_tensors(whole)
-    metric = comparison.loss(whole).first or comparison.logged(whole).first  # of a step by hand, what it logs itself
+    metric = comparison.loss(whole).first or comparison.logged(whole).first  # the latter in manual optimization
     in_first_forward = metric is not None and metric.step == 1
     norms: list[str] = module["batch_norms"]
     apart = next(
@@ -195,7 +195,7 @@ def _of_difference(
     same = "one process that takes the micro batches of a device gives the same run"
     if left <= _FITS:
         total = math.fsum(weights)
-        squared = len(weights) ** 2  # a part's gradient comes divided by their number
+        squared = len(weights) ** 2  # each micro-batch's gradient comes divided by their number
         kind = "a sum" if abs(total - squared) <= _SUM * squared else "a mean over something else"
         return _cause(
             "loss that is no mean over samples", f"{same}; the loss of a batch is {kind} of its parts' losses"
@@ -208,16 +208,16 @@ def _cause(name: str, told: str) -> Cause:
 
 
 def _differs(comparison: Comparison, one: States, other: States) -> Any:
-    """Return the first difference of two runs of one way, in tensors or else in the loss."""
+    """Return the earliest difference between two runs of one way; in one step, a tensor's before the loss's."""
     found = (compared.first for compared in reversed(comparison.again(one, other)))
     return min((first for first in found if first is not None), key=lambda first: first.step, default=None)
 
 
 def _changes(moments: Sequence[Mapping[str, Any]], name: str, step: int) -> Iterator[tuple[str, float]]:
-    """Yield the moments of a step up to which a tensor has changed since the moment before, and by how much.
+    """Yield the moments of a step by which a tensor has changed since the previous moment, and the change's norm.
 
     Args:
-        step: from 1; its last moment is the start of the next.
+        step: number of the step, from 1; its last moment is the start of the next step.
     """
     before: Digest | None = None
     earlier = ""
@@ -228,13 +228,13 @@ def _changes(moments: Sequence[Mapping[str, Any]], name: str, step: int) -> Iter
         if not is_of_step or (now := one["digests"].get(f"{MODEL}{name}")) is None:
             continue
         if before is not None and (change := digests.norm(digests.minus(now, before))):
-            # of several optimizers that are stepped by hand, each one's step ends at the next one's forward pass
+            # with several manually stepped optimizers, each optimizer's step ends at the next one's forward pass
             yield STEPPED if earlier == BEFORE_STEP else one["moment"], change
         before, earlier = now, one["moment"]
 
 
 def _moments_of(name: str, step: int, moments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the moments up to which a tensor changes outside of an optimizer's step."""
+    """Return the moments by which a tensor has changed outside of an optimizer step."""
     return list(dict.fromkeys(moment for moment, _ in _changes(moments, name, step) if moment != STEPPED))
 
 
@@ -247,13 +247,13 @@ def _is_written_in(moment: str, name: str, step: int, moments: Sequence[Mapping[
 
 
 def _told(moment: str, hooks: Sequence[str]) -> str:
-    """Return what of the module's runs up to a moment."""
+    """Return the names of the module's code that runs before a moment."""
     named = [one for one in _BETWEEN[moment] if one in hooks or one in _ALWAYS]
     return listed(named or list(_BETWEEN[moment][:1]), separator=" or ")
 
 
 def _when(name: str, step: int, evidence: Evidence, hooks: Sequence[str]) -> str:
-    """Return between which moments a tensor changes, in one process and under the strategy."""
+    """Return which code changes a tensor in one process, and whether it changes under the strategy at all."""
     if name.startswith(OPTIMIZER):
         return f"{name} differs first, after step {step}: it changes in the optimizer's step"
     here = list(dict.fromkeys(moment for moment, _ in _changes(evidence.one, name, step)))
@@ -265,7 +265,7 @@ def _when(name: str, step: int, evidence: Evidence, hooks: Sequence[str]) -> str
 
 
 def _unequal_buffers(moments: Sequence[Mapping[str, Any]], comparison: Comparison, norms: Sequence[str]) -> list[str]:
-    """Return the buffers of which ranks hold different copies at some moment, without those of batch norms."""
+    """Return the buffers whose copies differ between ranks at some moment, without those of batch norms."""
     found = (name.removeprefix(MODEL) for one in moments for name in one.get("unequal", ()))
     return list(
         dict.fromkeys(name for name in found if name not in comparison.names and name.rpartition(".")[0] not in norms)
@@ -273,7 +273,7 @@ def _unequal_buffers(moments: Sequence[Mapping[str, Any]], comparison: Compariso
 
 
 def _reproduces(evidence: Evidence, whole: States, comparison: Comparison) -> bool:
-    """Return whether one process that takes the way's micro batches differs as the way does."""
+    """Return whether one process with the way's micro-batches shows the same difference as the way."""
     cut = {one["step"]: State(one["digests"], one["metrics"], 0, {}) for one in evidence.cut if one["moment"] == START}
     there, again = comparison.loss(whole), comparison.loss(cut)
     if not again.count:
@@ -288,10 +288,13 @@ def _largest(comparison: Comparison, one: States, other: States) -> float:
 
 
 def _weights_of_micro_batches(evidence: Evidence) -> tuple[list[float], float]:
-    """Return the weights by which the gradients of a step's micro batches add up to that of its whole batch, and what
-    part of the difference from equal weights they leave: least squares over the digests of all gradients.
+    """Fit a weighted sum of the gradients of a step's micro-batches to the gradient of its whole batch.
 
-    A mean over samples has weights of 1, as micro batches' losses come divided by their number.
+    The fit minimizes the squared error over the digests of all gradients. A mean over samples has weights of 1, because
+    the losses of micro-batches are divided by their number.
+
+    Returns:
+        The weights, and the residual relative to that of equal weights.
     """
     whole = _gradients(evidence.one, 0)[-1:]
     sums = _gradients(evidence.cut, 0)
@@ -314,7 +317,7 @@ def _weights_of_micro_batches(evidence: Evidence) -> tuple[list[float], float]:
 
 
 def _gradients(moments: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Digest]]:
-    """Return the gradients that a step's micro batches have added up to, one after the other."""
+    """Return the accumulated gradients after each of a step's micro-batches."""
     return [
         {name: digest for name, digest in one["digests"].items() if name.startswith(GRADIENT)}
         for one in moments

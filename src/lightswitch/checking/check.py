@@ -1,4 +1,4 @@
-"""A check of a module: one process, and ways to train that are held against it, in as few runs as it takes."""
+"""Check of a module: compares ways to train with one process, in as few runs as possible."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _OF_PROBE = "callbacks.check_probe"
 
 
 class Check:
-    """Runs of a module under ways to train, each started when it is asked for, and once.
+    """Runs of a module under several ways to train, each started once, when it is first needed.
 
     Args:
-        starter: of the script.
-        folder: of the runs.
+        starter: starts runs of the script.
+        folder: folder of the runs.
         words: overrides of every run; they save a checkpoint after half of the steps.
-        steps: that a run trains for.
-        devices: that it is told of.
-        global_batch: samples a step.
-        micro_batch: samples that a device takes at once; None for its whole share.
-        eps: of the numbers that runs compute with.
-        is_exact: on these devices, equal starts are equal to the bit.
+        steps: number of steps that a run trains.
+        devices: number of devices in the report.
+        global_batch: samples of a step.
+        micro_batch: samples that a device processes at once; None for its whole share.
+        eps: machine epsilon of the dtype that runs compute in.
+        is_exact: equal starts are bitwise equal on these devices.
     """
 
     def __init__(
@@ -57,17 +57,16 @@ class Check:
         self._ended: dict[tuple[Way, str], Ended] = {}
 
     def closely(self, ways: Sequence[Way]) -> Found:
-        """Measure every promise under every way, and look for the cause of what differs."""
+        """Measure every promise under every way, and find the cause of each difference."""
         return self._found({way.name: self._closely(way) for way in (SINGLE, *ways)})
 
     def briefly(self, ways: Sequence[Way]) -> Found:
-        """Measure in two runs a way whether it is the same run as one process, and goes on from what another way has
-        saved; closely, where one is not.
+        """Check each way in two runs: whether it gives the run of one process, and resumes another way's checkpoint.
 
-        A way that differs for a known cause is what the next ones are held against as well: one batch norm makes
-        another run of two devices, and of all ways at two devices the same one.
+        A way that does not is measured closely. If it differs for a known cause, the next ways are compared with it as
+        well: batch norm, for example, changes the run on two devices, but equally under all ways on two devices.
         """
-        alike: list[list[Way]] = [[SINGLE]]  # ways that are the same run
+        alike: list[list[Way]] = [[SINGLE]]  # groups of ways that give the same run
         rows: dict[str, tuple[list[Cell], list[Cause]]] = {"single": ([], [])}
         for way in ways:
             for others in alike:
@@ -79,7 +78,7 @@ class Check:
                     break
             else:
                 rows[way.name] = self._closely(way)
-                if self._causes_in_one:  # what one process does not do twice hides whatever else differs
+                if self._causes_in_one:  # one process that does not repeat itself hides all other differences
                     rows["single"] = self._closely(SINGLE)
                     return self._found(rows)
                 if self.whole(way).code == 0 and all(one.name != UNKNOWN for one in rows[way.name][1]):
@@ -92,11 +91,11 @@ class Check:
         return self.start(way, "whole")
 
     def start(self, way: Way, name: str, resume: Path | None = None, words: Sequence[str] = (), **probe: Any) -> Ended:
-        """Return a run of a way, which is started unless there is one of its name.
+        """Return a way's run of a given name; start it if it has not run yet.
 
         Args:
-            name: of its folder.
-            resume: the checkpoint that it goes on from.
+            name: name of its folder.
+            resume: checkpoint to resume from.
             words: further overrides.
             probe: further arguments of the probe.
         """
@@ -143,7 +142,7 @@ class Check:
         return row, list(self._causes(measured, row))
 
     def _measured(self, way: Way) -> Measured:
-        """Run a way, kill it after half of its steps and resume it, and export what it has saved."""
+        """Run a way, kill it after half of its steps, resume it, and export its last checkpoint."""
         log.info("checks     %s, %d device%s", way.name, way.ranks, "s" if way.ranks > 1 else "")
         whole = self.whole(way)
         if whole.code or not states(whole.moments):
@@ -163,14 +162,14 @@ class Check:
         return self.start(way, "killed", kill_after_step=self._steps // 2 + 1)
 
     def _causes(self, way: Measured, row: Sequence[Cell]) -> Iterator[Cause]:
-        """Yield why a way differs from one process, from runs that write down all of their moments."""
+        """Yield why a way differs from one process, from runs that record all of their moments."""
         if way.way == SINGLE:
             yield from self._causes_in_one
             return
         if way.whole.code and not way.whole.is_refused:
             yield causes.of_failure(way)
         if not any(cell.status == "differs" and cell.promise in DIAGNOSED for cell in row) or self._causes_in_one:
-            return  # what one process does not do twice, no other way does
+            return  # if one process does not repeat itself, no other way does
         log.info("looks for  the cause under %s", way.way.name)
         evidence = Evidence(
             self._by_moments(SINGLE, "moments"), self._cut_as(way.way), self._by_moments(way.way, "moments")
@@ -186,7 +185,7 @@ class Check:
         return list(causes.of_one(self._one, self.comparison))
 
     def _cut_as(self, way: Way) -> list[dict[str, Any]]:
-        """Return the moments of one process that takes the micro batches of a way; none where they are its own."""
+        """Return the moments of one process with a way's micro-batches; empty if its micro-batches are the same."""
         micro, own = (BatchPlan.derive(self._global_batch, self._micro_batch, n).micro_batch for n in (way.ranks, 1))
         if micro == own:
             return []
@@ -196,7 +195,7 @@ class Check:
         return self.start(way, name, words=words, every_moment=True).moments
 
     def _in_brief(self, way: Way, others: Sequence[Way]) -> list[Cell]:
-        """Hold a way against others that are the same run, the last of which has saved what it resumes."""
+        """Compare a way with ways that give the same run, and resume it from a checkpoint of the last of them."""
         base = None if others[0] == SINGLE else states(self.whole(others[0]).moments)
         whole = Measured(way, self.whole(way))
         row = cells_in_brief(whole, self.comparison, base)
@@ -210,7 +209,7 @@ class Check:
         return self._closely(SINGLE) if any(cell.is_broken for cell in row) else (row, [])
 
     def _from(self, saver: Way, way: Way) -> Ended | None:
-        """Return a way's run from the first checkpoint that another has kept, if there is one."""
+        """Return a way's run from the first checkpoint that another way has saved, if there is one."""
         saved = self.whole(saver).run_dir / "checkpoints"
         found = sorted(saved.glob("step_*.ckpt"), key=lambda path: int(path.stem.removeprefix("step_")))
         return self.start(way, f"from_{saver.name}", resume=found[0]) if found else None

@@ -1,4 +1,4 @@
-"""Two runs held against one another, moment by moment, and what of their difference is more than rounding."""
+"""Comparison of two runs step by step, which distinguishes differences from rounding."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightswitch.checking.digests import Digest
 from lightswitch.checking.probe import MODEL, OPTIMIZER, START
 
 LOSS = "train/loss"
-_ALLOWED = 1e-5  # of 32-bit numbers, relative: the promise's own
-_ROUNDING = 16  # units in the last place of a tensor, in the norm
-_ABOVE_NUDGE = 10  # times what a nudged run comes to: the other cut adds otherwise in each operation
+_ALLOWED = 1e-5  # relative difference that the promise allows, for 32-bit numbers
+_ROUNDING = 16  # units in the last place, in the norm of a tensor
+_ABOVE_NUDGE = 10  # times the difference of a nudged run: another split sums in another order in each operation
 EPS_32 = 2.0**-23
 
 
 @dataclass(frozen=True)
 class State:
-    """State before a step, which is the one after the step before.
+    """State before a step, which is the state after the previous step.
 
     Attributes:
-        digests: of tensors, by name.
-        metrics: that were logged, by name.
+        digests: digests of tensors, by name.
+        metrics: logged metrics, by name.
         counted: optimizer steps, as the Trainer counts them.
-        unequal: ranks whose copy differs, by name.
+        unequal: ranks whose copy of a tensor differs, by tensor name.
     """
 
     digests: Mapping[str, Digest]
@@ -36,11 +36,11 @@ class State:
     unequal: Mapping[str, list[int]]
 
 
-States = Mapping[int, State]  # by the number of steps that were taken before
+States = Mapping[int, State]  # by the number of steps taken before
 
 
 def states(moments: Iterable[Mapping[str, Any]]) -> dict[int, State]:
-    """Return the states before each step, and after the last."""
+    """Return the states before each step and after the last one."""
     return {
         one["step"]: State(one["digests"], one["metrics"], one["counted"], one["unequal"])
         for one in moments
@@ -50,12 +50,12 @@ def states(moments: Iterable[Mapping[str, Any]]) -> dict[int, State]:
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference of two runs.
+    """First difference between two runs.
 
     Attributes:
-        name: of a tensor as the module has it, of a state of an optimizer, or of a metric.
-        step: after which it differs, from 1; 0 for the state at the start.
-        relative: norm of the difference by the norm of the tensor.
+        name: name of a tensor of the module, of a state of an optimizer, or of a metric.
+        step: step after which it differs, from 1; 0 for the state at the start.
+        relative: norm of the difference divided by the norm of the tensor.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs, in quantities of one kind.
+    """Comparison of two runs in quantities of one kind.
 
     Attributes:
-        largest: relative difference over all steps, of all tensors together, or of the metric that differs most.
-        first: what differs by more than rounding; None where nothing does.
-        differing: names of all that differ at that step.
-        count: of what was compared.
+        largest: largest relative difference over all steps, of all tensors together or of the metric that differs most.
+        first: first difference beyond rounding; None if there is none.
+        differing: names of all quantities that differ at that step.
+        count: number of compared values.
     """
 
     largest: float
@@ -81,19 +81,20 @@ class Compared:
 
 
 class Comparison:
-    """Comparison of runs with one run, of one process.
+    """Comparison of runs with a reference run of one process.
 
-    A difference counts where it is larger than what becomes of rounding: that is measured by a run whose initial
-    weights are nudged by some units in the last place. A bias whose gradient is nothing but rounding, and that Adam
-    moves all the same, so holds; an average of weights that never moves does not.
+    A difference counts if it is larger than the effect of rounding. A run whose initial weights are nudged by some
+    units in the last place measures that effect. Thus a bias whose gradient is only rounding error, but which Adam
+    moves anyway, passes; an average of weights that never moves does not.
 
     Args:
-        one: its states.
-        again: returns those of an equal start. Where it differs, so does the nudged run, and tells nothing of rounding.
-        nudged: returns those of the nudged run; neither is called before something differs.
-        parameters: the names of the module's parameters; all else of the module are buffers.
-        eps: of the numbers that the run computes with.
-        is_exact: on this device, equal starts are equal to the bit.
+        one: states of the reference run.
+        again: returns the states of an equal start. If it differs, so does the nudged run, which then does not show the
+            effect of rounding.
+        nudged: returns the states of the nudged run. Neither function is called before something differs.
+        parameters: names of the module's parameters; all other tensors of the module are buffers.
+        eps: machine epsilon of the dtype that the run computes in.
+        is_exact: equal starts are bitwise equal on this device.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Comparison:
 
     @cached_property
     def _unsteady(self) -> set[str]:
-        """Names of what is logged and differs between equal starts whose tensors do not, as a time."""
+        """Names of logged values, such as times, that differ between equal starts whose tensors do not."""
         if self.again(self._started_again, self.one)[1].first is not None:
             return set()
         return {
@@ -134,8 +135,10 @@ class Comparison:
         }
 
     def again(self, other: States, base: States) -> tuple[Compared, Compared]:
-        """Compare the losses, and all tensors, of two runs of one way, which are equal to the bit where devices are
-        exact."""
+        """Compare the losses, and all tensors, of two runs of one way.
+
+        On exact devices, the two are expected to be bitwise equal, so the nudged run is not used.
+        """
         rounds = not self.is_exact
         return (
             self._metrics(other, lambda name: name == LOSS, base, rounds),
@@ -146,12 +149,12 @@ class Comparison:
         """Compare parameters with those of another run.
 
         Args:
-            base: what to hold it against in place of the one process.
+            base: states to compare with; None for those of the reference run.
         """
         return self._tensors(other, lambda name: name in self._parameters, base)
 
     def buffers(self, other: States, base: States | None = None) -> Compared:
-        """Compare buffers, persistent or not, and what else a module has in its state."""
+        """Compare buffers, persistent or not, and other entries of the module's state."""
         return self._tensors(other, lambda name: name.startswith(MODEL) and name not in self._parameters, base)
 
     def optimizers(self, other: States, base: States | None = None) -> Compared:
@@ -167,7 +170,7 @@ class Comparison:
         return self._metrics(other, lambda name: name == LOSS, base)
 
     def logged(self, other: States, base: States | None = None) -> Compared:
-        """Compare what else is logged, without what two equal starts log otherwise."""
+        """Compare the other logged values, without those that differ between two equal starts."""
         found = self._metrics(other, lambda name: name != LOSS, base)
         if found.first is None or not self._unsteady:
             return found
@@ -194,14 +197,14 @@ class Comparison:
         return Compared(largest, first, tuple(one.name for one in differing), count)
 
     def _allowed(self, name: str, step: int, here: State) -> float:
-        """Return the norm that the difference of a tensor may have."""
+        """Return the largest allowed norm of a tensor's difference."""
         whole = digests.norm(here.digests[name])
         before = self._start.digests.get(name)
         changed = whole if before is None else digests.norm(digests.minus(here.digests[name], before))
         return _ROUNDING * self._eps * whole + _ALLOWED * self._eps / EPS_32 * changed
 
     def _is_more(self, apart: float, allowed: float, rounds: bool, name: str, step: int) -> bool:
-        """Return whether a difference is more than what is allowed, beside what a nudge of the weights comes to."""
+        """Return whether a difference exceeds the allowed one, plus a multiple of the nudged run's if `rounds`."""
         if apart <= allowed or not rounds:
             return not apart <= allowed
         nudges = (_between(name, here, there) for at, here, there in _common(self.one, self._nudged) if at <= step)
@@ -225,7 +228,7 @@ class Comparison:
 
 
 def unequal(other: States, wanted: Container[str] | None = None) -> Iterator[tuple[int, str, list[int]]]:
-    """Yield the step, the name and the ranks of each tensor of which ranks hold different copies."""
+    """Yield the step, the name and the ranks of each tensor whose copies differ between ranks."""
     for step, state in sorted(other.items()):
         for name, ranks in state.unequal.items():
             if wanted is None or name in wanted:
@@ -237,14 +240,14 @@ def _common(one: States, other: States) -> list[tuple[int, State, State]]:
 
 
 def _between(name: str, one: State, other: State) -> float:
-    """Return how far a tensor or a metric of two states is apart; 0 where one has none."""
+    """Return the distance of a tensor or metric between two states; a missing metric counts as 0."""
     if name in one.digests and name in other.digests:
         return digests.norm(digests.minus(other.digests[name], one.digests[name]))
     return _apart(one.metrics.get(name, 0.0), other.metrics.get(name, 0.0))
 
 
 def _kind(name: str) -> str:
-    """Return which tensors are taken together: all of a module, and each kind of an optimizer's state."""
+    """Return the group that a tensor is compared in: all of the module, or one kind of optimizer state."""
     return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else MODEL
 
 

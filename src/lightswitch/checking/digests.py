@@ -1,8 +1,8 @@
-"""Digests of tensors that stay linear: of a difference, of a sum over shards, of a change since an earlier moment.
+"""Linear digests of tensors: a digest of a difference, a sum over shards, or a change since an earlier moment.
 
-A digest is a few sums of a tensor's elements under random signs, in double precision. The mean square of their
-difference estimates the squared norm of the tensors' difference (Alon, Matias and Szegedy 1996), to some 20 % here; two
-tensors with one differing bit have different digests.
+A digest is a few sums of a tensor's elements under random signs, in double precision. The mean square of two digests'
+difference estimates the squared norm of the tensors' difference (Alon, Matias and Szegedy 1996), to about 20 % here.
+Two tensors with one differing bit have different digests.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.distributed.tensor import DTensor
 
 from lightswitch.checkpoints.shards import Piece, Stored, local
 
-LENGTH = 16  # of a digest, in sums
+LENGTH = 16  # number of sums in a digest
 _ROW, _ROWS = 1024, 4093  # signs repeat after their product, where only exactly opposite differences would cancel
-_BLOCK_ROWS = 1024  # that are converted to double precision at once
+_BLOCK_ROWS = 1024  # number of rows that are converted to double precision at once
 
 Digest = list[float]  # LENGTH numbers
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Digest of what a rank holds of a tensor.
+    """Digest of a rank's shard of a tensor.
 
     Attributes:
-        first: index of its first element in the whole tensor, flattened.
-        count: of its elements.
+        first: index of the shard's first element in the flattened whole tensor.
+        count: number of the shard's elements.
     """
 
     first: int
@@ -43,11 +43,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Merged:
-    """Tensors of all ranks.
+    """Digests of tensors, merged over all ranks.
 
     Attributes:
-        digests: of each whole tensor, by name.
-        unequal: ranks whose copy of a shard differs from the first rank that holds it, by name.
+        digests: digest of each whole tensor, by name.
+        unequal: ranks whose copy of a shard differs from that of the first rank that holds it, by tensor name.
     """
 
     digests: dict[str, Digest]
@@ -56,8 +56,10 @@ class Merged:
 
 @torch.no_grad()
 def shards(tensors: Mapping[str, Stored]) -> dict[str, Shard]:
-    """Return the digests of what this rank holds of some tensors, by name. Collective where a DTensor is cut along
-    another dimension than its first."""
+    """Return the digests of this rank's shards of tensors, by name.
+
+    Collective if a DTensor is sharded along another dimension than its first.
+    """
     found = {name: _shard(tensor) for name, tensor in tensors.items()}
     names = list(found)
     sums = torch.stack([found[name][2].cpu() for name in names]).tolist() if names else []
@@ -65,7 +67,7 @@ def shards(tensors: Mapping[str, Stored]) -> dict[str, Shard]:
 
 
 def gathered(own: Mapping[str, Shard]) -> Merged:
-    """Bring the shards of all ranks together. Collective."""
+    """Merge the shards of all ranks. Collective."""
     ranks: list[Any] = [own]
     if dist.is_available() and dist.is_initialized():
         ranks = [None] * dist.get_world_size()
@@ -74,7 +76,7 @@ def gathered(own: Mapping[str, Shard]) -> Merged:
 
 
 def merged(ranks: Sequence[Mapping[str, Shard]]) -> Merged:
-    """Bring shards together, the first copy of each, given those of each rank."""
+    """Merge the shards of each rank, using the first copy of each shard."""
     digests: dict[str, Digest] = {}
     unequal: dict[str, list[int]] = {}
     names = dict.fromkeys(name for rank in ranks for name in rank)
@@ -96,7 +98,7 @@ def norm(digest: Digest) -> float:
 
 
 def minus(one: Digest, other: Digest) -> Digest:
-    """Return the digest of the difference of two tensors; equal ones that are not finite have none."""
+    """Return the digest of the difference of two tensors, with 0 for equal sums that are not finite."""
     return [0.0 if _same([a], [b]) else a - b for a, b in zip(one, other, strict=True)]
 
 
@@ -117,7 +119,7 @@ def _shard(tensor: Stored) -> tuple[int, int, Tensor]:
 
 
 def _first_of(tensor: DTensor) -> int | None:
-    """Return where a rank's box begins in the flattened tensor; None where its elements do not follow one another."""
+    """Return the index of a rank's first element in the flattened tensor; None if its elements are not contiguous."""
     (box, *others) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's
     offsets, sizes, shape = box.offsets, box.sizes, tensor.shape
     if others or tuple(sizes[1:]) != tuple(shape[1:]):
@@ -126,7 +128,7 @@ def _first_of(tensor: DTensor) -> int | None:
 
 
 def _sums(values: Tensor, first: int) -> Tensor:
-    """Return the signed sums of elements from ``first`` on: (LENGTH,), in double precision, on the CPU."""
+    """Return the signed sums of elements from index ``first`` on: (LENGTH,), in double precision, on the CPU."""
     flat = values.reshape(-1)
     if flat.is_complex():
         flat, first = torch.view_as_real(flat).reshape(-1), 2 * first

@@ -1,4 +1,4 @@
-"""The callback that measures a run which `mode=check` has started, and stops or kills it."""
+"""Callback that measures a run of `mode=check`, and stops or kills it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightswitch.strategies.replicas import EqualReplicas
 FILE = "moments.jsonl"
 MODULE = "module"
 START, FORWARD, BACKWARD, BEFORE_STEP, STEPPED = "start", "forward", "backward", "before_step", "stepped"
-MODEL, GRADIENT, OPTIMIZER = "model.", "gradient.", "optimizer."  # how names of tensors begin
+MODEL, GRADIENT, OPTIMIZER = "model.", "gradient.", "optimizer."  # prefixes of tensor names
 _HOOKS = (
     *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "training_step", "on_before_backward"),
     *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_before_zero_grad"),
@@ -38,14 +38,15 @@ _HOOKS = (
 
 
 class Probe(Callback):
-    """Callback that writes down the state of a run at its moments: a line of JSON each, in ``folder``/moments.jsonl.
+    """Callback that records the state of a run at certain moments, as lines of JSON in ``folder``/moments.jsonl.
 
     Args:
-        folder: that rank 0 writes to.
-        steps: after which the run is stopped.
-        every_moment: write down those within a step as well: after forward, after backward, after the step.
-        kill_after_step: the step at whose end each rank kills itself, once the last checkpoint is written.
-        nudge: relative size of a change of the initial weights, to see what rounding may come to.
+        folder: folder that rank zero writes to.
+        steps: number of steps after which the run is stopped.
+        every_moment: also record moments within a step: after forward, after backward, before and after the optimizer
+            step.
+        kill_after_step: step at whose end each rank kills itself, once the last checkpoint is written.
+        nudge: relative change of the initial weights, to measure the effect of rounding.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class Probe(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in callbacks_of(trainer):
             if isinstance(callback, EqualReplicas):
-                callback.only_tell()  # what differs is to be measured
+                callback.only_tell()  # differences are to be measured, not to end the run
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:
-            patches.replace(trainer, "limit_val_batches", 0)  # no epoch ends here, and none waits for its metrics
+            patches.replace(trainer, "limit_val_batches", 0)  # no epoch ends, so none needs validation metrics
         if self._nudge and trainer.ckpt_path is None:
             _nudge(pl_module, self._nudge)
         self._write(trainer, {"moment": MODULE, **_described(pl_module)})
@@ -113,7 +114,7 @@ class Probe(Callback):
         self._note_start(trainer, pl_module, _batch(trainer) + 1)
 
     def _note_start(self, trainer: Trainer, module: LightningModule, batches: int) -> None:
-        """Write down the state before a step, which is the state after the one before. Collective."""
+        """Record the state before a step, which is the state after the previous step. Collective."""
         tensors = {f"{MODEL}{name}": value for name, value in _state(trainer, module).items()}
         metrics = {name: value.double().item() for name, value in trainer.callback_metrics.items()}
         self._put(trainer, START, batches, {**tensors, **_optimizer_states(trainer)}, metrics=metrics)
@@ -121,7 +122,7 @@ class Probe(Callback):
     def _note(
         self, trainer: Trainer, module: LightningModule, moment: str, with_gradients: bool = False, **told: Any
     ) -> None:
-        """Write down a moment within a step. Collective."""
+        """Record a moment within a step. Collective."""
         tensors = {f"{MODEL}{name}": value for name, value in _state_within_step(trainer, module).items()}
         if with_gradients and trainer.world_size == 1:
             found = names.parameters(module).items()
@@ -142,7 +143,7 @@ class Probe(Callback):
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the moments that a run has written down; a line that it was killed in is left out."""
+    """Return the moments that a run has recorded, without a line that is incomplete because the run was killed."""
     path = folder / FILE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
@@ -161,18 +162,18 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """Return the names of the batch norms whose statistics are those of a device's own samples."""
+    """Return the names of the batch norms whose statistics are those of one device's samples."""
     parts = ((name, part) for name, part in module.named_modules() if not isinstance(part, nn.SyncBatchNorm))
     return [names.own_name(name) for name, part in parts if isinstance(part, _BatchNorm)]
 
 
 def _batch(trainer: Trainer) -> int:
-    """Return the number of the micro batch that is trained, over all epochs, from 0."""
+    """Return the index of the current micro-batch over all epochs, from 0."""
     return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
 def _state(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
-    """Return what is held of parameters, of buffers, persistent or not, and of what else `state_dict` has."""
+    """Return this rank's parameters, buffers (persistent or not), and other tensors of the state dict."""
     strategy = trainer.strategy
     whole = strategy.lightning_module_state_dict()
     found = {name: value for name, value in whole.items() if names.is_stored(value)}
@@ -180,8 +181,7 @@ def _state(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
 
 
 def _state_within_step(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
-    """Return the state where each rank holds all of it; where it is sharded, parameters are not whole within a step,
-    and buffers alone are returned."""
+    """Return the state if each rank holds all of it; else only buffers, as parameters are sharded in a step."""
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return _state(trainer, module)

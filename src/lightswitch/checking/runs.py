@@ -1,4 +1,4 @@
-"""The runs by which a way to train is measured, each rank forked from a server that has imported torch already."""
+"""Runs that measure a way to train. Each rank is forked from a server that has imported torch already."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from lightswitch.checking.comparison import States, states
 from lightswitch.cluster.environments import reserve_port
 from lightswitch.errors import ExitCode, Refused
 
-EQUAL = "equal"  # of an export
+EQUAL = "equal"  # value of `Measured.exported` for a correct export
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 1800.0  # of one run
-_SETTLE_SECONDS = 15.0  # for the other ranks, once one has failed
+_SETTLE_SECONDS = 15.0  # that the other ranks get to end, once one has failed
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: a strategy at some devices.
+    """Way to train: a strategy on a number of devices.
 
     Attributes:
-        words: overrides that choose it.
+        words: overrides that select it.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs of a way, and what became of them.
+    """Runs of a way, and their results.
 
     Attributes:
-        whole: the run from start to end.
-        killed: the same, whose ranks have killed themselves.
-        resumed: from the checkpoint that the killed one has left, in the same way; None where it left none.
-        elsewhere: from the same checkpoint, in one process; None where it left none, or the way is one process.
-        exported: "equal" where the export of its last checkpoint loads with equal weights, else what is wrong with it.
+        whole: run from start to end.
+        killed: the same run, whose ranks kill themselves.
+        resumed: run in the same way from the killed run's checkpoint; None if there is no checkpoint.
+        elsewhere: run in one process from the same checkpoint; None if there is none, or the way is one process.
+        exported: "equal" if the export of the last checkpoint loads with equal weights, else the problem.
     """
 
     way: Way
@@ -66,7 +66,7 @@ class Measured:
 
     @cached_property
     def states(self) -> Mapping[str, States]:
-        """States of its runs, by their name."""
+        """States of the way's runs, by the run's name."""
         runs = {"whole": self.whole, "killed": self.killed, "resumed": self.resumed, "elsewhere": self.elsewhere}
         return {name: states(run.moments) for name, run in runs.items() if run is not None}
 
@@ -76,7 +76,7 @@ class Measured:
 
 
 def exports(run_dir: Path) -> str:
-    """Export a run's last checkpoint, load it, and return what is wrong with it in a line, or EQUAL."""
+    """Export a run's last checkpoint and load it; return the problem in one line, or EQUAL."""
     from lightswitch.checkpoints import names, weight_files
     from lightswitch.checkpoints.weight_files import Weights
     from lightswitch.export.models import load, model_config
@@ -99,18 +99,18 @@ def exports(run_dir: Path) -> str:
                 return f"{name} is not what was saved"
     except Refused as refusal:
         return str(refusal)
-    except Exception as error:  # the module's own constructor may raise any
+    except Exception as error:  # the module's constructor may raise any exception
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return EQUAL
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Remains of a run that has ended.
+    """Result of a run that has ended.
 
     Attributes:
         code: exit code of the first rank that failed, else 0; negative for a signal.
-        moments: as the probe has written them.
+        moments: moments that the probe has recorded.
         output: stdout and stderr of all ranks.
         run_dir: its run directory.
     """
@@ -126,7 +126,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """The line that says why it has not ended well."""
+        """Line that says why the run failed."""
         if refused := re.findall(r"^error: (.*)$", self.output, re.MULTILINE):
             return str(refused[0])
         if failed := re.findall(r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$", self.output, re.MULTILINE):
@@ -136,18 +136,18 @@ class Ended:
 
     @property
     def traceback(self) -> str:
-        """The traceback that it printed first, or nothing."""
+        """Output from the first traceback on; empty if there is none."""
         found = re.search(r"^Traceback \(most recent call last\):\n(?:.*\n)*", self.output, re.MULTILINE)
         return found[0].rstrip() if found else ""
 
 
 class Starter:
-    """Starts runs of a script one after the other, or a function of the engine, in processes forked from a server.
+    """Starter of a script's runs, one after the other, and of functions, in processes forked from a server.
 
     Args:
-        script: with its path, as train.py.
-        preloaded: modules that the server imports, if they are there.
-        environment: beside this process's own.
+        script: path of the script, such as train.py.
+        preloaded: modules that the server imports if they exist.
+        environment: environment variables in addition to this process's.
     """
 
     def __init__(self, script: Path, preloaded: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -159,10 +159,10 @@ class Starter:
         self.count = 0
 
     def run(self, folder: Path, arguments: Sequence[str], ranks: int) -> Ended:
-        """Start ranks as torchrun would, or a single process, and return what they leave once they have ended.
+        """Start ranks as torchrun would, or a single process; wait until they have ended, and return the result.
 
         Args:
-            folder: of the outputs and the moments, made here; the run directory is below it.
+            folder: folder for outputs and moments, which is created here; it also holds the run directory.
         """
         folder.mkdir(parents=True)
         self.count += 1
@@ -181,7 +181,7 @@ class Starter:
         return Ended(code, probe.read(folder), output, run_dir)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Return what a function returns in a process of its own; None where that process has ended without."""
+        """Return the result of a function in a separate process; None if that process ends without a result."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_answer, args=(theirs, self._environment, function, arguments))
         process.start()
@@ -196,8 +196,11 @@ class Starter:
 
 
 def _ended(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
-    """Start processes, wait for all, and return the first exit code that is not 0; where one fails, the others, which
-    may wait for it, are killed."""
+    """Start processes, wait for all of them, and return the first exit code that is not 0, else 0.
+
+    If a process fails, kill those that have not ended after `_SETTLE_SECONDS`: they may be waiting for it. Kill all
+    after `TIMEOUT_SECONDS`.
+    """
     for process in processes:
         process.start()
     end, first = time.monotonic() + TIMEOUT_SECONDS, 0
@@ -210,7 +213,7 @@ def _ended(processes: Sequence[multiprocessing.process.BaseProcess]) -> int:
     finally:
         for process in processes:
             if process.is_alive() and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                with contextlib.suppress(ProcessLookupError):  # it has ended since it was checked
                     os.killpg(process.pid, signal.SIGKILL)
             process.join()
     return first or next((one.exitcode for one in processes if one.exitcode), 0) or 0
@@ -224,7 +227,7 @@ def _as_torchrun(ranks: int, count: int, port: int) -> list[dict[str, str]]:
 
 
 def _train(script: Path, words: Sequence[str], output: Path, environment: dict[str, str], ranks: int) -> None:
-    os.setsid()  # so that all it starts can be ended with it
+    os.setsid()  # so that all processes that it starts can be killed with it
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
@@ -237,10 +240,10 @@ def _train(script: Path, words: Sequence[str], output: Path, environment: dict[s
 
 
 def _become(environment: dict[str, str]) -> None:
-    """Make the process what it were had it been started with an environment."""
+    """Make the process behave as if it had been started with an environment."""
     import torch
 
-    multiprocessing.set_start_method(None, force=True)  # the server's own is no choice of the user's loaders
+    multiprocessing.set_start_method(None, force=True)  # the server's method must not apply to the user's data loaders
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ |= environment

@@ -1,4 +1,4 @@
-"""The table of a check, and its words: each promise, under each way to train, with what shows it."""
+"""Table and messages of a check: each promise under each way to train, with the measured difference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED = (
     "resumed in one process",
     "exported, loaded",
 )
-HEADINGS = (  # of their columns
+HEADINGS = (  # of the table's columns
     *("train/loss", "logged", "parameters", "buffers", "optimizer", "all ranks"),
     *("two starts", "resumed", "in one", "exported"),
 )
 DIAGNOSED = (
     *(name for name in SAME_RUN if name != "logged"),
     RANKS,
-)  # whose cause is looked for in the moments of a step
+)  # promises whose cause is searched for in the moments of a step
 PROMISES = (*SAME_RUN, RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED)
 
 
@@ -37,8 +37,8 @@ class Found:
     """Findings of a check.
 
     Attributes:
-        cells: the cells of each way, in the order of PROMISES; of single process first.
-        causes: of what differs, by way.
+        cells: cells of each way, in the order of PROMISES; the single process comes first.
+        causes: causes of differences, by way.
     """
 
     cells: Mapping[str, list[Cell]]
@@ -48,19 +48,19 @@ class Found:
 
 
 def is_broken(found: Found) -> bool:
-    """Return whether a promise does not hold, or nothing could be checked beside one process."""
+    """Return whether a promise does not hold, or only one process could be checked."""
     trained = [cells for way, cells in found.cells.items() if way != "single" and cells[0].status != "refused"]
     return not trained or any(cell.is_broken for cells in found.cells.values() for cell in cells)
 
 
 def as_text(found: Found) -> str:
-    """Return a row for each way and a column for each promise: the largest relative difference, or that it differs."""
+    """Return a row for each way and a column for each promise: the largest relative difference, or a status."""
     rows = [["strategy", *HEADINGS], *([way, *(cell.text for cell in cells)] for way, cells in found.cells.items())]
     return "\n".join(aligned(rows, [0]))
 
 
 def lines(found: Found) -> Iterator[str]:
-    """Yield what differs, and probably why, way by way."""
+    """Yield the differences and their probable causes, way by way."""
     for way, cells in found.cells.items():
         if cells[0].status in ("refused", "failed"):
             yield f"{cells[0].status:<10} {way}: {cells[0].told}"
@@ -78,7 +78,7 @@ def lines(found: Found) -> Iterator[str]:
 
 
 def check_as_data(found: Found) -> dict[str, Any]:
-    """Return what was found in plain types."""
+    """Return the findings in plain types."""
     return {
         "steps": found.steps,
         "devices": found.devices,
@@ -90,12 +90,12 @@ def check_as_data(found: Found) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A promise under a way to train.
+    """Result for a promise under a way to train.
 
     Attributes:
-        status: holds, differs, failed, refused, or none where it does not apply.
-        told: the largest relative difference, what differs first, or the line of an error.
-        compared: what was held against one another, if it was.
+        status: holds, differs, failed, refused, or none if it does not apply.
+        told: the largest relative difference, the first difference, or an error message.
+        compared: the comparison, if there was one.
     """
 
     promise: str
@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """A few words for a table."""
+        """Short text for a table."""
         if self.compared is not None and self.compared.first is None:
             return digits(self.compared.largest)
         if self.compared is not None and self.compared.first is not None:
@@ -118,18 +118,19 @@ class Cell:
 
 
 def cells(way: Measured, comparison: Comparison) -> list[Cell]:
-    """Return the cells of a way, in the order of PROMISES; of one process those of kills and exports alone."""
+    """Return the cells of a way, in the order of PROMISES; for one process, only starts and exports are compared."""
     if way.whole.code:
         return _untrained(way)
     return [*_same_run(way, comparison), *_of_starts(way, comparison), _exported(way)]
 
 
 def cells_in_brief(way: Measured, comparison: Comparison, base: States | None) -> list[Cell]:
-    """Return the cells of a way that was not killed, in the order of PROMISES: of its whole run, and of a resume from
-    what another way has saved, if there was one.
+    """Return the cells of a way that was not killed, in the order of PROMISES.
+
+    They describe its whole run and, if there was one, its resume from another way's checkpoint.
 
     Args:
-        base: states of the way that both are held against; None for the one process.
+        base: states of the way to compare both with; None for one process.
     """
     if way.whole.code:
         return _untrained(way)
@@ -186,7 +187,7 @@ def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
 
 
 def _gone_on(name: str, run: Ended | None, loss: Compared, tensors: Compared) -> Cell:
-    """Return whether a run, killed or resumed, is the same as another, as far as both go."""
+    """Return the cell of a killed or resumed run: whether it equals another run, over the steps of both."""
     if run is not None and run.code > 0:
         return Cell(name, "failed", run.problem)
     if run is None or not tensors.count:
@@ -195,7 +196,7 @@ def _gone_on(name: str, run: Ended | None, loss: Compared, tensors: Compared) ->
 
 
 def _first_of(one: Compared, other: Compared) -> Compared:
-    """Return the one that differs first, and the larger of both where neither does."""
+    """Return the comparison that differs first; if neither differs, the one with the larger difference."""
     if one.first is None and other.first is None:
         return max(one, other, key=lambda compared: compared.largest)
     found = [compared for compared in (other, one) if compared.first is not None]
@@ -218,7 +219,7 @@ def _exported(way: Measured) -> Cell:
 
 
 def digits(value: float) -> str:
-    """Return a relative difference in two digits."""
+    """Return a relative difference with one significant digit."""
     return "0" if value == 0 else "inf" if math.isinf(value) else f"{value:.0e}".replace("e-0", "e-")
 
 

@@ -1,11 +1,11 @@
 """A checkpoint on disk: one directory, with the same content under every strategy and world size.
 
 __<rank>_0.distcp, .metadata   torch.distributed.checkpoint: model.<name>, optimizer.<index>.<name>.<key>,
-                               trained.<name> where the model is an average of what is trained,
-                               transient.<name> of buffers that training changes and its state leaves out
-trainer.pt                     all else, readable with weights_only=True
-SHA256SUMS                     of every file above, as `sha256sum -c` reads them
-.lightswitch                   empty: lightswitch has made the directory, and may remove it
+                               trained.<name> if the model is an average of the trained weights,
+                               transient.<name> of non-persistent buffers that training changes
+trainer.pt                     the rest, readable with weights_only=True
+SHA256SUMS                     checksums of every file above, in the format of `sha256sum -c`
+.lightswitch                   empty: marks a directory that lightswitch has made and may remove
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ STATE = "trainer.pt"
 REPLACED = "it was replaced or removed while it was read, by a run that goes on; try again"
 _LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)(_\d+)?", re.DOTALL)
 
-# torch 2.8 writes checkpoints by way of what it deprecates
+# torch 2.8 uses a deprecated class of its own to write checkpoints
 warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
-    """Write a checkpoint beside ``path`` and rename it into place: ``path`` is complete or not there.
+    """Write a checkpoint beside ``path`` and rename it into place: ``path`` is complete or does not exist.
 
-    Collective over ``ranks``; None stands for one process. Tensors that all ranks hold whole are written once.
+    Collective over ``ranks``; None means a single process. Tensors that all ranks hold whole are written once.
 
     Args:
-        tensors: by name, of any shape; DTensors and Pieces are spread over the ranks.
-        state: all else, in plain types (see `safe.safe`).
+        tensors: by name, of any shape; DTensors and Pieces are sharded over the ranks.
+        state: the rest, in plain types (see `safe.safe`).
 
     Raises:
-        UnwrittenCheckpoint: on every rank, when one of them could not write; what stood at ``path`` before still does,
-            and nothing is left of what was written.
-        LostRank: likewise, when one of them failed otherwise, or did not write in time.
+        UnwrittenCheckpoint: on every rank, if one of them could not write; a previous checkpoint at ``path`` is
+            unchanged, and the partial one is removed.
+        LostRank: likewise, if one of them failed otherwise, or did not write in time.
     """
     rank, world_size = (ranks.writing.rank, ranks.writing.world_size) if ranks else (0, 1)
     partial = Path(
@@ -81,7 +81,7 @@ def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, An
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return all of a checkpoint but its tensors.
+    """Return a checkpoint's state without its tensors.
 
     Raises:
         ValueError: the file is damaged, or would run code.
@@ -90,13 +90,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path, part: slice) -> Index:
-    """Return where each tensor of a checkpoint lies in its files, after the files were compared with their checksums.
+    """Compare a checkpoint's files with their checksums, and return the index of its tensors.
 
     Args:
-        part: the slice of the tensors' files, in the order of their names, to compare; the small files always are.
+        part: the slice of the tensor files, sorted by name, to compare; the small files are always compared.
 
     Raises:
-        ValueError: something is damaged.
+        ValueError: a file is damaged.
         OSError: a file can't be read.
     """
     sums = manifest.read(path)
@@ -109,7 +109,7 @@ def read_index(path: Path, part: slice) -> Index:
 
 
 def identity(path: Path) -> bytes | None:
-    """Return what differs between two checkpoints of one path; None where there is none."""
+    """Return the content of a checkpoint's SHA256SUMS, which identifies it; None if there is no checkpoint."""
     try:
         manifest.check_file(path, manifest.SUMS)
         return (path / manifest.SUMS).read_bytes()
@@ -118,7 +118,7 @@ def identity(path: Path) -> bytes | None:
 
 
 def replaced(path: Path, before: bytes | None) -> str | None:
-    """Return in words that a run has replaced or removed a checkpoint, which had an identity before; None if not."""
+    """Return a message if a run replaced or removed a checkpoint since it had the identity ``before``, else None."""
     now = identity(path)
     is_being_exchanged = now is None and os.path.lexists(previous(path))
     if now == before and not is_being_exchanged:
@@ -127,10 +127,10 @@ def replaced(path: Path, before: bytes | None) -> str | None:
 
 
 def finish_changes(folder: Path) -> None:
-    """Finish what a process that was killed had begun with the checkpoints in a folder, which nobody else writes to.
+    """Clean up the checkpoints that a killed process was changing in a folder. No other process may write to it.
 
-    What it was writing is removed; one whose exchange for a newer one had begun gets its name back if that is vacant.
-    What the engine has not made stays.
+    Remove partially written checkpoints. Give a checkpoint that was being replaced its name back if the name is vacant,
+    else remove it. Leave anything that the engine has not made.
     """
     for path in sorted(folder.glob("*.ckpt.*")):
         if not (left := _LEFT.fullmatch(path.name)) or not (path.is_symlink() or is_own_tree(path)):
@@ -143,12 +143,12 @@ def finish_changes(folder: Path) -> None:
 
 
 def previous(path: Path) -> Path:
-    """Return where the checkpoint that ``path`` replaces lies for the moment of the exchange."""
+    """Return the temporary path of the old checkpoint while a new one replaces it at ``path``."""
     return _beside(path, "previous")
 
 
 def vacant(path: Path) -> Path:
-    """Return ``path``, after removing what the engine left there; a numbered name beside it where something else is."""
+    """Return ``path`` after removing the engine's leftovers there, or a numbered name if something else is there."""
     numbered = (path.with_name(f"{path.name}_{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):
         with contextlib.suppress(OSError, Refused):
@@ -162,7 +162,7 @@ def vacant(path: Path) -> Path:
 
 
 def put(new: Path, path: Path) -> None:
-    """Rename a directory or a link into place. A checkpoint of the engine's that was there is removed."""
+    """Rename a directory or a link into place, and remove the engine's checkpoint that was there."""
     before = previous(path)
     if os.path.lexists(path) and not (path.is_symlink() and new.is_symlink()):
         before = vacant(before)
@@ -173,9 +173,9 @@ def put(new: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a link to one. What the engine has not made stays, and the log says so.
+    """Remove a checkpoint or a link to one. Anything that the engine has not made stays, with a warning.
 
-    A checkpoint loses its name first: whoever reads it finds it whole or gone, and so does a start after a kill.
+    A checkpoint is renamed first, so that readers, and a start after a kill, find it complete or not at all.
     """
     try:
         if path.is_symlink():
@@ -187,7 +187,7 @@ def remove(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint of the engine's to what `finish_changes` removes; return where it lies."""
+    """Rename a checkpoint of the engine to a name that `finish_changes` removes, and return its path."""
     if _LEFT.fullmatch(path.name) or not is_own_tree(path):
         return path
     aside = vacant(_beside(path, "partial"))
@@ -202,7 +202,7 @@ def _beside(path: Path, what: str) -> Path:
 def _write_tensors(
     folder: Path, tensors: Mapping[str, Tensor | Piece], ranks: Ranks | None, rank: int
 ) -> dict[str, str]:
-    """Write this rank's tensors and return the checksums of its files, by name."""
+    """Write this rank's tensors and return the checksums of its files by name."""
     group = ranks.group if ranks else None
     try:
         writer, planner = _Writer(folder), _Planner()
@@ -212,15 +212,15 @@ def _write_tensors(
     except RuntimeError as error:
         if group is None:
             raise
-        raise UnansweredCollective from error  # raised by gloo where a rank does not answer
+        raise UnansweredCollective from error  # gloo raises RuntimeError if a rank does not respond
     return {path.name: manifest.of_file(path) for path in folder.glob(f"__{rank}_*")}
 
 
 class _Writer(FileSystemWriter):
-    """Writer of torch's checkpoint files, whose errors keep their cause on the way to the other ranks.
+    """Writer of torch's checkpoint files that raises the original disk error, so that the other ranks receive it.
 
-    It copies nothing ahead: what it is given is on the CPU, and torch would open a stream on the first GPU, also for a
-    run on CPUs, and wait for it every 10 MB.
+    It disables copying ahead: the tensors are on the CPU, and torch would open a stream on the first GPU, even in a run
+    on CPUs, and wait for it every 10 MB.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -237,7 +237,7 @@ class _Writer(FileSystemWriter):
 
 @contextlib.contextmanager
 def _true_cause() -> Iterator[None]:
-    """Raise the disk's error in place of torch's, which tells that the file is shorter than it should be."""
+    """Raise the disk error instead of torch's error, which only says that the file is too short."""
     try:
         yield
     except Exception as error:
@@ -254,7 +254,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner of torch's, which writes Pieces as well."""
+    """Save planner that also supports Pieces."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
@@ -284,10 +284,10 @@ def _to_disk(path: Path) -> None:
 
 
 def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: Iterable[int] = ()) -> list[Any]:
-    """Run an action on every rank and return its results; where it fails on one rank, it fails on all, and none waits.
+    """Run an action on every rank and return its results; if it fails on one rank, it fails on all without a hang.
 
     Args:
-        what: the action in words, for the message that names a rank which is late: "write its part".
+        what: the action, for the message that names a late rank: "write its part".
         heard: the ranks whose results are returned.
     """
     try:

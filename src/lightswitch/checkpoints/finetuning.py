@@ -1,4 +1,4 @@
-"""Frozen layers: unfrozen while a run goes on, also over a resume, and left out of checkpoints."""
+"""Frozen layers: unfreezing during training and after a resume, and checkpoints without frozen weights."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from lightswitch.checkpoints import names
 from lightswitch.errors import Refused
 from lightswitch.mixins import callbacks_of
 
-# torch's that fail in their next step
+# torch's schedules that fail in their next step after a group is added
 _BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
 _finetune = BaseFinetuning.on_train_epoch_start  # Lightning's
-KEY = "frozen_since"  # of a checkpoint: whether each parameter is frozen of which that has changed since the run began
+KEY = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
 
 
 class Finetuned(Strategy):
-    """Base of strategies whose optimizers may get parameters in mid-run."""
+    """Base of strategies whose optimizers may get parameters during the run."""
 
     @contextmanager
     def over_parameters(self) -> Iterator[None]:
-        """Context in which the optimizers' groups have the parameters themselves, and groups may be added.
+        """Context in which the optimizers' groups hold the module's parameters, and groups may be added.
 
-        What is trained may change in it. Collective.
+        `requires_grad` may change within it. Collective.
         """
         yield
 
 
 def follow_strategy(callbacks: Iterable[Callback]) -> None:
-    """Let BaseFinetuning unfreeze layers under any strategy of the engine's."""
+    """Patch BaseFinetuning so that it unfreezes layers under any strategy of the engine."""
     if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
         patches.replace(BaseFinetuning, "setup", _freeze)
         patches.replace(BaseFinetuning, "on_train_epoch_start", _finetune_over_parameters)
@@ -62,10 +62,10 @@ def _finetune_over_parameters(self: BaseFinetuning, trainer: Trainer, pl_module:
 
 
 def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
-    """Check that the schedules can go on where a callback adds groups to an optimizer.
+    """Check that the schedules support the groups that a callback adds to an optimizer.
 
     Raises:
-        Refused: a schedule has a list with as many entries as the optimizer had groups.
+        Refused: a schedule has a list with one entry for each group that the optimizer began with.
     """
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     inner = [part for schedule in schedules for part in getattr(schedule, "_schedulers", ())]  # of a SequentialLR
@@ -88,10 +88,10 @@ def _absent(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Par
 
 
 def unfreeze_again(trainer: Trainer, position: Position) -> None:
-    """Unfreeze the layers again that were unfrozen in the epochs before a resume.
+    """Unfreeze the layers that were unfrozen in the epochs before a resume.
 
-    No checkpoint holds what the callback does to modules and optimizers. Lightning restores only a part of it and,
-    where a strategy is set up first, before it has read the callback's state.
+    No checkpoint holds the callback's changes to modules and optimizers. Lightning restores only some of them and, if
+    the strategy is set up first, does so before it has read the callback's state.
     """
     begun, strategy = position.epoch + (position.step > 0), trainer.strategy
     callbacks = callbacks_of(trainer)
@@ -108,9 +108,9 @@ def unfreeze_again(trainer: Trainer, position: Position) -> None:
 
 
 class Freezing(Callback):
-    """Callback that saves which parameters are frozen or unfrozen since the run began, and does so again on a resume.
+    """Callback that saves which parameters were frozen or unfrozen since the run began, and restores that on a resume.
 
-    Others stay as the module has them: a resumed run may be given one that freezes other parameters.
+    All other parameters stay as the module sets them: a resumed run may use a module that freezes other parameters.
     """
 
     _at_start: Mapping[str, bool] = MappingProxyType({})
@@ -139,20 +139,20 @@ def _frozen(module: LightningModule) -> dict[str, bool]:
     return {name: not parameter.requires_grad for name, parameter in names.parameters(module).items()}
 
 
-LEFT_OUT = "left_out"  # of a checkpoint's state: names of parameters that the model brings itself
+LEFT_OUT = "left_out"  # in a checkpoint's state: names of parameters that the model loads itself
 
 
 class TrainableOnly(Callback):
-    """Callback that leaves out of checkpoints what the run has not trained (`requires_grad=False`), as those of
-    adapters alone.
+    """Callback that omits untrained parameters (`requires_grad=False`) from checkpoints, for example to save only
+    adapters.
 
-    The model that reads one has to bring it itself, as one does that reads a pretrained model when it is built. A
-    parameter that is frozen later, or in a resumed run, is saved.
+    The model that reads such a checkpoint has to load these parameters itself, for example from a pretrained model in
+    its constructor. A parameter that was trained before it was frozen, even before a resume, is saved.
     """
 
     def __init__(self) -> None:
-        self._frozen: dict[str, nn.Parameter] | None = None  # so far; None before the run trains
-        self._trained: set[str] = set()  # before the resume
+        self._frozen: dict[str, nn.Parameter] | None = None  # never trained so far; None before training starts
+        self._trained: set[str] = set()  # names of parameters trained before the resume
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if LEFT_OUT in checkpoint:

@@ -1,7 +1,7 @@
-"""The index of a checkpoint's tensors, torch.distributed.checkpoint's `.metadata`, read as data.
+"""The index of a checkpoint's tensors (torch.distributed.checkpoint's `.metadata`), read as data.
 
-torch's own reader unpickles it, and so calls whatever the file names. Here what the file names is looked up in a list
-and becomes a record without behaviour; all that is taken from the records is checked.
+torch's reader unpickles it, and so calls whatever the file names. Here every name in the file must be in a list, and
+becomes a record without behaviour; all values taken from the records are checked.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _RECORDS = {
     *(_TENSOR, _BYTES, f"{_METADATA}.Metadata", f"{_METADATA}.MetadataIndex", f"{_METADATA}.ChunkStorageMetadata"),
     *(f"{_METADATA}.TensorProperties", f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_METADATA}.StorageMeta"),
     *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout"),
-    "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 pickles a member of an enum
+    "builtins.getattr",  # in pickled enum members of Python 3.11.0 to 3.11.3
     *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
-_PACKED = re.compile(r"torch\.(q|bit|u?int[1-7]$)")  # dtypes whose numbers are no whole bytes, or need a scale
+_PACKED = re.compile(r"torch\.(q|bit|u?int[1-7]$)")  # dtypes of sub-byte elements, or that need a scale
 _BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}
 
 
 @dataclass(frozen=True)
 class Index:
-    """Tensors of one checkpoint, each part of which is known to lie within a file of its directory."""
+    """Index of one checkpoint's tensors, whose chunks are known to be within files of its directory."""
 
     path: Path
     metadata: Metadata
@@ -61,11 +61,11 @@ class Index:
         }
 
     def chunk(self, key: MetadataIndex) -> Tensor:
-        """Return a stored part of a tensor, on the CPU.
+        """Return a stored chunk of a tensor, on the CPU.
 
         Raises:
-            Damaged: its file holds something else.
-            OSError: its file can't be read.
+            Damaged: the file's content differs from the index.
+            OSError: the file can't be read.
         """
         found = self.metadata.storage_data[key]
         with (self.path / found.relative_path).open("rb") as file:
@@ -76,19 +76,19 @@ class Index:
         return chunk
 
     def sizes(self, key: MetadataIndex) -> torch.Size:
-        """Return the shape of a stored part."""
+        """Return the shape of a stored chunk."""
         return next(chunk.sizes for chunk in self._described(key).chunks if chunk.offsets == key.offset)
 
     def dtype(self, key: MetadataIndex) -> torch.dtype:
-        """Return the dtype of a stored part."""
+        """Return the dtype of a stored chunk."""
         return self._described(key).properties.dtype
 
     def bytes(self, key: MetadataIndex) -> int:
-        """Return the bytes of a stored part."""
+        """Return the size of a stored chunk in bytes."""
         return math.prod(self.sizes(key)) * self.dtype(key).itemsize
 
     def place(self, key: MetadataIndex) -> tuple[str, int]:
-        """Return the file of a stored part, and where in it that begins."""
+        """Return the file of a stored chunk, and its offset in that file."""
         found = self.metadata.storage_data[key]
         return found.relative_path, found.offset
 
@@ -98,15 +98,15 @@ class Index:
         return found
 
     def reader(self) -> FileSystemReader:
-        """Return a reader for torch's `load` that takes this index and reads none itself."""
+        """Return a reader for torch's `load` that uses this index instead of reading the file."""
         return _Reader(self)
 
 
 def read(path: Path) -> Index:
-    """Return the index in a checkpoint's directory, with the tensors alone.
+    """Return the index in a checkpoint's directory, restricted to tensors.
 
     Raises:
-        Damaged: with the reason. Nothing is allocated by what the index claims before it is compared with the
+        Damaged: with the reason. No memory is allocated for the sizes in the index before they are compared with the
             sizes of the files.
     """
     _file_bytes(path, INDEX)
@@ -121,14 +121,14 @@ def read(path: Path) -> Index:
 
 
 class _Reader(FileSystemReader):
-    """Reader of torch's, with an index that was read already."""
+    """FileSystemReader with an index that was already read."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index.path)
         self._metadata = index.metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        """Return the part of a file that holds a tensor, where `torch.load` will not take more memory than it has."""
+        """Return the part of a file that holds a tensor, after checking that it does not decompress to more bytes."""
         part = super()._slice_file(file, sinfo)
         safe.check_zip(_FromItsEnd(part, sinfo.length), sinfo.length, sinfo.relative_path)
         part.seek(0)
@@ -139,7 +139,7 @@ class _Reader(FileSystemReader):
 
 
 class _FromItsEnd:
-    """Part of a file that can be sought from its end: torch's own view takes the distance with the wrong sign."""
+    """View of a file that supports seeking from its end: torch's view uses the wrong sign for the offset."""
 
     def __init__(self, part: Any, length: int) -> None:
         self.part, self.length = part, length
@@ -152,7 +152,7 @@ class _FromItsEnd:
 
 
 class _Record:
-    """Record of an object in the index: the arguments it is made with, and its state."""
+    """Record of an object in the index: its constructor arguments and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -165,7 +165,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that calls nothing but makers of records, classes of its own that no file can change for others."""
+    """Unpickler that calls only record classes, made for each unpickler so that no file can change those of another."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -188,7 +188,7 @@ def _unpickled(file: Path) -> Any:
         raise
     except OSError as error:
         raise Damaged(f"{INDEX} can't be read: {error.strerror}") from error
-    except Exception as error:  # pickle raises many kinds for what is no pickle, or a part of one
+    except Exception as error:  # pickle raises many kinds of errors for a file that is not a pickle, or truncated
         raise Damaged(f"{INDEX} is not an index of tensors") from error
 
 
@@ -254,7 +254,7 @@ def _compared(
     stored: Mapping[MetadataIndex, _StorageInfo],
     file_bytes: Mapping[str, int],
 ) -> Iterator[MetadataIndex]:
-    """Yield the keys of all parts, after checking that each lies within its file and that they make up each tensor."""
+    """Yield the keys of all chunks, after checking that each is within its file and that they make up each tensor."""
     claimed_bytes = 0
     for name, tensor in tensors.items():
         numbers = 0
@@ -275,12 +275,13 @@ def _compared(
 
 
 def _fill(chunks: list[ChunkStorageMetadata], most_cuts: int) -> bool:
-    """Return whether parts that have as many numbers as their tensor fill it: no two of them overlap.
+    """Return whether chunks with as many elements as their tensor fill it, that is, whether no two of them overlap.
 
-    Straight cuts take them apart, as the shards of a mesh and the slices of a flat buffer; no pairs are compared.
+    Recursive straight cuts have to separate them, as they do for shards of a mesh and slices of a flat buffer. This
+    avoids a comparison of all pairs.
 
     Args:
-        most_cuts: through what an earlier one has left together.
+        most_cuts: the maximum number of nested cuts.
     """
     if len(chunks) < 2:
         return True

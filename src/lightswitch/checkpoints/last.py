@@ -1,4 +1,4 @@
-"""The checkpoints that a run goes on from: the newest that can be read, and those that it saves for that."""
+"""The checkpoints for resuming a run: the callback that saves them, and the search for the newest readable one."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from lightswitch.mixins import callbacks_of
 log = logging.getLogger(__name__)
 
 
-_NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # the names that `save` gives
-_KNOWN = ("lightning", "lightswitch")  # packages whose hooks at an epoch's end leave what is saved as it is
+_NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # names of the checkpoints that `save` writes
+_KNOWN = ("lightning", "lightswitch")  # packages whose `on_train_epoch_end` does not change the saved state
 
 
 class LastCheckpoints(Checkpoint):
-    """Callback that writes ``folder``/step_<n>.ckpt every so many optimizer steps and at the end of training.
+    """Callback that writes ``folder``/step_<n>.ckpt every n optimizer steps and at the end of training.
 
-    ``folder``/last.ckpt is a link to the newest complete one. Lightning's `save_last` follows the last *best* one, and
-    writes nothing at the end of a run whose length is not a multiple of its interval.
+    ``folder``/last.ckpt is a link to the newest complete checkpoint. Lightning's `save_last` follows the last *best*
+    one, and writes nothing at the end of a run whose length is not a multiple of its interval.
 
-    A checkpoint has what all hooks of its step have done, the module's own `on_train_batch_end` among them, which comes
-    after those of callbacks: there many a module averages its weights. One of an epoch's last step is written before
-    the validation, and once more after `on_train_epoch_end` where a module or a callback of the user's has one.
+    A checkpoint includes the changes of all hooks of its step, even the module's `on_train_batch_end`, which runs after
+    those of callbacks and in which many modules average their weights. A checkpoint of an epoch's last step is written
+    before validation, and again after `on_train_epoch_end` if the module or a callback of the user has that hook.
 
     Args:
-        folder: that they are written to.
+        folder: the directory to write them to.
         every_n_steps: optimizer steps between two checkpoints.
-        keep: how many of the newest stay; an older one is removed once a newer one is complete.
-        keep_every_n_steps: checkpoints at multiples of it stay for ever.
+        keep: number of the newest checkpoints to keep; an older one is removed once a newer one is complete.
+        keep_every_n_steps: checkpoints at multiples of this step are never removed.
 
     Raises:
         ValueError: a number is below 1.
@@ -61,8 +61,8 @@ class LastCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.keep_every_n_steps = keep_every_n_steps
-        self._counted_step = 0  # that intervals are counted from: the step of the last save, or of the start
-        self._is_saved = True  # that step's checkpoint is this folder's own
+        self._counted_step = 0  # start of the current interval: the step of the last save, or of the start
+        self._is_saved = True  # whether this folder has the checkpoint of that step
         self._removed: set[Path] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,11 +82,11 @@ class LastCheckpoints(Checkpoint):
         self._counted_step = trainer.global_step
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
-            self._point_to(own)  # a run that was killed between the two left the link to the one before
+            self._point_to(own)  # a run killed between saving and linking left last.ckpt at the previous checkpoint
 
     def may_save_after_step(self, trainer: Trainer) -> bool:
-        """Return whether a checkpoint may be due once the step that is under way is over; the same on every rank."""
-        step = trainer.global_step + max(1, len(trainer.optimizers))  # by hand, a step may use each
+        """Return whether a checkpoint may be due after the current step; the same on every rank."""
+        step = trainer.global_step + max(1, len(trainer.optimizers))  # manual optimization may step each of them
         ends = trainer.is_last_batch or 0 < trainer.max_steps <= step
         return ends or step // self.every_n_steps > self._counted_step // self.every_n_steps
 
@@ -97,7 +97,7 @@ class LastCheckpoints(Checkpoint):
 
     def _end_epoch(self, trainer: Trainer, end: Callable[[], None]) -> None:
         is_whole = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        if not is_whole:  # the run ends in mid-epoch; a longer one goes on in it
+        if not is_whole:  # the run ends within the epoch, and a longer run resumes there
             self.save(trainer)
         end()
         if is_whole and self._has_saved(trainer) and _act_at_epoch_end(trainer):
@@ -107,7 +107,7 @@ class LastCheckpoints(Checkpoint):
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Save a checkpoint of this step, unless there is one already."""
+        """Save a checkpoint of this step, unless it is already saved."""
         if not self._has_saved(trainer):
             self._save(trainer)
 
@@ -118,13 +118,13 @@ class LastCheckpoints(Checkpoint):
         return self.folder / f"step_{trainer.global_step}.ckpt"
 
     def _save(self, trainer: Trainer) -> None:
-        if getattr(trainer, "fast_dev_run", False):  # set past Lightning's own declaration
+        if getattr(trainer, "fast_dev_run", False):  # an attribute that Lightning does not declare
             return
         self._counted_step, self._is_saved = trainer.global_step, True
         path = self._path(trainer)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            # a strategy of the user's own has written it by now
+            # without `once_saved`, as in a strategy of the user, the checkpoint is already written
             once_saved: Callable[[Callable[[], None]], None] = getattr(trainer.strategy, "once_saved", _now)
             once_saved(lambda: self._point_to(path))
 
@@ -132,13 +132,13 @@ class LastCheckpoints(Checkpoint):
         try:
             try:
                 self._link_to(path)
-            except OSError:  # as a checkpoint's own files, it is written once more where a disk had a moment's trouble
+            except OSError:  # retried once, as a checkpoint's files are, in case the disk error was transient
                 self._link_to(path)
         except OSError as error:
             told = describe_failure(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
         for old in self._outdated(path):
-            self._removed.add(old)  # or one that can't be removed would be reported at each save
+            self._removed.add(old)  # otherwise a checkpoint that can't be removed would be reported at each save
             directory.remove(old)
 
     def _link_to(self, path: Path) -> None:
@@ -152,7 +152,7 @@ class LastCheckpoints(Checkpoint):
             raise
 
     def _outdated(self, newest: Path) -> list[Path]:
-        """Return the checkpoints to remove: those of an earlier start too, but none ahead of this one's newest."""
+        """Return the checkpoints to remove, including those of earlier starts, but none after the step of `newest`."""
         newest_step = _step(newest)
         assert newest_step is not None
         steps = {path: step for path in self.folder.iterdir() if (step := _step(path)) is not None}
@@ -162,14 +162,14 @@ class LastCheckpoints(Checkpoint):
 
 
 def _step(path: Path) -> int | None:
-    """Return the step of a checkpoint of the engine by its name; None for anything else in the folder."""
+    """Return the step in the name of one of these checkpoints; None for anything else in the folder."""
     named = _NAME.fullmatch(path.name)
     return int(named[1]) if named and path.is_dir() and not path.is_symlink() else None
 
 
 def _act_at_epoch_end(trainer: Trainer) -> bool:
-    """Return whether the module, or a callback of the user's, has an `on_train_epoch_end`, which may change what is
-    saved."""
+    """Return whether the module or a callback of the user has `on_train_epoch_end`, which may change the saved
+    state."""
     owners: tuple[LightningModule | Callback, ...] = (trainer.lightning_module, *callbacks_of(trainer))
     return any(owner.on_train_epoch_end.__module__.partition(".")[0] not in _KNOWN for owner in owners)
 
@@ -179,17 +179,17 @@ def _now(action: Callable[[], None]) -> None:
 
 
 _WRITTEN = re.compile(r".+\.ckpt(\.previous(_\d+)?)?", re.DOTALL)
-_ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # written by Lightning when a scheduler asks
+_ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # hpc_ckpt_1.ckpt: Lightning's, on a scheduler's signal
 _NO_TENSORS = slice(0)
 
 
 def newest(run_dir: Path) -> tuple[Path, Position] | None:
-    """Return the checkpoint of a run that is furthest in training, and its position; None where there is none yet.
+    """Return the checkpoint of a run that is furthest in training, and its position; None if there is none yet.
 
-    Whether its tensors are undamaged is found where they are read, by all ranks together.
+    Its tensors are not checked here: all ranks check them together when they read them.
 
     Raises:
-        UnfitCheckpoint: there are checkpoints, and none of them can be read.
+        UnfitCheckpoint: there are checkpoints, but none of them can be read.
     """
     readable, damaged = _found(run_dir)
     if damaged and not readable:
@@ -199,26 +199,26 @@ def newest(run_dir: Path) -> tuple[Path, Position] | None:
 
 
 def best_or_last(run_dir: Path) -> Path | None:
-    """Return the checkpoint that a run stands for: its best, else its last; None where it has neither yet."""
+    """Return the best checkpoint of a run, else its last; None if it has neither yet."""
     named = (run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
     return next((path for path in named if path.exists()), None)
 
 
 def checkpoints_up_to(path: Path, run_dir: Path) -> list[Path]:
-    """Return a checkpoint and, if it is the run's own, those before it in training: candidates to go on from."""
+    """Return the candidates for a resume: a checkpoint, then the run's earlier ones if it belongs to the run."""
     readable = [own for own, _ in _found(run_dir)[0]]
     return readable[readable.index(path) :] if path in readable else [path]
 
 
 def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Reader:
-    """Return a reader of the first checkpoint that is undamaged. Collective.
+    """Return a reader of the first undamaged checkpoint. Collective.
 
     Args:
         candidates: in the order of preference.
-        group: of the ranks that read together; None for one process.
+        group: the process group of the ranks that read together; None for a single process.
 
     Raises:
-        UnfitCheckpoint: on every rank, when all of them are damaged.
+        UnfitCheckpoint: on every rank, if all of them are damaged.
     """
     damaged: list[UnfitCheckpoint] = []
     for path in candidates:
@@ -233,10 +233,10 @@ def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Read
 
 
 def position_of(path: Path) -> Position | None:
-    """Return a checkpoint's position in training; None for one that was not written by this engine.
+    """Return a checkpoint's position in training; None if the engine has not written it.
 
     Raises:
-        UnfitCheckpoint: it can't be read, as far as can be told without reading its tensors.
+        UnfitCheckpoint: it can't be read. Its tensors are not checked.
     """
     before = directory.identity(path)
     try:
@@ -246,12 +246,12 @@ def position_of(path: Path) -> Position | None:
             return None
         directory.read_index(path, _NO_TENSORS)
         return saved_position(directory.read_state(path))
-    except Exception as error:  # torch raises many kinds for what is no checkpoint, or a part of one
+    except Exception as error:  # torch raises many kinds of errors for a file that is not a checkpoint, or truncated
         raise unreadable(path, directory.replaced(path, before) or why(error)) from error
 
 
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:
-    """Return the checkpoints of a run that can be read, the furthest first, and the errors of the others."""
+    """Return the readable checkpoints of a run, the furthest in training first, and the errors of the others."""
     readable, damaged = [], []
     for path in [*_named(run_dir / "checkpoints", _WRITTEN), *_named(run_dir, _ASKED_FOR)]:
         try:
@@ -264,17 +264,17 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
 
 
 def _distance(found: tuple[Path, Position]) -> tuple[int, bool, bool, str]:
-    """Return how far a checkpoint is: of two at the same step, the one after whose validation and whose epoch's end;
-    then the one that is named by its step."""
+    """Return a sort key for a checkpoint's progress: its step, whether its validation is done, whether its epoch's end
+    is done, then its name, so that of equal ones `step_<n>.ckpt` is the furthest."""
     path, position = found
     return position.global_step, not position.validation_due, not position.epoch_end_due, path.name
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the directories in a folder whose names fit, as checkpoints of the engine are; not files nor links.
+    """Return the directories in a folder whose names match, without files and links.
 
     Raises:
-        UnfitCheckpoint: it can't be listed. A run that has checkpoints must not start anew for that.
+        UnfitCheckpoint: the folder can't be listed. A run that has checkpoints must not start anew for that reason.
     """
     try:
         with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""SHA256SUMS: the checksums of a checkpoint's files, as `sha256sum -c` reads them."""
+"""SHA256SUMS: the checksums of a checkpoint's files, in the format of `sha256sum -c`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ SUMS = "SHA256SUMS"
 
 
 class Damaged(ValueError):
-    """Error that says what is wrong with a file of a checkpoint, or that it does not fit the files beside it."""
+    """Damage of a checkpoint's file, or a mismatch between a file and the others."""
 
 
 def write(folder: Path, sums: Mapping[str, str]) -> None:
-    """Write the checksums, by the names of files, as `sha256sum -c` reads them."""
+    """Write the checksums, given by file name, in the format of `sha256sum -c`."""
     (folder / SUMS).write_text(text(sums))
 
 
 def text(sums: Mapping[str, str]) -> str:
-    """Return the checksums as they are written."""
+    """Return the checksums in the format of the file."""
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
 def read(folder: Path) -> dict[str, str]:
-    """Return the checksums in a checkpoint by the names of files, each of which exists.
+    """Return the checksums in a checkpoint by file name, after checking that the files exist.
 
     Raises:
-        Damaged: there is no list, or it names a file that lies elsewhere or is missing.
+        Damaged: there is no SHA256SUMS, or it names a file that is elsewhere or missing.
     """
     try:
         check_file(folder, SUMS)
@@ -51,7 +51,7 @@ def compare(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None
     """Compare some files of a checkpoint with their checksums.
 
     Raises:
-        Damaged: a file has no checksum, can't be read, or differs from it.
+        Damaged: a file has no checksum, can't be read, or differs from its checksum.
     """
     for name in names:
         if name not in sums:
@@ -65,15 +65,15 @@ def compare(folder: Path, sums: Mapping[str, str], names: Iterable[str]) -> None
 
 
 def is_plain_name(name: Any) -> bool:
-    """Return whether a name is that of a file in a directory itself, not of one elsewhere."""
+    """Return whether a name is a plain file name, without a path that leads to another directory."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def check_file(folder: Path, name: str) -> None:
-    """Check that a regular file of this name exists: reading a pipe would wait for ever.
+    """Check that a regular file of this name exists: reading a pipe would block forever.
 
     Raises:
-        Damaged: it is missing, or something else.
+        Damaged: it is missing, or is not a regular file.
     """
     if not (folder / name).exists():
         raise Damaged(f"{name} is missing")

@@ -1,4 +1,4 @@
-"""Names of parameters as the module itself has them, whatever wraps the modules they are in."""
+"""Names of parameters in the user's module, without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 
 def own_name(name: str) -> str:
-    """Return a name without what torch.compile, FSDP and activation checkpointing put into it."""
+    """Return a name without the prefixes of torch.compile, FSDP and activation checkpointing."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return each parameter once, by the first of its names."""
+    """Return each parameter once, by its first name."""
     return {own_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's `state_dict`, in which a tensor that has several names is under the first of them."""
+    """Return a module's `state_dict`, with each tied tensor only under its first name."""
     return first_names({own_name(name): value for name, value in module.state_dict().items()}, module)
 
 
 def first_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return the entries of a state whose names are the first ones of their tensors."""
+    """Return the entries of a state, without those under further names of tied tensors."""
     again = tied(module)
     return {name: value for name, value in state.items() if name not in again}
 
 
 def without(state: Mapping[str, Kept], left_out: Iterable[str]) -> dict[str, Kept]:
-    """Return the entries of a state but for those of some names."""
+    """Return the entries of a state except the named ones."""
     names = set(left_out)
     return {name: value for name, value in state.items() if name not in names}
 
 
 def tied(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter or saved buffer that has several, by each of its other names."""
+    """Return the first name of each tied parameter or saved buffer, by each of its other names."""
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(value), name) for name, value in _saved(module)}
     return {name: other for name, other in names.items() if name != other}
@@ -62,22 +62,22 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def loose(module: nn.Module, state: Iterable[str]) -> set[str]:
-    """Return the names in a module's state that are neither parameters nor buffers: extra state, states of metrics.
+    """Return the names in a module's state that are neither parameters nor buffers: extra state and metric states.
 
-    What `state_dict` has of them may be copies, so that writing into those restores nothing.
+    `state_dict` may contain copies of them, so that writing into its values restores nothing.
     """
     return set(state) - {name for name, _ in _saved(module)}
 
 
 def hand_over(module: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Give modules the parts of their state that are neither parameters nor buffers, by name.
+    """Load the entries of modules' states that are neither parameters nor buffers, by name.
 
-    Not by `load_state_dict`, in which a strategy may have hooks.
+    This avoids `load_state_dict`, in which a strategy may have hooks.
 
     Args:
-        device: of the states of metrics; extra state is given as it is.
+        device: the device for metric states; extra state is passed unchanged.
     """
-    # of a module and what wraps it, which have the same name, the module comes last
+    # a wrapper and its module have the same name, and the module comes last
     owners = {own_name(f"{path}.").strip("."): part for path, part in module.named_modules()}
     for name, value in state.items():
         path, _, key = name.rpartition(".")
@@ -92,17 +92,17 @@ def hand_over(module: nn.Module, state: Mapping[str, Any], device: torch.device)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    """Return names by the parameters' identity (`id`)."""
+    """Return the names of parameters by their identity (`id`)."""
     return {id(parameter): name for name, parameter in parameters(module).items()}
 
 
 def is_stored(value: object) -> TypeGuard[Tensor | Piece]:
-    """Return whether a value is stored as a tensor; all else goes into the small file beside them."""
+    """Return whether a value is stored as a tensor; all other values are stored in trainer.pt."""
     return isinstance(value, Tensor | Piece)
 
 
 def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor | Piece]:
-    """Return every tensor of an optimizer's state by `<name>.<key>`, given the state by parameter name."""
+    """Return every tensor in an optimizer's state by `<name>.<key>`, given the state by parameter name."""
     return {
         f"{name}.{key}": value for name, values in state.items() for key, value in values.items() if is_stored(value)
     }

@@ -1,4 +1,4 @@
-"""States of optimizers by the names of parameters, as a checkpoint holds them."""
+"""Optimizer states by parameter name, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
     """Return the optimizer's parameter groups, with names in place of parameters.
 
     Raises:
-        Refused: it is over a tensor that is no parameter of the module.
+        Refused: the optimizer holds a tensor that is not a parameter of the module.
     """
     of = names.names_of(module)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -34,11 +34,13 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
 
 
 def parts(optimizer: Optimizer, path: str = "", around: tuple[Any, ...] = ()) -> Iterator[tuple[str, Optimizer]]:
-    """Yield an optimizer and those inside of it that have a state of their own, as in a Lookahead or a SAM.
+    """Yield an optimizer and its inner optimizers that have a separate state, as in Lookahead or SAM.
+
+    Each comes with the path of attributes that leads to it: "", "base_optimizer/".
 
     Args:
-        path: the attributes that have led to it, which each comes with: "", "base_optimizer/".
-        around: the states of those that it is inside of.
+        path: the path of this optimizer.
+        around: the states of the optimizers that contain it.
     """
     yield path, optimizer
     around = (*around, optimizer.state)
@@ -48,18 +50,18 @@ def parts(optimizer: Optimizer, path: str = "", around: tuple[Any, ...] = ()) ->
 
 
 def described(optimizer: Optimizer) -> str:
-    """Return the class of an optimizer, with those inside of it: "Lookahead(AdamW)"."""
+    """Return the class names of an optimizer and its inner optimizers: "Lookahead(AdamW)"."""
     name, *inside = [type(part).__name__ for _, part in parts(optimizer)]
     return f"{name}({', '.join(inside)})" if inside else name
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group's options but for those of how its step is computed, which are the run's that loads it."""
+    """Return a saved group's options without those for the implementation of the step, which the loading run sets."""
     return {key: value for key, value in group.items() if key not in ("params", *_COMPUTED)}
 
 
 def state_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's class, its state by parameter names, and its groups."""
+    """Return an optimizer's class, its state by parameter name, and its groups."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer's
     of = names.names_of(module)
     groups = groups_of(optimizer, module)
@@ -72,15 +74,15 @@ def state_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]], saved: Groups) -> None:
-    """Load an optimizer's state by parameter names: `load_state_dict` takes numbers, and strategies may reorder them.
+    """Load an optimizer's state by parameter name: `load_state_dict` takes indices, which strategies may reorder.
 
     Args:
-        live: the optimizer's own groups.
+        live: the optimizer's current groups.
         state: the state of each parameter, by its name.
-        saved: the groups of the checkpoint, in the order of `live`.
+        saved: the groups in the checkpoint, in the order of `live`.
 
     Raises:
-        UnfitCheckpoint: the optimizer's own `load_state_dict` asks for what no checkpoint holds.
+        UnfitCheckpoint: the optimizer class's `load_state_dict` needs entries that no checkpoint holds.
     """
     groups = [{**group, **options_of(of_saved)} for group, of_saved in zip(live, saved, strict=True)]
     inside = list(parts(optimizer))[1:]
@@ -102,7 +104,7 @@ def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]]
 
 
 def _of_part(state: Mapping[str, dict[str, Any]], path: str) -> dict[str, dict[str, Any]]:
-    """Return the state of one of an optimizer's parts, without its path in the keys."""
+    """Return the state of the optimizer at a path, with the path removed from the keys."""
     found = {
         name: {key.removeprefix(path): value for key, value in values.items() if key[: key.rfind("/") + 1] == path}
         for name, values in state.items()
@@ -111,7 +113,7 @@ def _of_part(state: Mapping[str, dict[str, Any]], path: str) -> dict[str, dict[s
 
 
 def _numbered(groups: Groups, state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a state as `Optimizer.load_state_dict` takes it, with numbers in place of names."""
+    """Return a state in the form of `Optimizer.load_state_dict`, with indices in place of names."""
     number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
     return {
         "state": {number[name]: values for name, values in state.items()},
@@ -120,12 +122,12 @@ def _numbered(groups: Groups, state: Mapping[str, dict[str, Any]]) -> dict[str, 
 
 
 def _load_part(part: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of one of several optimizers that may hold one another's groups, which stay the same objects.
+    """Load the state of one of several nested optimizers. They may share groups, so the groups stay the same objects.
 
-    `load_state_dict` is torch's: such a class's own asks for the states of all in a form of its own.
+    This calls torch's `load_state_dict`: that of a nesting class expects the states of all in its own format.
     """
     kept, groups = part.state, part.param_groups
-    Optimizer.__setstate__(part, {})  # some such classes leave out torch's constructor, and what this sets
+    Optimizer.__setstate__(part, {})  # some such classes skip torch's constructor, and lack the attributes it sets
     Optimizer.load_state_dict(part, state)
     kept.clear()
     kept.update(part.state)
@@ -135,10 +137,10 @@ def _load_part(part: Optimizer, state: dict[str, Any]) -> None:
 
 
 def check(path: Path, here: Sequence[tuple[str, Groups]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a checkpoint's optimizers are of the same classes and over the same parameters as a run's.
+    """Check that a checkpoint's optimizers have the same classes and parameters as those of a run.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         here: class and groups of each optimizer of the run.
         saved: the checkpoint's `optimizer_states`.
 

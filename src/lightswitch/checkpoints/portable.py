@@ -1,4 +1,4 @@
-"""Checkpoints of one form under every Lightning strategy, and the weights that a new run starts from."""
+"""Checkpoints in one format under every Lightning strategy, and initial weights for a new run."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ log = logging.getLogger(__name__)
 
 
 class PortableCheckpoints(WrittenTogether, Finetuned):
-    """Base of strategies whose checkpoints are portable; among a class's bases, it comes before Lightning's strategy.
+    """Base of strategies whose checkpoints are portable; among a class's bases, it precedes Lightning's strategy.
 
-    Parameters and optimizer states are stored by the parameters' names. A strategy that spreads tensors in a way of its
-    own overrides `lightning_module_state_dict`, `optimizer_state` and what reads them; those here do for plain tensors
-    and DTensors.
+    Parameters and optimizer states are stored by parameter name. The methods here support plain tensors and DTensors. A
+    strategy that shards tensors in another way overrides `lightning_module_state_dict`, `optimizer_state` and the
+    methods that read them.
     """
 
     _reader: Reader
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # tensors are read into where the strategy has put them
+        return True  # tensors are read into the strategy's own tensors
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 
     def on_train_start(self) -> None:
-        """Check the optimizers before training, which the first save would do otherwise.
+        """Check the optimizers before training instead of at the first save.
 
         Raises:
-            Refused: one is over a tensor that is no parameter of the module.
+            Refused: an optimizer holds a tensor that is not a parameter of the module.
         """
         super().on_train_start()
         assert self.lightning_module is not None
@@ -64,26 +64,26 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         return names.state_of(self.lightning_module)
 
     def kept_parameters(self) -> dict[str, Stored]:
-        """Return what this rank keeps of each parameter, by name, in the optimizer's precision.
+        """Return this rank's shard of each parameter, by name, in the optimizer's precision.
 
-        What is written into it takes effect by `parameters_changed`.
+        Values written into it take effect after `parameters_changed`.
         """
         assert self.lightning_module is not None
         return dict(names.parameters(self.lightning_module))
 
     def parameters_changed(self) -> None:
-        """Let forward passes see what was written into `kept_parameters`. Collective."""
+        """Make forward passes use the values that were written into `kept_parameters`. Collective."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's class, its state by parameter names, and its groups with names in place of
+        """Return an optimizer's class, its state by parameter name, and its groups with names in place of
         parameters."""
         assert self.lightning_module is not None
         return optimizers.state_of(optimizer, self.lightning_module)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint's state without tensors, which are read later, each to where the strategy has put it.
+        """Return a checkpoint's state without tensors, which are read later into the strategy's own tensors.
 
-        A run that trains takes the newest undamaged one of its own, up to the one that is named.
+        In training, this reads the first undamaged checkpoint of `checkpoints_up_to`, starting with the given one.
         """
         self.wait_for_write()
         module = self.lightning_module
@@ -95,16 +95,16 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             trainer.ckpt_path = self._reader.path
         else:
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
-        state = {**self._reader.state, "state_dict": {}}  # the tensors are read below, each where it belongs
+        state = {**self._reader.state, "state_dict": {}}  # the tensors are read later, see `load_model_state_dict`
         if "callbacks" in state:
             state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer))
         return laid_out(state, names.parameters(module))
 
     def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:
-        """Load the weights of a checkpoint, and nothing else of it; of safetensors those that fit.
+        """Load only the weights of a checkpoint; from safetensors, only those that fit.
 
         Args:
-            renamed: how names of safetensors begin, and how the model's do instead.
+            renamed: prefixes of names in safetensors, with the model's prefix for each.
         """
         module = self.lightning_module
         assert module is not None
@@ -126,9 +126,9 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         self.hand_over(checkpoint, loose)
 
     def check_model(self, state: Mapping[str, Any], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Compare the model's state with the checkpoint that was loaded (see `Reader.check_model`).
+        """Compare the model's state with the loaded checkpoint (see `Reader.check_model`).
 
-        What is neither parameter nor buffer may have another shape, or be no tensor, in one of them.
+        Entries that are neither parameters nor buffers may differ in shape, or in whether they are tensors.
         """
         module = self.lightning_module
         assert module is not None
@@ -139,10 +139,10 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         self._reader.check_model(live, module.hparams, strict)
 
     def hand_over(self, checkpoint: Mapping[str, Any], loose: set[str]) -> None:
-        """Give modules what the checkpoint that was loaded has of their state beside parameters and buffers.
+        """Load the entries of modules' states that are neither parameters nor buffers from the loaded checkpoint.
 
         Args:
-            loose: its names.
+            loose: the names of these entries.
         """
         module = self.lightning_module
         assert module is not None
@@ -151,7 +151,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         names.hand_over(module, {**checkpoint.get("extra_state", {}), **tensors}, module.device)
 
     def read(self, kind: str, tensors: Mapping[str, Stored]) -> None:
-        """Fill those of the tensors, by name, that the checkpoint which was loaded has of a kind. Collective.
+        """Fill the tensors, by name, that the loaded checkpoint has of a kind; leave the others. Collective.
 
         Args:
             kind: "model", or "trained" for the weights whose averages are the model.
@@ -160,7 +160,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         self._reader.fill({f"{kind}.{name}": tensor for name, tensor in tensors.items() if name in saved})
 
     def saved(self, kind: str) -> dict[str, Callable[[], Tensor]]:
-        """Return what reads each tensor of a kind, by name, that the checkpoint which was loaded has, on the CPU."""
+        """Return, for each tensor of a kind in the loaded checkpoint, a function that reads it to the CPU, by name."""
         return {name: partial(self._reader.read, f"{kind}.{name}") for name in self._reader.names(f"{kind}.")}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -189,17 +189,17 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         return state
 
     def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Stored:
-        """Return a tensor to read a parameter's optimizer state into, spread as the parameter where shapes agree.
+        """Return a tensor to read a parameter's optimizer state into, sharded like the parameter if the shapes agree.
 
         Args:
-            saved: the state's shape and dtype in the checkpoint, on the meta device.
+            saved: a meta tensor with the state's shape and dtype in the checkpoint.
         """
         if saved.shape == parameter.shape and parameter.dim():
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
         return torch.zeros_like(saved, device="cpu")
 
     def described_optimizers(self) -> list[tuple[str, optimizers.Groups]]:
-        """Return the class and the parameter groups, by name, of each optimizer."""
+        """Return the class name and the parameter groups of each optimizer, with names in place of parameters."""
         assert self.lightning_module is not None
         return [
             (optimizers.described(optimizer), optimizers.groups_of(optimizer, self.lightning_module))
@@ -210,17 +210,17 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
 def fitted(
     path: Path, found: Mapping[str, Tensor], model: nn.Module, live: Iterable[str], renamed: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return those of the weights that the model has a name for, by that name, and log what fits and what does not.
+    """Return the weights whose names are in the model, by these names, and log which ones fit and which do not.
 
-    Names are brought to the model's by its own method ``from_hf(weights)``, if it has one and none is its own already.
+    If no name is in the model and the model has a method ``from_hf(weights)``, that method translates the names.
 
     Args:
-        path: of the weights, for messages.
+        path: the path of the weights, for messages.
         live: names of the model's parameters and buffers.
-        renamed: how names in the file begin, and how the model's do instead.
+        renamed: prefixes of names in the file, with the model's prefix for each.
 
     Raises:
-        Refused: none of them fits.
+        Refused: none of the weights fits.
     """
     wanted = set(live)
     weights = {_renamed(name, renamed): value for name, value in found.items()}
@@ -255,12 +255,12 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 
 
 class InitialWeights(Callback):
-    """Callback that gives a new run the weights of a checkpoint, and nothing else of it.
+    """Callback that starts a new run with the weights of a checkpoint, without its other state.
 
     Args:
-        path: a checkpoint of any strategy, the engine's or Lightning's, or weights as the hub has them (safetensors). A
-            run that goes on from its own ignores it.
-        renamed: how names of the hub's weights begin, and how the model's do instead.
+        path: a checkpoint of any strategy, written by the engine or by Lightning, or weights in the format of the
+            Hugging Face hub (safetensors). A run that resumes from its own checkpoint ignores it.
+        renamed: prefixes of names in the hub's weights, with the model's prefix for each.
     """
 
     def __init__(self, path: str, renamed: Mapping[str, str] | None = None) -> None:
@@ -276,10 +276,10 @@ class InitialWeights(Callback):
 
 
 class TransientBuffers(Callback):
-    """Callback that saves the buffers that training changes and that the module's state leaves out.
+    """Callback that saves non-persistent buffers that training changes; the module's state dict leaves them out.
 
-    Queues of keys, running means and counters of steps are often registered so (`persistent=False`); a table that is
-    computed when the module is made needs no place in a checkpoint, and gets none.
+    Queues of keys, running means and step counters are often registered with `persistent=False`. A table that is
+    computed in the constructor and does not change is not saved.
     """
 
     _at_start: Mapping[str, int] = MappingProxyType({})  # checksums
@@ -303,7 +303,7 @@ class TransientBuffers(Callback):
                 continue
             buffer, value = part.get_buffer(own), saved[name]()
             if buffer.shape == value.shape:
-                buffer.copy_(value)  # in its place: ddp and DeepSpeed know the tensor
+                buffer.copy_(value)  # in place: ddp and DeepSpeed hold a reference to the tensor
             else:
                 part.register_buffer(own, value.to(buffer.device), persistent=False)
 
@@ -314,7 +314,7 @@ def _transient(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the name of each, the part of the module that has it, and its name there."""
+    """Yield the full name of each non-persistent buffer, the submodule that has it, and its name there."""
     for prefix, part in module.named_modules():
         for own in sorted(part._non_persistent_buffers_set):
             if part._buffers.get(own) is not None:

@@ -1,4 +1,4 @@
-"""Agreement of the ranks that write a checkpoint together: none waits for ever for another, all learn of a failure."""
+"""Agreement between the ranks that write a checkpoint together: no rank hangs, and all receive a failure."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from lightswitch.checkpoints import safe
 from lightswitch.errors import LostRank
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
-_SETTLE_SECONDS = 2.0  # between the first rank that a collective has failed on and the last
+_SETTLE_SECONDS = 2.0  # between the first and the last rank on which a collective fails
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
 class CollectiveError(OSError):
-    """Error that every rank raises at once, and whose text names the rank it comes from."""
+    """Error that every rank raises, whose text names the rank it comes from."""
 
 
 class UnansweredCollective(Exception):
-    """Error of a collective that has ended because some rank did not take part."""
+    """Error of a collective that ended because a rank did not take part."""
 
 
 class Ranks:
-    """Ranks of a run that save together: in training, and in the thread that writes beside it.
+    """Ranks of a run that save checkpoints together, in the training thread and in the writer thread.
 
-    Collective: made by all ranks at once.
+    The constructor is collective.
 
     Args:
-        timeout_seconds: to wait for a rank in each step of a save.
+        timeout_seconds: how long to wait for a rank in each step of a save.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        # gloo, as NCCL sends no Python objects; a group of its own, as training uses the other one meanwhile
+        # gloo, as NCCL sends no Python objects; a separate group, as training uses the other one at the same time
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.staging = Steps(self.group, "staging", timeout_seconds)
         self.writing = Steps(self.group, "writing", timeout_seconds)
 
 
 class Steps:
-    """Sequence of steps that all ranks take, each of which ends on all of them in the same way and in time.
+    """Sequence of steps that all ranks take, each with the same outcome on all ranks and within a timeout.
 
-    They agree in the store where they met, not by collectives: it answers while a rank hangs, and knows which one does.
+    The ranks agree through the process group's store, not by collectives: the store responds while a rank hangs, and
+    shows which one does.
 
     Args:
-        group: its ranks.
-        name: of the sequence; two of them may go on at once.
-        timeout_seconds: to wait for a rank in a step.
+        group: the process group of the ranks.
+        name: the name of the sequence; two sequences may run at the same time.
+        timeout_seconds: how long to wait for a rank in a step.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float) -> None:
@@ -68,12 +69,12 @@ class Steps:
         """Run an action as the next step, and wait until all ranks have run theirs.
 
         Args:
-            what: the step in words, for the message that names a rank which did not take it: "write its part".
-            action: returns what can be written as JSON.
+            what: the step, for the message that names a rank which did not take it: "write its part".
+            action: returns a value that can be written as JSON.
 
         Raises:
-            OSError: on every rank, when the action raised one on one of them.
-            LostRank: on every rank, when the action raised anything else on one, or one did not come in time.
+            OSError: on every rank, if the action raised OSError on one of them.
+            LostRank: on every rank, if the action raised another error on one, or a rank did not arrive in time.
         """
         cause: BaseException | None = None
         try:
@@ -84,18 +85,18 @@ class Steps:
             self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
         except OSError as error:
             self._decide(self._failed(error, lost=False))
-        except Exception as error:  # a bug, which the other ranks have to learn of as well
+        except Exception as error:  # a bug, which the other ranks have to raise as well
             cause = error
             self._decide(self._failed(error, lost=True))
         self._conclude(what, cause)
 
     def results(self, ranks: Iterable[int]) -> list[Any]:
-        """Return what the action of the last step returned on some ranks, in their order."""
+        """Return the results of the last step's action on the given ranks, in their order."""
         return [json.loads(one) for one in self._store.multi_get([self._key(str(r), self._done - 1) for r in ranks])]
 
     def fail(self, cause: str) -> None:
-        """Announce that this rank will not come to the next step, for which others may be waiting."""
-        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, is gone
+        """Fail the next step on all ranks, as this rank will not take it while others may be waiting."""
+        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, is dead
             self._decide({"lost": True, "told": f"rank {self.rank} failed: {cause}"})
 
     def _arrive(self, result: Any) -> None:
@@ -104,7 +105,7 @@ class Steps:
             self._decide({})
 
     def _decide(self, outcome: dict[str, Any]) -> None:
-        """Set how the step has ended, unless another rank has decided it already."""
+        """Set the outcome of the step, unless another rank has already set it."""
         self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
 
     def _conclude(self, what: str, cause: BaseException | None) -> None:
@@ -117,7 +118,7 @@ class Steps:
         self._forget(self._done - 2)
 
     def _late(self, what: str, patience_seconds: float) -> dict[str, Any]:
-        """Return the outcome that names the ranks which have not come after a last wait; empty if all have."""
+        """Wait for late ranks, then return the outcome that names those still missing; empty if all have arrived."""
         late = [rank for rank in range(self.world_size) if rank != self.rank]
         end = time.monotonic() + patience_seconds
         while late:
@@ -135,7 +136,7 @@ class Steps:
         return {"lost": lost, "told": told if isinstance(error, CollectiveError) else f"rank {self.rank}: {told}"}
 
     def _wait(self, key: str) -> bool:
-        """Wait for a key, by short questions: one long one would keep this process's other threads from the store."""
+        """Wait for a key by polling: a blocking wait would block the store for this process's other threads."""
         end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         while not self._store.check([key]):
             if time.monotonic() > end:
@@ -145,7 +146,7 @@ class Steps:
         return True
 
     def _forget(self, step: int) -> None:
-        """Delete the keys of a step that all ranks have left behind."""
+        """Delete the keys of a step that all ranks have completed."""
         names = [str(self.rank), *(["arrived", "outcome"] if self.rank == 0 else [])]
         for name in names if step >= 0 else ():
             self._store.delete_key(self._key(name, step))
@@ -155,14 +156,14 @@ class Steps:
 
 
 def describe_failure(error: BaseException, rank: int) -> str:
-    """Return in a few words which rank's error it is and what it is."""
-    if isinstance(error, CheckpointException):  # raised on every rank; it names the one it comes from
+    """Return a short text with the failed rank and its error."""
+    if isinstance(error, CheckpointException):  # raised on every rank, with the errors of the failed ones
         return "; ".join(f"rank {number}: {first_line(cause)}" for number, (cause, _) in sorted(error.failures.items()))
     return f"rank {rank}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, and whether it means that the disk is full."""
+    """Return the first line of an error, after a note if the disk is full."""
     if named := safe.called(error):
         return f"a tensor's file {named}"
     first = str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Tensors read into those of a live model, however either is spread over ranks, from checkpoints and foreign files."""
+"""Reading of tensors from checkpoints and foreign files into a live model, whatever the sharding of either."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
 T = TypeVar("T")
-_ROUND_BYTES = 64 * 2**20  # that a rank reads before it hands on what others need as well, if a part is not larger
+_ROUND_BYTES = 64 * 2**20  # read by a rank before it sends shared chunks to others; a larger chunk is read alone
 _CPU = torch.device("cpu")
 _ALIGNED_BYTES = 16  # of the widest dtype
 
 
 class Reader:
-    """Reader of one checkpoint, whose checksums it compares first.
+    """Reader of one checkpoint. It compares the checksums first.
 
     Args:
-        path: a directory of `directory.write`, or what Lightning's own strategies write, of which the weights alone are
-            read.
-        group: of the ranks that read together; None for one process.
+        path: a directory that `directory.write` has written, a `.ckpt` file of Lightning or weights in safetensors. Of
+            the latter two, only the weights are available as tensors.
+        group: the process group of the ranks that read together; None for a single process.
 
     Attributes:
-        state: all but the tensors.
-        like: the tensors by name on the meta device, shapes and dtypes without values.
+        state: the checkpoint without the tensors.
+        like: meta tensors by name, with the shapes and dtypes of the stored tensors.
 
     Raises:
-        UnfitCheckpoint: on every rank, when it can't be read or is damaged.
+        UnfitCheckpoint: on every rank, if the checkpoint can't be read or is damaged.
     """
 
     def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
         self.path = path
-        self._files = path.resolve()  # a link, as last.ckpt, may point to another one meanwhile
+        self._files = path.resolve()  # a link such as last.ckpt may change during the read
         self._identity = directory.identity(self._files)
         self._group = group
         self._index: Index | None = None
@@ -61,13 +61,13 @@ class Reader:
         problem: Exception | CheckpointException | None = None
         try:
             self.state = self._open()
-        except (Exception, CheckpointException) as error:  # torch raises many kinds for what is no checkpoint
+        except (Exception, CheckpointException) as error:  # torch raises many kinds of errors for other files
             problem = error
         if told := _first_of_all_ranks(self._replaced() or (why(problem) if problem else None), group):
             raise unreadable(path, told) from problem
 
     def _open(self) -> dict[str, Any]:
-        """Read index and state. Each rank compares a part of the files, and none waits for another."""
+        """Read index and state. Each rank compares the checksums of some files, without waiting for another rank."""
         if is_foreign(self.path):
             weights, state = weights_and_state(self.path)
             self._take(weights)
@@ -78,12 +78,12 @@ class Reader:
         return directory.read_state(self._files)
 
     def _replaced(self) -> str | None:
-        """Return in words that a run which goes on has replaced the checkpoint since; None if not."""
-        was_removed_at_once = self._identity is None and self.path.resolve() != self._files  # the link leads elsewhere
+        """Return a message if a running run has replaced the checkpoint since it was opened, else None."""
+        was_removed_at_once = self._identity is None and self.path.resolve() != self._files  # the link has changed
         return directory.REPLACED if was_removed_at_once else directory.replaced(self._files, self._identity)
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-        """Replace the weights of a foreign file by what a function makes of them, by name."""
+        """Replace the weights of a foreign file by the result of a function of them, by name."""
         self._take(translate({name.removeprefix("model."): value for name, value in self._loaded.items()}))
 
     def _take(self, weights: Mapping[str, Tensor]) -> None:
@@ -91,21 +91,21 @@ class Reader:
         self.like = {name: value.to("meta") for name, value in self._loaded.items()}
 
     def names(self, prefix: str) -> set[str]:
-        """Return the names of tensors that begin with a prefix, without it."""
+        """Return the names of the tensors with a prefix, without the prefix."""
         return {name.removeprefix(prefix) for name in self.like if name.startswith(prefix)}
 
     def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
-        """Read tensors in place, of a DTensor or Piece this rank's part only. Collective.
+        """Read tensors in place; of a DTensor or Piece, only this rank's shard. Collective.
 
-        Each stored part is read by one rank of those that need it, which sends it to the others.
+        For each stored chunk, one of the ranks that need it reads it and sends it to the others.
 
         Args:
-            tensors: by the names in the checkpoint, of the shapes there.
+            tensors: by the names in the checkpoint, with the shapes there.
             on_read: called with the number of bytes that were just read.
 
         Raises:
-            UnfitCheckpoint: on every rank, when a file can't be read, holds something else than its index says, or was
-                replaced meanwhile.
+            UnfitCheckpoint: on every rank, if a file can't be read, differs from the index, or was replaced during the
+                read.
         """
         if self._index is not None:
             self._load(self._index, tensors, on_read, self._group)
@@ -118,7 +118,7 @@ class Reader:
                 on_read(kept.nbytes)
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, whole, on the CPU."""
+        """Return one whole tensor on the CPU."""
         if self._index is None:
             return self._loaded[name]
         whole = {name: torch.empty_like(self.like[name], device="cpu")}
@@ -148,15 +148,15 @@ class Reader:
             raise unreadable(self.path, told)
 
     def _on_all_ranks(self, action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-        """Return what an action returns.
+        """Run an action and return its result. Collective.
 
         Raises:
-            UnfitCheckpoint: on every rank, when it fails on one.
+            UnfitCheckpoint: on every rank, if the action fails on one.
         """
         found, problem, told = None, None, None
         try:
             found = action()
-        except Exception as error:  # torch raises many kinds for what is no tensor's file
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
             told = self._replaced() or describe_failure(error, dist.get_rank(group) if group else 0)
         if told := _first_of_all_ranks(told, group):
@@ -168,8 +168,8 @@ class Reader:
 
         Args:
             live: the model's state by name.
-            arguments: those that it was built with, as far as it has saved them; differences in them are named first.
-            strict: names have to be the same on both sides.
+            arguments: the saved constructor arguments of the model; the error names differences in them first.
+            strict: require the same names on both sides.
 
         Raises:
             UnfitCheckpoint: names or shapes differ.
@@ -205,7 +205,7 @@ def unreadable(path: Path, why: str) -> UnfitCheckpoint:
 
 
 def why(error: Exception | CheckpointException) -> str:
-    """Return an error as one line."""
+    """Return an error's text as one line."""
     if isinstance(error, CheckpointException):
         return describe_failure(error, rank=0)
     if isinstance(error, OSError) and error.filename:
@@ -214,14 +214,14 @@ def why(error: Exception | CheckpointException) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Planner of what is read where; all but tensors, which torch would unpickle, it refuses."""
+    """Load planner that rejects entries other than tensors, as torch would unpickle them."""
 
     def __init__(self, on_read: OnRead | None) -> None:
         super().__init__()
         self._on_read = on_read
 
     def wanted(self, tensors: Mapping[str, Tensor | Piece], metadata: Metadata) -> dict[MetadataIndex, list[ReadItem]]:
-        """Return the stored parts that this rank needs, and where each goes."""
+        """Return the stored chunks that this rank needs, with the destinations of each."""
         self.set_up_planner(dict(tensors), metadata)
         found: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         for item in self.create_local_plan().items:
@@ -233,7 +233,7 @@ class _Planner(DefaultLoadPlanner):
 
     @torch.no_grad()
     def take(self, read: Mapping[MetadataIndex, Tensor], wanted: Mapping[MetadataIndex, Sequence[ReadItem]]) -> None:
-        """Copy stored parts to where they go."""
+        """Copy stored chunks to their destinations."""
         for key, chunk in read.items():
             for item in wanted.get(key, ()):
                 target = self.resolve_tensor(item).detach()
@@ -244,7 +244,7 @@ class _Planner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep Pieces, of which torch's planner would make None."""
+        """Set up the planner with Pieces retained, which torch's planner would replace by None."""
         pieces = {name: value for name, value in state_dict.items() if isinstance(value, Piece)}
         others = {name: value for name, value in state_dict.items() if name not in pieces}
         super().set_up_planner(others, metadata, is_coordinator)
@@ -268,7 +268,7 @@ def _first_of_all_ranks(problem: str | None, group: dist.ProcessGroup | None) ->
 
 
 def _holders(needs: Sequence[Collection[MetadataIndex]]) -> dict[MetadataIndex, list[int]]:
-    """Return the ranks that need each stored part."""
+    """Return the ranks that need each stored chunk."""
     holders: dict[MetadataIndex, list[int]] = defaultdict(list)
     for rank, keys in enumerate(needs):
         for key in keys:
@@ -279,7 +279,7 @@ def _holders(needs: Sequence[Collection[MetadataIndex]]) -> dict[MetadataIndex, 
 def _rounds(
     holders: Mapping[MetadataIndex, list[int]], index: Index, world_size: int
 ) -> Iterator[list[list[MetadataIndex]]]:
-    """Yield what each rank reads at once: what it alone needs, and of all else about as much as the others."""
+    """Yield the chunks that each rank reads in one round; chunks that several ranks need are balanced by bytes."""
     parts: list[list[MetadataIndex]] = [[] for _ in range(world_size)]
     bytes = [0] * world_size
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -index.bytes(key), key.fqn, key.offset)):
@@ -292,7 +292,7 @@ def _rounds(
 
 
 def _first_round(keys: list[MetadataIndex], index: Index) -> list[MetadataIndex]:
-    """Take from the beginning of a list what is read at once."""
+    """Remove the chunks of one round from the start of a list, and return them."""
     ends = accumulate(map(index.bytes, keys))
     count = max(1, sum(1 for _ in takewhile(lambda end: end <= _ROUND_BYTES, ends)))
     taken, keys[:] = keys[:count], keys[count:]
@@ -311,7 +311,7 @@ def _sent(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> dict[MetadataIndex, Tensor]:
-    """Return the stored parts that a rank has read and others need. Collective."""
+    """Broadcast the stored chunks that a rank has read and others need, and return them. Collective."""
     ends = [*accumulate(-(-index.bytes(key) // _ALIGNED_BYTES) * _ALIGNED_BYTES for key in keys)]
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device=device)
     found = {}
@@ -319,7 +319,7 @@ def _sent(
         found[key] = buffer[begin : begin + index.bytes(key)].view(index.dtype(key)).view(index.sizes(key))
         if key in read:
             found[key].copy_(read[key])
-    # what is on a device goes by its own back end, which is the default group's, of the same ranks
+    # a buffer on a device needs the device's backend, which the default group of the same ranks has
     dist.broadcast(buffer, source, group if device.type == "cpu" else None)
     return found
 
@@ -343,17 +343,17 @@ def _shape(tensor: Tensor | Piece) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
 
 
-_VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates older ones
+_VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates checkpoints of older versions
 _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FSDP, _ZERO = "meta.pt", "checkpoint/*_model_states.pt"  # what Lightning's sharded directories have
+_FSDP, _ZERO = "meta.pt", "checkpoint/*_model_states.pt"  # files in Lightning's sharded checkpoint directories
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a path is a file of one of Lightning's own strategies, or weights alone, and not of this engine.
+    """Return whether a path is a checkpoint file of Lightning or a file of weights, not a checkpoint of this engine.
 
     Raises:
-        ValueError: it is a directory of theirs: what converts it is named.
+        ValueError: it is a sharded directory of Lightning or DeepSpeed; the message names the converter.
     """
     if (path / _FSDP).exists():
         converter = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.whole"
@@ -366,10 +366,10 @@ def is_foreign(path: Path) -> bool:
 
 
 def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights of a checkpoint of Lightning's by name, whole and on the CPU, and the rest of its state.
+    """Return the weights of a foreign checkpoint by name, whole and on the CPU, and the rest of its state.
 
-    It may be a `.ckpt` file (one device, DDP, FSDP full) or safetensors. What modules keep that is not a tensor is in
-    the state under "extra_state", as in a checkpoint of the engine.
+    It is a `.ckpt` file of Lightning (one device, DDP, FSDP full) or safetensors. Entries of the modules' state that
+    are not tensors are in the state under "extra_state", as in a checkpoint of the engine.
 
     Raises:
         ValueError: it is something else, is damaged, or can't be read without running code.
@@ -387,9 +387,9 @@ def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """Return what a `.ckpt` file of Lightning's holds, with its tensors mapped from the file.
+    """Return the content of a `.ckpt` file of Lightning, with its tensors memory-mapped from the file.
 
-    Of a sharded directory of its FSDP, torch's converter has made a file that calls the weights "model".
+    In a file that torch's converter has made from a sharded FSDP directory, the weights are under "model".
 
     Raises:
         ValueError: the file is something else, or can't be read without running code.
@@ -411,7 +411,7 @@ def _own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return for each name the first name of the same tensor: a tied weight has several."""
+    """Return, for each name, the first name of the same tensor: a tied weight has several names."""
     first: dict[tuple[Any, ...], str] = {}
     names = {}
     for name, value in tensors.items():
@@ -421,15 +421,15 @@ def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def is_hub(path: Path) -> bool:
-    """Return whether a path is a file of safetensors, the index of several, or a folder with either."""
+    """Return whether a path is a safetensors file, an index of several, or a folder with either."""
     return (path.is_dir() and _in(path) is not None) or path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def hub_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors by the names in the files, on the CPU, each mapped from its file.
+    """Return the tensors of safetensors files by name, on the CPU, memory-mapped from the files.
 
     Raises:
-        ValueError: the index names a file elsewhere, or is none.
+        ValueError: the index is invalid, names a file elsewhere, or names a tensor that its files lack.
         OSError, SafetensorError: a file can't be read, or is a pipe or a device.
     """
     file = _in(path) or path

@@ -1,6 +1,6 @@
 """State in types that `torch.load(weights_only=True)` reads: a checkpoint from elsewhere runs no code.
 
-This is the one place of the engine that reads what `torch.save` has written.
+Only this module of the engine reads files that `torch.save` has written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST_LEVELS = 64  # of mappings and lists in one another
-_STATE: dict[str, type] = {  # what a checkpoint holds, if it does
+_MOST_LEVELS = 64  # of nested mappings and lists
+_STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, each of which is optional
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
     **dict.fromkeys(("frozen_since", "plateau", "epoch_end"), dict),
@@ -29,19 +29,19 @@ _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.d
 
 
 class UnsafeFile(ValueError):
-    """Error of a file that `torch.load` can't read, or not without calling what the file names."""
+    """Error of a file that `torch.load` can't read, or can't read without calling functions that the file names."""
 
 
 def load(path: Path, mapped: bool = False) -> Any:
-    """Return what `torch.save` has written, on the CPU, in whichever of its formats.
+    """Return the content of a file of `torch.save`, in any of its formats, on the CPU.
 
     Args:
-        mapped: tensors are read from the file when they are used, where its format allows it.
+        mapped: memory-map tensors, so that they are read on use, if the format allows it.
 
     Raises:
-        UnsafeFile: with the reason, such as what it names that would run code.
+        UnsafeFile: with the reason, for example a name that would run code.
     """
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # a pipe would block
         raise UnsafeFile(f"{path.name} is not a regular file")
     try:
         if is_zip := _is_zip(path):
@@ -53,7 +53,7 @@ def load(path: Path, mapped: bool = False) -> Any:
         raise
     except OSError as error:
         raise UnsafeFile(f"{path.name} can't be read: {error.strerror}") from error
-    except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
+    except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated
         raise UnsafeFile(_why(path, error)) from error
 
 
@@ -63,28 +63,30 @@ def _is_zip(path: Path) -> bool:
 
 
 def check_zip(file: Any, most_bytes: int, name: str) -> None:
-    """Check that an archive's files are no larger than it is: torch compresses none, and a few bytes can be gigabytes.
+    """Check that an archive's files are not larger than the archive.
+
+    torch does not compress, and a few compressed bytes can expand to gigabytes.
 
     Args:
-        file: a path, or a file that is open.
+        file: a path or an open file.
 
     Raises:
-        UnsafeFile: they are, or there is no archive.
+        UnsafeFile: they are larger, or the file is not a zip archive.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             bytes_in_all = sum(part.file_size for part in archive.infolist())
-    except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:  # zipfile's, the second for other versions
+    except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:  # the second: an unsupported version
         raise UnsafeFile(f"{name} is damaged, or was not written by torch.save") from error
     if bytes_in_all > most_bytes:
         raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, and has {most_bytes}")
 
 
 def _check_sizes(found: Any, path: Path) -> None:
-    """Check that no tensor claims more than the file has, as a view of one number can, and that nothing is nested deep.
+    """Check that no tensor has more bytes than the file, as an expanded view can, and that values are not nested deep.
 
     Raises:
-        UnsafeFile: one does, or it is.
+        UnsafeFile: a tensor has more, or values are nested too deep.
     """
     file_bytes = path.stat().st_size
     level = [found]
@@ -105,10 +107,10 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def checked_state(state: Any, name: str) -> dict[str, Any]:
-    """Return the state of a run, if it holds under each name what Lightning and the engine keep there.
+    """Return the state of a run, after checking that its entries have the types that Lightning and the engine use.
 
     Raises:
-        UnsafeFile: it is something else.
+        UnsafeFile: an entry has another type, or a value out of range.
     """
     if not isinstance(state, dict):
         raise UnsafeFile(f"{name} holds no state of a run")
@@ -130,7 +132,7 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
 
 
 def called(error: BaseException) -> str | None:
-    """Return what a file names that `torch.load` would not call, in words; torch's own text advises to allow it."""
+    """Return a text with the name that `torch.load` refused to call; torch's own text advises to allow it."""
     found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     return f"names {found[1]}, which would run code" if found else None
 
@@ -144,7 +146,7 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def safe(value: Any) -> tuple[Any, dict[str, str]]:
-    """Return ``value`` in plain types, and the type of each part that was left out for having none, by its place."""
+    """Return ``value`` in plain types, and the type names of the values that have no plain type, by their paths."""
     left_out: dict[str, str] = {}
     kept, plain = _plain(value, "", left_out)
     return plain if kept else None, left_out
@@ -152,7 +154,7 @@ def safe(value: Any) -> tuple[Any, dict[str, str]]:
 
 def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
     if isinstance(value, torch.Tensor):
-        return True, value.detach().cpu().clone()  # it may change while it is being written
+        return True, value.detach().cpu().clone()  # training may change it during the write
     if value is None or type(value) in _KEPT:
         return True, value
     if isinstance(value, Mapping):
@@ -175,6 +177,6 @@ def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
     ):
         if isinstance(value, known):
             return True, converted()
-    public = (kind for kind in type(value).__mro__ if not kind.__name__.startswith("_"))  # Hydra's partials are not
+    public = (kind for kind in type(value).__mro__ if not kind.__name__.startswith("_"))  # not Hydra's private partials
     left_out[path.lstrip(".")] = next(public).__name__
     return False, None

@@ -1,4 +1,4 @@
-"""The way of tensors into a checkpoint: which rank writes which, in what host memory, by a thread beside training."""
+"""Staging and writing of checkpoint tensors: the rank that writes each, its copy in host memory, the writer thread."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ log = logging.getLogger(__name__)
 Action = Callable[[], None]
 Tensors = Mapping[str, Stored]
 CHUNK_BYTES = 64 * 2**20
-_ALIGNED_BYTES = 64  # of a cache line, and a multiple of every dtype's size
+_ALIGNED_BYTES = 64  # a cache line, and a multiple of every dtype's size
 
 
 class Saver:
-    """Thread that writes one checkpoint after the other, and runs what follows a write only if it succeeded.
+    """Queue of checkpoint writes in a thread, and of actions that run only if the write before them succeeded.
 
-    Every rank must ask for the same writes in the same order.
+    Every rank must queue the same writes in the same order.
 
     Attributes:
-        is_good: the last write succeeded.
-        has_lost_a_rank: the last write failed on another rank, and its process group can't be used any more.
+        is_good: whether the last write succeeded.
+        has_lost_a_rank: whether the last write failed with LostRank, so that its process group is no longer usable.
     """
 
     def __init__(self) -> None:
-        self._last: Thread | None = None  # the last queued; each waits for the one before
+        self._last: Thread | None = None  # the last thread queued; each waits for the one before it
         self.is_good = True
         self.has_lost_a_rank = False
         self._failure: Exception | None = None
@@ -46,37 +46,37 @@ class Saver:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that is kept for what is staged."""
+        """Bytes of host memory reserved for staged tensors."""
         return sum(pool.bytes for pool in self._pools.values())
 
     def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return copies on the CPU, of a DTensor its local part, in memory that is kept for the next checkpoint.
+        """Return copies on the CPU, in memory that the next checkpoint reuses. Of a DTensor, copy the local tensor.
 
-        This is what training waits for, beside the end of the write before, which must be over.
+        Training waits for this, and for the previous write, which must be complete before the call.
         """
         for pool in self._pools.values():
             pool.reuse()
         largest_first = sorted(tensors.items(), key=lambda item: -local(item[1]).nbytes)
         staged = {name: self._copy(tensor) for name, tensor in largest_first}
         for device in {tensor.device for tensor in map(local, tensors.values()) if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # until then, the copies are under way
+            torch.cuda.synchronize(device)  # the copies are asynchronous
         return staged
 
     def write(self, write: Action) -> None:
-        """Queue a write; its error is kept for `failure`."""
+        """Queue a write; its error is stored for `failure`."""
 
         def attempt() -> None:
             try:
                 write()
                 self.is_good, self.has_lost_a_rank = True, False
-            except Exception as error:  # the disk, a lost rank, or a bug, which would end with this thread
+            except Exception as error:  # the disk, a lost rank, or a bug, which this thread would otherwise swallow
                 self.is_good, self._failure = False, error
                 self.has_lost_a_rank = isinstance(error, LostRank)
 
         self._start(attempt)
 
     def then(self, action: Action) -> None:
-        """Queue an action for after the last write; it is skipped if that failed."""
+        """Queue an action to run after the last write; it is skipped if that write failed."""
 
         def attempt() -> None:
             try:
@@ -88,13 +88,13 @@ class Saver:
         self._start(attempt)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until nothing is being written, and return whether that came in time."""
+        """Wait until the queue is empty, and return False if that takes longer than the timeout."""
         if self._last is not None:
             self._last.join(timeout_seconds)
         return self._last is None or not self._last.is_alive()
 
     def failure(self) -> Exception | None:
-        """Return why a write failed, once; None if none did since the last call."""
+        """Return the error of a failed write or action, and clear it; None if none failed since the last call."""
         told, self._failure = self._failure, None
         return told
 
@@ -116,7 +116,7 @@ class Saver:
             return self._copied(tensor)
 
         def copied(_: str, inner: Any) -> Any:
-            return self._copied(inner) if isinstance(inner, Tensor) else inner  # a mesh, for one
+            return self._copied(inner) if isinstance(inner, Tensor) else inner  # for example, a mesh
 
         whole: Tensor = transform_subclass(tensor, copied)
         return whole
@@ -128,14 +128,14 @@ class Saver:
 
 @dataclass(frozen=True)
 class Copies:
-    """Ranks that hold the same values of a tensor: how many there are, and which of them this one is."""
+    """Replicas of a local tensor: their number, and the index of this rank among them."""
 
     count: int
     own: int
 
     @classmethod
     def on_mesh(cls, placements: Iterable[Placement], sizes: Iterable[int], coordinate: Iterable[int]) -> Copies:
-        """Return the copies of a DTensor that the rank at a coordinate of its mesh has one of."""
+        """Return the replicas of a DTensor's shard at a coordinate of its mesh."""
         count, own = 1, 0
         for placement, size, position in zip(placements, sizes, coordinate, strict=False):
             if placement.is_replicate():
@@ -144,13 +144,13 @@ class Copies:
 
 
 def share(tensors: Tensors, rank: int, world_size: int, of_first: Set[str] = frozenset()) -> dict[str, Stored]:
-    """Return what a rank has to write, so that ranks which hold the same tensors write each once, and equally much.
+    """Return the tensors that a rank writes, so that each replicated tensor is written once and the load is balanced.
 
-    A tensor is held by all ranks, a DTensor by those that its mesh replicates it over, a Piece by one. All ranks decide
-    alike, without asking one another, as long as their `fingerprint` is the same.
+    A plain tensor is replicated on all ranks, a DTensor as its mesh says, a Piece not at all. All ranks reach the same
+    result without communication if their `fingerprint` is the same.
 
     Args:
-        of_first: names of tensors whose values may differ by rank, so that the first of the ranks writes them all.
+        of_first: names of tensors whose values may differ by rank; the first replica writes them.
     """
     copies = _copies(tensors, rank, world_size)
     shared = copies.keys() - of_first
@@ -163,8 +163,12 @@ def share(tensors: Tensors, rank: int, world_size: int, of_first: Set[str] = fro
 
 
 def owners(held: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return which of a tensor's copies is written, by name, given how many there are and the bytes of the whole."""
-    written_bytes: dict[int, list[int]] = {}  # by every copy so far, by the number of copies
+    """Return the index of the replica that writes each tensor, by name.
+
+    Args:
+        held: the number of replicas and the bytes of the whole tensor, by name.
+    """
+    written_bytes: dict[int, list[int]] = {}  # of each replica so far, by the number of replicas
     chosen: dict[str, int] = {}
     for name, (count, whole_bytes) in sorted(held.items(), key=lambda item: (-item[1][1], item[0])):
         loads = written_bytes.setdefault(count, [0] * count)
@@ -184,7 +188,7 @@ def fingerprint(tensors: Tensors, rank: int, world_size: int) -> str:
 
 
 def _copies(tensors: Tensors, rank: int, world_size: int) -> dict[str, Copies]:
-    """Return the copies of each tensor that other ranks hold as well, by name."""
+    """Return the replicas of each tensor that has more than one, by name."""
     found = {name: _copies_of(tensor, rank, world_size) for name, tensor in tensors.items()}
     return {name: copies for name, copies in found.items() if copies.count > 1}
 
@@ -207,14 +211,15 @@ def _dtype(tensor: Stored) -> torch.dtype:
 
 
 class Pool:
-    """Memory on the CPU in chunks, which stay and are handed out anew for each checkpoint.
+    """CPU memory in chunks that are reused for each checkpoint.
 
-    torch rounds a pinned block up to a power of two, so that a tensor a block takes up to twice its bytes. A chunk is
-    such a power from the beginning, and several tensors share it; one that is larger than `CHUNK_BYTES` has the next
-    ones behind it. Handed out by size, the largest first, tensors leave about a chunk unused.
+    torch rounds a pinned block up to a power of two, so that one block for each tensor would take up to twice the
+    bytes. Here a chunk is a power of two from the start, and several tensors share it; if a tensor needs a chunk larger
+    than `CHUNK_BYTES`, the next tensors use the rest of it. Allocated in order of size, the largest first, tensors
+    leave about one chunk unused.
 
     Args:
-        is_pinned: whether a GPU copies to it beside its computing.
+        is_pinned: whether the memory is pinned, so that a GPU copies to it while it computes.
     """
 
     def __init__(self, is_pinned: bool) -> None:
@@ -224,15 +229,15 @@ class Pool:
 
     @property
     def bytes(self) -> int:
-        """All that it keeps."""
+        """Size of all chunks in bytes."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reuse(self) -> None:
-        """Hand out the same memory again from now on; nobody may use what was handed out."""
+        """Free all tensors at once; they must not be used any more."""
         self._used_bytes = [0] * len(self._chunks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with a storage of its own, as `torch.save` writes the whole of one."""
+        """Return an uninitialized tensor with a separate storage, as `torch.save` writes whole storages."""
         needed_bytes = math.prod(shape) * dtype.itemsize
         number = self._chunk_with(needed_bytes)
         begin = self._used_bytes[number]
@@ -263,9 +268,9 @@ class Pool:
 
 
 def with_own_storage(part: Tensor) -> Tensor:
-    """Return a contiguous part of a tensor on the CPU, in the same memory, as a tensor that has no more than that.
+    """Return a contiguous CPU view as a tensor in the same memory, whose storage covers only that view.
 
-    torch's writer copies one that has more, and keeps all the copies until its file is written.
+    torch's writer copies a tensor with a larger storage, and holds all the copies until its file is written.
     """
     begin = int(part.storage_offset()) * part.itemsize
     whole = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
@@ -273,6 +278,6 @@ def with_own_storage(part: Tensor) -> Tensor:
 
 
 def _cut(whole: Tensor, begin: int, length: int) -> Tensor:
-    """Return so many bytes of a tensor of bytes, with a storage that keeps the whole alive: (length,)."""
+    """Return bytes of a byte tensor, (length,), with a storage of that size that keeps the whole alive."""
     storage = whole.untyped_storage()[begin : begin + length]
     return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,4 +1,4 @@
-"""Local shards of tensors, and shards in the state of callbacks and modules."""
+"""Local shards of tensors, and sharded tensors in the state of callbacks and modules."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import transform_subclass
 
 @dataclass(frozen=True)
 class Piece:
-    """Contiguous elements of a tensor, written and read without a collective.
+    """Shard of a tensor that is a contiguous range of its flattened elements, written and read without a collective.
 
-    A checkpoint is made of boxes, so a piece gives itself as several. The dunder methods are those that
-    torch.distributed.checkpoint looks for; its planners have to ask for the third one.
+    A checkpoint stores boxes, so a Piece is stored as several. torch.distributed.checkpoint calls the first two dunder
+    methods; the third it calls only for tensors, so the engine's planners call it.
 
     Args:
-        values: (elements,), in memory that is this rank's own; empty where it keeps nothing of the tensor.
-        shape: of the whole tensor.
-        first: index of the first element in the whole tensor, flattened.
+        values: (elements,), in this rank's memory; empty if this rank holds no element of the tensor.
+        shape: the shape of the whole tensor.
+        first: index of the first element in the flattened whole tensor.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ class Piece:
         return whole.reshape(-1).narrow(0, self.first, self.values.numel())
 
     def with_values(self, values: Tensor) -> Piece:
-        """Return the piece with other values: (elements,), as of an optimizer's state."""
+        """Return the same shard with other values, (elements,), for example of an optimizer's state."""
         return replace(self, values=values)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -70,7 +70,7 @@ Stored = Tensor | Piece
 
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
-    if prod(shape) == 0:  # an empty tensor has one empty box, or the index would lack it
+    if prod(shape) == 0:  # an empty tensor has one empty box, otherwise the index would lack it
         yield (0,) * len(shape), shape
         return
     if first == end:
@@ -94,7 +94,7 @@ def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple
 
 @torch.no_grad()
 def local(stored: Stored) -> Tensor:
-    """Return this rank's local shard of a distributed tensor, or the whole of another, in the same memory."""
+    """Return this rank's local shard of a DTensor or Piece, or a plain tensor itself, in the same memory."""
     if isinstance(stored, Piece):
         return stored.values
     return stored.to_local() if isinstance(stored, DTensor) else stored.detach()
@@ -108,22 +108,22 @@ def with_local(stored: Stored, part: Tensor) -> Stored:
         return part
 
     def replaced(_: str, inner: Any) -> Any:
-        return part if isinstance(inner, Tensor) else inner  # a mesh, for one
+        return part if isinstance(inner, Tensor) else inner  # for example, a mesh
 
     whole: Tensor = transform_subclass(stored.detach(), replaced)  # type: ignore[no-untyped-call]  # torch's
     return whole
 
 
-KEY = "places_of_shards"  # of a checkpoint: where its state was of shards
+KEY = "places_of_shards"  # in a checkpoint: the paths of values in its state that were DTensors
 
-_Place = tuple[Any, ...]  # the keys and indices that lead to it
+_Place = tuple[Any, ...]  # a path: the keys and indices that lead to a value
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state with whole tensors in place of DTensors, and their places under `KEY`. Collective.
+    """Return a checkpoint's state with whole tensors in place of DTensors, and their paths under `KEY`. Collective.
 
-    A callback that keeps copies of parameters keeps shards under fsdp. Rank 0's state is what is written, and its
-    shards would be read back by each rank.
+    Under fsdp, a callback that stores copies of parameters stores shards. Only rank 0's state is written, so without
+    this, every rank would read back rank 0's shards.
     """
     places: list[_Place] = []
     whole: dict[str, Any] = _whole(state, (), places)
@@ -142,12 +142,12 @@ def _whole(value: Any, place: _Place, places: list[_Place]) -> Any:
 
 
 def laid_out(state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return a state that was `gathered`, with shards as the parameters of this run are cut, where they are.
+    """Return a state from `gathered`, with its tensors sharded like the parameters of this run, if those are sharded.
 
-    A tensor is cut as the parameter that its last key names, or the first one of its shape.
+    A tensor is sharded like the parameter that its last key names, or else like the first parameter of its shape.
     """
     for place in state.get(KEY, ()):
-        with contextlib.suppress(LookupError, TypeError):  # trusted_states has left a callback's state out
+        with contextlib.suppress(LookupError, TypeError):  # trusted_states has replaced a callback's state
             state = _replaced(state, place, partial(_cut, name=place[-1], parameters=parameters))
     return state
 

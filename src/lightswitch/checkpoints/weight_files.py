@@ -1,9 +1,9 @@
-"""Weights as they are read from a checkpoint, in files that safetensors, torch or Lightning load without lightswitch.
+"""Weights of a checkpoint, exported to files that safetensors, torch or Lightning load without lightswitch.
 
-gpt.safetensors        or gpt-00001-of-00003.safetensors, … and gpt.safetensors.index.json: as Hugging Face's are
+gpt.safetensors        or gpt-00001-of-00003.safetensors, … and gpt.safetensors.index.json, as from Hugging Face
 gpt.safetensors.yaml   the config of the model
 gpt.pt, gpt.pt.yaml    the same as a state dict, for `torch.load` and `load_state_dict`
-gpt.ckpt, …            as a checkpoint of Lightning's, for `load_from_checkpoint`
+gpt.ckpt, …            the same as a Lightning checkpoint, for `load_from_checkpoint`
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lightswitch.checkpoints.reader import OnRead, Reader, hub_weights, read_for
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.regular_files import MARK, make_tree, remove_tree
 
-FOLDER_STEM = "model"  # of the files in a folder that is named without any
+FOLDER_STEM = "model"  # of the files in a folder, if only the folder is named
 OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weights, else its last
 SHARD_BYTES = 5 * 10**9
-OF_TORCH = (".pt", ".ckpt")  # files of `torch.save`
+OF_TORCH = (".pt", ".ckpt")  # suffixes of files that `torch.save` writes
 _ARGUMENTS = "hyper_parameters"
 _OF_TRAINING = (
     "loops",
@@ -54,21 +54,21 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     on_read: OnRead | None = None,
 ) -> list[Path]:
-    """Write weights beside their place, compare what was written, and rename it: the files are complete, or not there.
+    """Write weights to a temporary folder, compare the written files with them, and move the files into place.
 
     Args:
-        config: the model's node, written beside the weights.
-        file: with the suffix .safetensors, .pt or .ckpt.
-        dtype: what floating-point tensors are rounded to; None for their own.
-        shard_bytes: of one file of safetensors at most, unless a single tensor is larger. It bounds the memory taken.
+        config: the model's config node, written beside the weights.
+        file: the path to write, with the suffix .safetensors, .pt or .ckpt.
+        dtype: the dtype to round floating-point tensors to; None for their own.
+        shard_bytes: maximum size of one safetensors file, unless a single tensor is larger. It bounds memory use.
         on_read: called with the number of bytes that were just read.
 
     Returns:
-        the files, in the order of their names.
+        the files, sorted by name.
 
     Raises:
-        OSError: the disk is full, or does not give back what was written.
-        Refused: a value is beyond the range of ``dtype``, or a module keeps what safetensors can't hold.
+        OSError: the disk is full, or returns other data than was written.
+        Refused: a value is beyond the range of ``dtype``, or safetensors can't store a module's state or dtype.
     """
     if weights.extra_state and file.suffix == ".safetensors":
         first = next(iter(weights.extra_state))
@@ -86,7 +86,7 @@ def write(
                 others = {other: tensors[first] for other, first in weights.first_names.items()}
                 state = {**tensors, **others, **weights.extra_state}
                 _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights.state, config))
-            shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors lets its owner alone read it
+            shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors makes it owner-readable only
             _compare(partial / name, tensors)
         if len(shards) > 1:
             index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))
@@ -95,14 +95,14 @@ def write(
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the file that `write` was given, and the state dict; None where ``path`` is not an export.
+    """Return the file that was passed to `write`, and the state dict; None if ``path`` is not an export.
 
     Raises:
         UnfitCheckpoint: a file can't be read.
     """
     file = path / f"{FOLDER_STEM}.safetensors" if path.is_dir() else path
     file = file.with_name(file.name.removesuffix(".index.json"))
-    if file.suffix == ".ckpt" and not config_of(file).is_file():  # one that this engine has not written
+    if file.suffix == ".ckpt" and not config_of(file).is_file():  # not written by this engine
         return None
     if file.suffix not in (".safetensors", *OF_TORCH) or not (file.is_file() or index_of(file).is_file()):
         return None
@@ -112,15 +112,15 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
         if file.suffix == ".pt":
             return file, _checked(safe.load(file))
         return file, hub_weights(file if file.is_file() else index_of(file))
-    except Exception as error:  # torch raises many kinds for what is no file of its own, or a part of one
+    except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
 
 
 def _as_lightning(state: dict[str, Any], of_run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint as Lightning writes one of weights alone.
+    """Return a Lightning checkpoint without training state.
 
-    Arguments that the module has not saved are those of the config that are plain values: `load_from_checkpoint` takes
-    others, as an optimizer, from whoever calls it.
+    For arguments that the module has not saved, it contains the plain values of the config. The caller of
+    `load_from_checkpoint` has to pass others, such as an optimizer.
     """
     arguments = {name: value for name, value in config.items() if name[:1] != "_" and _is_plain(value)}
     kept = {name: value for name, value in of_run.items() if name not in _OF_TRAINING}
@@ -128,7 +128,7 @@ def _as_lightning(state: dict[str, Any], of_run: Mapping[str, Any], config: Mapp
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value of a config is what a constructor gets, and not built by a `_target_` before."""
+    """Return whether a config value is passed to a constructor unchanged, without a `_target_` or an interpolation."""
     if isinstance(value, dict):
         return "_target_" not in value and all(map(_is_plain, value.values()))
     return all(map(_is_plain, value)) if isinstance(value, list) else not str(value).startswith("${")
@@ -141,17 +141,17 @@ def _checked(state: Any) -> dict[str, Any]:
 
 
 def config_of(file: Path) -> Path:
-    """Return where the model's config lies for a file of weights."""
+    """Return the path of the model's config for a weight file."""
     return file.with_name(f"{file.name}.yaml")
 
 
 def partial_of(file: Path) -> Path:
-    """Return the folder in which the files of ``file`` are written before they are renamed."""
+    """Return the folder in which the files for ``file`` are written before they are moved into place."""
     return file.with_name(f"{file.name}.partial")
 
 
 def index_of(file: Path) -> Path:
-    """Return where the index of shards lies for a file of weights."""
+    """Return the path of the index of shards for a weight file."""
     return file.with_name(f"{file.name}.index.json")
 
 
@@ -169,7 +169,7 @@ def _shards(weights: Weights, dtype: torch.dtype | None, shard_bytes: int) -> li
 
 
 def bytes_of(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
-    """Return the bytes of a tensor once it is rounded to ``dtype``."""
+    """Return the size of a tensor in bytes once it is rounded to ``dtype``."""
     return weights.like[name].numel() * weights.dtype(name, dtype).itemsize
 
 
@@ -187,7 +187,7 @@ def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, lis
 
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
-    """Yield a folder whose files are moved to beside ``file`` at the end, if nothing is raised before."""
+    """Yield a temporary folder whose files are moved beside ``file`` on exit, unless an exception is raised."""
     partial = make_tree(directory.vacant(partial_of(file)))
     try:
         yield partial
@@ -213,18 +213,18 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
             with path.open("wb") as file:
                 torch.save(state, file)
         else:
-            save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries ask for the format
-    except KeyError as error:  # safetensors' own, of a dtype that it does not know
+            save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries require it
+    except KeyError as error:  # from safetensors, for a dtype that it does not know
         raise Refused(f"safetensors hold no {error.args[0]}; use -o NAME.pt") from error
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = error if isinstance(error, OSError) else error.__context__ or error  # torch keeps a full disk there
+        reason = error if isinstance(error, OSError) else error.__context__ or error  # torch has a full disk there
         raise OSError(f"{path.name} can't be written: {reason}") from error
     with path.open("rb") as written:
         os.fsync(written.fileno())
 
 
 def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Compare tensors with what the file holds, and free each of them when that is done."""
+    """Compare tensors with the file's content, and free each tensor after its comparison."""
     for name, found in _tensors_in(path, list(tensors)):
         if not same_bits(found, tensors.pop(name)):
             raise OSError(f"{path.name} does not give back {name} as it was written")
@@ -237,29 +237,30 @@ def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, state[name]) for name in names)
     else:
         for name in names:
-            with safe_open(path, "pt") as file:  # opened for each tensor, or all that was read would stay in memory
+            with safe_open(path, "pt") as file:  # opened for each tensor, to free its memory
                 yield name, file.get_tensor(name)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit, also where they are NaN."""
+    """Return whether two tensors are equal bit by bit, including NaNs."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 class Weights:
-    """Weights of one checkpoint, whose checksums are compared at once and whose tensors are read later.
+    """Weights of one checkpoint. The constructor compares checksums; tensors are read later.
 
     Attributes:
-        state: all of the checkpoint but tensors.
-        extra_state: what modules keep that is not a tensor, by name.
-        first_names: of tied tensors, by their others: a state dict has all names, a checkpoint the first.
-        lists_tied: whether the checkpoint says which tensors are tied; those of an earlier version do not.
-        like: tensors by name on the meta device, shapes and dtypes without values.
+        state: the checkpoint without tensors.
+        extra_state: entries of the modules' state that are not tensors, by name.
+        first_names: the first name of each tied tensor, by its other names: a state dict has all names, a checkpoint
+            only the first.
+        lists_tied: whether the checkpoint lists tied tensors; checkpoints of earlier versions do not.
+        like: meta tensors by name, with the shapes and dtypes of the stored tensors.
 
     Raises:
-        UnfitCheckpoint: it can't be read, or is damaged.
+        UnfitCheckpoint: the checkpoint can't be read, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -267,7 +268,7 @@ class Weights:
         self.state = self._reader.state
         self.extra_state = self._mapping("extra_state")
         names = sorted(self._reader.names(_PREFIX))
-        self.like = {name: self._reader.like[_PREFIX + name] for name in names}  # without values: shapes and dtypes
+        self.like = {name: self._reader.like[_PREFIX + name] for name in names}
         self.lists_tied = "names_of_tied" in self.state
         tied = self._mapping("names_of_tied")
         self.first_names = {other: first for other, first in tied.items() if first in self.like}
@@ -278,14 +279,14 @@ class Weights:
         """Return tensors on the CPU, by name.
 
         Args:
-            dtype: what floating-point tensors are rounded to, one by one as they are read; None for their own.
+            dtype: the dtype to round floating-point tensors to, one by one as they are read; None for their own.
             on_read: called with the number of bytes that were just read.
         """
         tensors = {
             name: torch.empty_like(self.like[name], dtype=self.dtype(name, dtype), device="cpu") for name in names
         }
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads, as meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads, as intended
             self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
         return tensors
 
@@ -296,6 +297,6 @@ class Weights:
         return found
 
     def dtype(self, name: str, asked: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of a tensor once it is rounded to the one that is asked for; integers keep theirs."""
+        """Return the dtype of a tensor once it is rounded to the requested one; only floating-point tensors change."""
         saved = self.like[name].dtype
         return asked if asked is not None and saved.is_floating_point else saved

@@ -1,4 +1,4 @@
-"""Checkpoints that the ranks of a run write together, while training goes on."""
+"""Saving of checkpoints: all ranks write one together, in a thread, while training goes on."""
 
 from __future__ import annotations
 
@@ -26,50 +26,51 @@ from lightswitch.errors import LostRank, UnwrittenCheckpoint, listed
 
 log = logging.getLogger(__name__)
 
-# Parts of the process group's time-out, so that they are over before it, and before the watch over the ranks ends a run
-# that begins no batch: the wait for a rank in one step of a save, and that for all steps of a write
+# Fractions of the process group's timeout: the wait for a rank in one step of a save, and the wait for all steps of a
+# write. They expire before it does, and before the watchdog ends a run that starts no batch.
 _STEP, _WRITE = 1 / 3, 2 / 3
-_TRAINED = "current_model_state"  # Lightning's key, for weights beside which their averages are the model
-TRANSIENT = "transient"  # key of buffers that training changes and that the module's state leaves out
-_MODEL = ("model", "trained", TRANSIENT)  # how names of the model's tensors begin in a checkpoint
+_TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
+TRANSIENT = "transient"  # key of non-persistent buffers that training changes
+_MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
 class WrittenTogether(Strategy):
-    """Base of strategies whose ranks write a checkpoint together: each of them what it keeps, in a thread of its own.
+    """Base of strategies whose ranks write a checkpoint together: each rank writes its shards, in a separate thread.
 
-    What a rank keeps, `lightning_module_state_dict` and `optimizer_state` tell, which may not be collective: a rank
-    that fails in a save would leave the others waiting.
+    `lightning_module_state_dict` and `optimizer_state` return a rank's shards. They must not be collective: a rank that
+    fails in a save would leave the others waiting.
     """
 
-    # by the watchdog: then a failing save need not tell them through torch's store, which is noisy where rank 0 is gone
+    # True if the watchdog reports failures to all ranks: a failing save then does not use torch's store, which prints
+    # errors if rank 0 is dead
     ranks_hear_of_failures = False
 
     _checkpoint_ranks: Ranks | None = None
-    _told: frozenset[str] = frozenset()  # places in a checkpoint of what it leaves out
+    _told: frozenset[str] = frozenset()  # paths of values that checkpoints omit, already logged
 
     @functools.cached_property
-    def _saver(self) -> Saver:  # made in the process that saves: a strategy is sent to those that Python spawns
+    def _saver(self) -> Saver:  # created in the process that saves, as Python pickles a strategy to spawn processes
         return Saver()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Copy the state into memory and return; a thread writes it while training goes on.
 
         Raises:
-            LostRank: a rank did not reach the save of in time, has failed, or is still writing the checkpoint before.
+            LostRank: a rank did not reach the save in time, has failed, or is still writing the previous checkpoint.
         """
         tensors, state, left_out = self.written(checkpoint)
         self._tell_once(left_out)
         path, own = self._await_ranks(Path(filepath), tensors, state)
         if self.is_global_zero:
-            with contextlib.suppress(OSError):  # the write, which makes it otherwise, tells why it can't
-                path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to what is being written
+            with contextlib.suppress(OSError):  # the write makes it again, and raises the error
+                path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
         staged, ranks = self.stage(own), self._ranks
 
         def write() -> None:
             try:
                 return directory.write(path, staged, state, ranks)
-            except UnwrittenCheckpoint as error:  # on every rank; what failed may have been a moment's
+            except UnwrittenCheckpoint as error:  # on every rank; retried once, as the error may be transient
                 if self.is_global_zero:
                     log.warning("%s; it is written once more", error)
             directory.write(path, staged, state, ranks)
@@ -77,23 +78,23 @@ class WrittenTogether(Strategy):
         self._saver.write(write)
 
     def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
-        """Return what is written of Lightning's checkpoint: its tensors by name, all else, and what is left out (see
+        """Split Lightning's checkpoint into the tensors by name, the rest to write, and the omitted values (see
         `safe.safe`). Collective."""
         assert self.lightning_module is not None
-        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for an export, which builds no model
+        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for exports, which build no model
         tensors, plain = split(checkpoint)
         return tensors, *safe(gathered(plain))
 
     def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
-        """Return the names of those tensors of a checkpoint that are rank 0's: all of the model but its parameters, as
-        of a batch norm, each rank has the statistics of its own samples."""
+        """Return the names of the tensors that are saved from rank 0: all of the model's except parameters, as a batch
+        norm's statistics, for example, differ by rank."""
         assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module).keys()
         parts = {name: name.partition(".") for name in tensors}
         return {name for name, (kind, _, own) in parts.items() if kind in _MODEL and own not in parameters}
 
     def _tell_once(self, left_out: dict[str, str]) -> None:
-        """Name what a checkpoint does not hold, the first time that it is left out."""
+        """Log the values that a checkpoint omits, each of them once."""
         new: dict[str, list[str]] = {}
         for place, kind in left_out.items():
             if place not in self._told:
@@ -105,8 +106,8 @@ class WrittenTogether(Strategy):
     def _await_ranks(
         self, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
     ) -> tuple[Path, dict[str, Stored]]:
-        """Return rank 0's path and what this rank writes, once every rank is here and has written what it saved
-        before. Rank 0's state comes to have what each rank adds to it."""
+        """Wait until every rank has reached this save and written the previous one; return rank 0's path and the
+        tensors that this rank writes. Rank 0's state also gets the `OF_RANKS` entries of all ranks."""
         ranks = self._ranks
         try:
             self.wait_for_write()
@@ -123,7 +124,7 @@ class WrittenTogether(Strategy):
         return path_of_rank_0, own
 
     def wait_for_write(self) -> None:
-        """Wait until the checkpoint before is written; without a limit in a run of one process.
+        """Wait until the previous checkpoint is written, without a time limit in a run of one process.
 
         Raises:
             LostRank: it took too long.
@@ -133,16 +134,17 @@ class WrittenTogether(Strategy):
             raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
 
     def has_written(self) -> bool:
-        """Wait for the checkpoint that was saved last, and return whether it could be written, as all ranks find."""
+        """Wait for the last checkpoint, and return whether it was written; the result is the same on all ranks."""
         self.wait_for_write()
         return self._saver.is_good
 
     def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return copies of what this rank writes, which training does not change."""
+        """Return copies of the tensors that this rank writes, which training does not change."""
         return self._saver.stage(tensors)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint of this run; a path from a checkpoint that was written elsewhere may lead anywhere."""
+        """Remove a checkpoint of this run. Other paths are not removed: one from a foreign checkpoint may lead
+        anywhere."""
         if not self.is_global_zero:
             return
         path = Path(filepath)
@@ -152,21 +154,21 @@ class WrittenTogether(Strategy):
             log.warning("%s is not removed: it is not a checkpoint of this run", path)
 
     def _folders(self) -> list[Path]:
-        """Return the folders in which this run keeps checkpoints."""
+        """Return the folders in which this run stores checkpoints."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
 
     def once_saved(self, action: Callable[[], None]) -> None:
-        """Run an action when what was saved last is written, and only if that succeeded."""
+        """Run an action after the last saved checkpoint is written, only if that succeeded."""
         self._saver.then(action)
 
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
         if self.lightning_module.trainer.checkpoint_callbacks:
-            self._connect()  # collective, so at a moment that all ranks reach
+            self._connect()  # collective: all ranks reach this hook
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -182,7 +184,7 @@ class WrittenTogether(Strategy):
         self.finish_saving()
         if self.is_global_zero:
             for folder in self._folders():
-                directory.finish_changes(folder)  # one that could not be removed in its time
+                directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
 
     def finish_saving(self) -> None:
         """Wait until the run's last checkpoint is written.
@@ -206,7 +208,7 @@ class WrittenTogether(Strategy):
 
     @property
     def _ranks(self) -> Ranks | None:
-        """The ranks that write checkpoints together; None for one process."""
+        """The ranks that write checkpoints together; None for a single process."""
         self._connect()
         return self._checkpoint_ranks
 
@@ -227,7 +229,8 @@ class WrittenTogether(Strategy):
 def _agree(
     ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any], of_rank_0: set[str]
 ) -> tuple[Path, dict[str, Stored]]:
-    """Return rank 0's path, and the tensors that this rank writes: its share, if all ranks hold copies of the same."""
+    """Return rank 0's path and the tensors that this rank writes: its share if all ranks replicate the same tensors,
+    else all."""
     told = fingerprint(tensors, ranks.rank, ranks.world_size)
     ranks.take(f"reach the save of {path.name}", lambda: [told, state.get(OF_RANKS, [])])
     all_told = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
@@ -241,11 +244,11 @@ def _agree(
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """Return the tensors of model and optimizers by name, and all else of a checkpoint in plain types."""
+    """Split a checkpoint into the tensors of model and optimizers, by name, and the rest."""
     weights = checkpoint.pop("state_dict")
     tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
     checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
-    trained = checkpoint.pop(_TRAINED, {})  # a callback may have left some of its weights out
+    trained = checkpoint.pop(_TRAINED, {})  # a callback may have omitted some weights
     tensors |= {f"trained.{name}": value for name, value in trained.items() if f"model.{name}" in tensors}
     tensors |= {f"{TRANSIENT}.{name}": value for name, value in checkpoint.pop(TRANSIENT, {}).items()}
     states = checkpoint.pop("optimizer_states", [])
@@ -262,14 +265,14 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]
 
 
 def trusted_states(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """Return the states of callbacks, without paths that lead out of the folder a callback writes checkpoints to.
+    """Return the states of callbacks, without paths outside of the folder in which a callback saves checkpoints.
 
-    Lightning removes and reads what they name. A state that names something else, as that of another run does, is
-    replaced by one that knows no checkpoint.
+    Lightning removes and reads the files at these paths. A state with other paths, for example from another run, is
+    replaced by one without any checkpoint.
 
     Args:
-        states: by the callbacks' state keys, as a checkpoint holds them.
-        callbacks: of this run.
+        states: the states in a checkpoint, by the callbacks' state keys.
+        callbacks: the callbacks of this run.
     """
     own = {callback.state_key: callback for callback in callbacks if isinstance(callback, ModelCheckpoint)}
     return {
@@ -279,10 +282,10 @@ def trusted_states(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> 
 
 
 def is_within(path: Any, folder: Path) -> bool:
-    """Return whether a path lies below a folder once links and `..` are followed."""
+    """Return whether a path is below a folder after links and `..` are resolved."""
     try:
         return isinstance(path, str | Path) and folder.resolve() in Path(path).resolve().parents
-    except (OSError, ValueError, RuntimeError):  # a loop of links, or no path at all
+    except (OSError, ValueError, RuntimeError):  # a loop of links, or an invalid path
         return False
 
 
@@ -298,5 +301,5 @@ def _is_of(callback: ModelCheckpoint, state: Any) -> bool:
 
 
 def _empty_state(callback: ModelCheckpoint) -> dict[str, Any]:
-    """Return the state that Lightning has before the first checkpoint."""
+    """Return the state that Lightning's callback has before the first checkpoint."""
     return {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}

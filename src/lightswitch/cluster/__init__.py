@@ -1,1 +1,1 @@
-"""Who started this process, and how the processes of a run meet and agree."""
+"""Detection of the launcher, and the rendezvous and handshake of a run's processes."""

@@ -1,4 +1,4 @@
-"""Comparison of a run's processes: software versions, code, config, and run directory must be the same in all."""
+"""Comparison of a run's processes: software versions, code, config and run directory must match."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Evidence:
     Args:
         versions: by package.
         code: digests by file.
-        config: one digest of all values, with a key that does not cross the network.
+        config: one digest of all values, with a key that is not sent over the network.
     """
 
     versions: Mapping[str, str]
@@ -40,10 +40,10 @@ class Evidence:
     sees_run_directory: bool = True
 
 
-ReadValues = Callable[[str], Mapping[str, str] | None]  # from a config's digest to its values by key
+ReadValues = Callable[[str], Mapping[str, str] | None]  # maps the digest of a config to its values by key
 
 
-# What is compared, how a difference is worded, and what the user can do about it.
+# Attribute that is compared: the wording of a difference, and what the user can do about it.
 _COMPARED = {
     "versions": ("{name} {value}", "install the same on every node"),
     "code": ("another {name}", "bring the code of every node to the same state"),
@@ -51,7 +51,7 @@ _COMPARED = {
 
 
 def difference(everyone: Sequence[Evidence], read_values: ReadValues) -> str | None:
-    """Return one line with the first difference and the processes that differ; None if all are the same."""
+    """Return one line with the first difference and the processes that differ; None if all match."""
     for what, (form, fix) in _COMPARED.items():
         if line := _told([(one, getattr(one, what)) for one in everyone], form):
             return f"{line}; {fix}"
@@ -63,7 +63,7 @@ def _other_config(everyone: Sequence[Evidence], read_values: ReadValues) -> str 
     if len(kinds) < 2:
         return None
     values = {kind: read_values(kind) for kind in kinds[:2]}
-    if None in values.values():  # a file system that lags
+    if None in values.values():  # a shared file system lags
         values = {}
     by_key = [(one, values.get(one.config) or {"config": HIDDEN + one.config}) for one in everyone]
     line = _told(by_key, "{name}={value}") or ""
@@ -126,12 +126,12 @@ def software(on_gpu: bool) -> dict[str, str]:
     """Return the versions that all processes must share: Python, torch, Lightning, DeepSpeed and, on GPUs, NCCL."""
     found = {"python": platform.python_version(), "torch": torch.__version__} | versions.of(_PACKAGES)
     if on_gpu:
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch has no types for it
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
 def digests(roots: Iterable[Path]) -> dict[str, str]:
-    """Return a digest of each Python and YAML file in some folders, by its path from beside the folder."""
+    """Return digests of the Python and YAML files in some folders, by path relative to the folder's parent."""
     found = {}
     for root in roots:
         for path in sorted(_files(root)):
@@ -141,7 +141,7 @@ def digests(roots: Iterable[Path]) -> dict[str, str]:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """List Python and YAML files by os.walk, which takes a third of the time of Path.rglob."""
+    """Yield Python and YAML files with os.walk, which takes a third of the time of Path.rglob."""
     if root.is_file():
         yield str(root)
     for folder, _, names in os.walk(root):
@@ -149,7 +149,7 @@ def _files(root: Path) -> Iterator[str]:
 
 
 def source_folders(target: str) -> list[Path]:
-    """Return where the package of a dotted name lies; nothing if it was installed, as its version is compared."""
+    """Return the folders, or the file, of a dotted name's package; nothing if it was installed, or is missing."""
     spec = find_spec(target.partition(".")[0])
     if spec is None:
         return []

@@ -19,11 +19,11 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 def detect() -> ClusterEnvironment:
     """Return the environment of the launcher that started this process.
 
-    Lightning's own detection takes any shell in a Slurm job for a task of srun, and waits forever for the others.
+    Lightning's detection treats any shell in a Slurm job as a task of srun, and waits forever for the other tasks.
     """
     found = placement.detect()
     if found.launcher == "slurm":
-        # placement was read from srun's step; the variables that Lightning reads may be the job's, or missing
+        # the placement is that of srun's step; the variables that Lightning reads may be the job's, or missing
         os.environ.update(SLURM_NNODES=str(found.nodes), SLURM_NTASKS_PER_NODE=str(found.devices_per_node))
         return SLURMEnvironment()
     if found.launcher == "torchrun":
@@ -34,13 +34,13 @@ def detect() -> ClusterEnvironment:
 
 
 class LocalEnvironment(LightningEnvironment):
-    """The environment of a process that starts the others itself, at a port that no other run is given meanwhile."""
+    """The environment of a process that starts the other ranks itself, at a port reserved against other processes."""
 
     @property
     def main_port(self) -> int:
         if self._main_port == -1 and not os.environ.keys() & {"MASTER_PORT", "STANDALONE_PORT"}:
             held = reserve_port()
-            weakref.finalize(self, held.close)  # no attribute: a launcher pickles this object
+            weakref.finalize(self, held.close)  # not an attribute, as a launcher pickles this object
             self._main_port = held.getsockname()[1]
         return super().main_port
 
@@ -48,8 +48,9 @@ class LocalEnvironment(LightningEnvironment):
 def reserve_port() -> socket.socket:
     """Return a socket that holds a free port for rank 0 until it is closed.
 
-    Rank 0 listens seconds later, and the kernel hands out any port that nobody holds. It doesn't hand out one that is
-    bound, and lets a process that asks for it listen there, as this socket doesn't listen and allows reuse.
+    Rank 0 listens seconds later, and until then the kernel may assign an unbound port to another process. It doesn't
+    assign a bound port, but lets a process that requests this port listen there, as this socket doesn't listen and
+    allows reuse.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,10 +59,10 @@ def reserve_port() -> socket.socket:
 
 
 def by_environment() -> ClusterEnvironment:
-    """Return the environment of processes that export MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, one a terminal.
+    """Return the environment of processes started one by one, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK set.
 
     Raises:
-        ValueError: some are not exported.
+        ValueError: some of these are not set.
     """
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
@@ -70,7 +71,7 @@ def by_environment() -> ClusterEnvironment:
 
 
 class ExportedEnvironment(TorchElasticEnvironment):
-    """An environment as torchrun's, for processes that were not given their local rank."""
+    """An environment like torchrun's, for processes without a LOCAL_RANK variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def by_hand(node_rank: int, main_address: str, main_port: int) -> ClusterEnviron
 
     Args:
         node_rank: the machine's number, from 0.
-        main_address: name or address of the machine with number 0.
+        main_address: name or address of machine 0.
         main_port: a free port there.
     """
     os.environ.update(NODE_RANK=str(node_rank), MASTER_ADDR=main_address, MASTER_PORT=str(main_port))

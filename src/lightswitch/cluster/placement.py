@@ -1,4 +1,4 @@
-"""The launcher that started this process, and its rank, as the environment variables tell them."""
+"""The launcher that started this process, and its rank, read from environment variables."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# 1 where torchrun's agents survive that nodes come and go: else those of torch 2.4 to 2.13 keep the first address
+# 1 for elastic runs: otherwise torchrun's agents, in torch 2.4 to 2.13, keep the first group's address
 NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The launcher, the number of processes that it started, and which of them this one is.
+    """The launcher, the number of processes that it started, and the rank of this one.
 
     Args:
         launcher: local, torchrun, slurm or env.
-        devices_per_node: None if this process decides, and starts the others itself.
-        uneven: processes of each node if they differ, as far as this process knows.
+        devices_per_node: None if this process chooses the devices, and starts the other ranks itself.
+        uneven: numbers of processes on each node if they differ, as far as this process knows; else None.
     """
 
     launcher: str
@@ -39,7 +39,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the launcher that started this process."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # only srun sets it, for none but its tasks
+    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # set by srun alone, in its tasks
         return "slurm"
     return "env" if environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR"} else "local"
 
@@ -47,7 +47,8 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 def detect(environ: Mapping[str, str] = os.environ) -> Placement:
     """Read the placement from variables that `preflight.environment` has checked.
 
-    A process that Lightning started itself counts as local; its rank is then its LOCAL_RANK.
+    A process that Lightning started counts as local. Its rank is then LOCAL_RANK + NODE_RANK, which is 0 only in the
+    run's first process.
     """
     found = launcher(environ)
     if found == "slurm":
@@ -58,7 +59,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
 
 
 def elastic_nodes(environ: Mapping[str, str] = os.environ) -> range | None:
-    """Return the numbers of nodes with which torchrun may go on, of ``--nnodes=MIN:MAX``; None where it is one."""
+    """Return the numbers of nodes with which torchrun may continue (``--nnodes=MIN:MAX``); None if it isn't elastic."""
     if launcher(environ) != "torchrun":
         return None
     found = re.fullmatch(r"(\d+):(\d+)", _torchrun_option("nnodes", environ.get("PET_NNODES", "")))
@@ -66,7 +67,7 @@ def elastic_nodes(environ: Mapping[str, str] = os.environ) -> range | None:
 
 
 def elastic_group(environ: Mapping[str, str] = os.environ) -> str:
-    """Return where the agents of an elastic torchrun meet, and under which id; empty in other processes."""
+    """Return the rendezvous id and endpoint of an elastic torchrun; an empty string in other processes."""
     if elastic_nodes(environ) is None:
         return ""
     endpoint = _torchrun_option("rdzv[-_]endpoint", environ.get("PET_RDZV_ENDPOINT", ""))
@@ -74,11 +75,13 @@ def elastic_group(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _torchrun_option(name: str, exported: str) -> str:
-    """Return an option of torchrun, which exports none: they are in its command, or in PET_*.
+    """Return an option of torchrun from its command line, or else from a PET_* variable.
+
+    torchrun doesn't pass its options on to its workers.
 
     Args:
-        name: as a pattern.
-        exported: the value of its PET_*.
+        name: a regular expression.
+        exported: the value of the option's PET_* variable.
     """
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
@@ -92,15 +95,15 @@ def _torchrun_option(name: str, exported: str) -> str:
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", world))
-    told = environ if launcher == "torchrun" else {}  # it calls nodes groups
+    told = environ if launcher == "torchrun" else {}  # torchrun calls nodes groups
     nodes = int(told.get("GROUP_WORLD_SIZE", max(1, world // local)))
-    before = int(told.get("GROUP_RANK", rank // local)) * local  # ranks on the nodes before, if all are like this one
+    before = int(told.get("GROUP_RANK", rank // local)) * local  # ranks on lower nodes, if all are like this one
     even = nodes * local == world and before <= rank < before + local
     return Placement(launcher, nodes, local, rank, None if even else f"{world} (here {local})")
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
     nodes, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # as in 3,2 or 4(x2),3
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # for example 3,2 or 4(x2),3
     uneven = per_node if "," in per_node else str(tasks) if tasks % nodes else None
     return Placement("slurm", nodes, tasks // nodes, int(environ["SLURM_PROCID"]), uneven)

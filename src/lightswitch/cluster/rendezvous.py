@@ -1,4 +1,4 @@
-"""The store through which the processes of a run meet, and their handshake before they form a group."""
+"""The store through which the processes of a run meet, and their handshake before they form a process group."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 _BACKLOG = 4096  # all processes may connect at once
 _POLL_SECONDS = 0.01
 _NOTICE_SECONDS = 30.0
-_JUDGING_SECONDS = 60.0  # rank 0 may have started last, and waits for the others as long as they do
+_JUDGING_SECONDS = 60.0  # added to the store's timeout: rank 0 may start last, and waits as long
 _LAG_SECONDS = 10.0  # until a shared file system shows a file that another node wrote
-_PARTING_SECONDS = 30.0  # for live ranks to hear the verdict, before the store ends with this process
+_PARTING_SECONDS = 30.0  # for live ranks to read the verdict, before this process ends, and the store with it
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The address where the processes of a run meet, and which of them this one is.
+    """The address where the processes of a run meet, and the rank of this process.
 
     Args:
         address: of rank 0, or of torchrun's store.
@@ -55,7 +55,7 @@ class MeetingPoint:
 def open_store(point: MeetingPoint, purpose: str) -> Store:
     """Open the store: serve it in rank 0, connect to it in every other rank.
 
-    A process group can be made at the same address while the store is in use.
+    A process group can be formed at the same address while the store is in use.
 
     Args:
         purpose: the prefix of all keys.
@@ -71,7 +71,7 @@ def open_store(point: MeetingPoint, purpose: str) -> Store:
 
 
 def _served_anew(point: MeetingPoint) -> Store:
-    """Serve a store of this start's own: torchrun keeps one over restarts, with what an earlier start has written."""
+    """Serve a new store for this start: torchrun's store survives restarts, with the keys of earlier starts."""
     board, served = _joined(point), _served(replace(point, port=0))
     token = secrets.token_hex(8)
     served.set("token", token)
@@ -81,13 +81,13 @@ def _served_anew(point: MeetingPoint) -> Store:
 
 
 def _joined_anew(point: MeetingPoint) -> Store:
-    """Connect to the store that rank 0 serves for this start; torchrun's store says at which port."""
+    """Connect to the store that rank 0 serves for this start, at a port that it writes to torchrun's store."""
     board = _joined(point)
     end = time.monotonic() + point.timeout_seconds
     while True:
         try:
             port, token = board.get("served").decode().split()
-            # a port that an earlier start has written there refuses connections
+            # a port from an earlier start refuses connections
             socket.create_connection((point.address, int(port)), _POLL_SECONDS * 100).close()
             served = _answered(replace(point, port=int(port)))
             if served.get("token").decode() == token:
@@ -100,7 +100,7 @@ def _joined_anew(point: MeetingPoint) -> Store:
 
 
 def _lead_to(port: int) -> None:
-    """Have the process group made at this port, too."""
+    """Make torch form the process group at this port, too."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
@@ -123,14 +123,14 @@ def _served(point: MeetingPoint) -> TCPStore:
 
 
 def _listener(point: MeetingPoint) -> socket.socket:
-    """Listen at the address that the processes were given, or at every address of this node if it is a name."""
+    """Listen at the configured address, or at all of this node's if it is a name or not one of them."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address("127.0.0.1" if point.address == "localhost" else point.address)
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         try:
             return socket.create_server((str(address), point.port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # not an address of this node: translated by the network
+            if error.errno != errno.EADDRNOTAVAIL:  # not this node's, as the network translates it
                 raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -151,7 +151,7 @@ def _tcp_store(point: MeetingPoint, listener: int | None = None) -> TCPStore:
 
 
 def _reach(point: MeetingPoint) -> None:
-    """Wait until the address accepts a connection: torch would try for its own timeout, and not say why it failed."""
+    """Wait until the address accepts a connection: torch would retry until its own timeout, and not report why."""
     end = time.monotonic() + point.timeout_seconds
     while True:
         try:
@@ -182,7 +182,7 @@ def _unreached(point: MeetingPoint, reason: str) -> str:
 
 
 def _answered(point: MeetingPoint) -> Store:
-    """Connect to the store: a server of another kind may never answer, and torch would wait for it without end."""
+    """Connect to the store in a thread, as another kind of server may never answer, and torch would wait forever."""
     found: list[Store] = []
 
     def connect() -> None:
@@ -198,7 +198,7 @@ def _answered(point: MeetingPoint) -> Store:
 
 
 def missing(store: Store, point: MeetingPoint) -> list[int]:
-    """Return the ranks that have not set the key of their number before the timeout."""
+    """Return the ranks that have not set their key, which is their number, before the timeout."""
     waiting = list(range(point.world_size))
     start = told = time.monotonic()
     while waiting and time.monotonic() < start + point.timeout_seconds:
@@ -215,14 +215,14 @@ def missing(store: Store, point: MeetingPoint) -> list[int]:
 def agree(
     store: Store, point: MeetingPoint, evidence: Evidence, values: Values, run_dir: Path, tell: bool, refusal: str = ""
 ) -> str:
-    """Compare the processes, and return the same line in each of them: how they differ, or nothing if they agree.
+    """Compare the processes, and return in each the same line about how they differ, or an empty string if they agree.
 
-    The store holds versions, digests of code, and one keyed digest of all values, until all ranks have read the answer.
+    The store holds versions, code digests and one keyed digest of all values; rank 0 deletes them if they agree.
 
     Args:
-        values: the resolved config, which the store never holds.
-        tell: let rank 0 print the line before the others know it: the first process to exit may end all others.
-        refusal: why this process, if it is rank 0, may not go on; each of the others gets it, too.
+        values: the resolved config, which is never written to the store.
+        tell: whether rank 0 prints the line before the others read it: the first process to exit may end all others.
+        refusal: the reason why rank 0 may not continue, which all ranks return; ignored in other ranks.
     """
     own = replace(evidence, rank=point.rank, node=socket.gethostname(), run_dir=str(run_dir.absolute()))
     verdict = (
@@ -230,7 +230,7 @@ def agree(
         if point.rank == 0
         else _submit(store, own, values, run_dir)
     )
-    if store.add("heard", 1) == point.world_size and not verdict:  # the last one deletes the keys
+    if store.add("heard", 1) == point.world_size and not verdict:  # the last rank deletes the keys
         store.delete_key("verdict")
         store.delete_key("heard")
     return verdict
@@ -255,7 +255,7 @@ def _judge(
         for key in ("config", "folder", *map(str, range(point.world_size))):
             store.delete_key(key)
     store.set("verdict", verdict)
-    if verdict:  # this process may be the one that serves the store
+    if verdict:  # this process may serve the store
         _wait_until(lambda: store.add("heard", 0) + len(absent) + 1 >= point.world_size, _PARTING_SECONDS)
     return verdict
 
@@ -266,7 +266,7 @@ def _difference(store: Store, point: MeetingPoint, sealed: Sealed) -> str:
 
 
 def _submit(store: Store, own: Evidence, values: Values, run_dir: Path) -> str:
-    # a file system that lags caches that a file is missing, so nobody looks before it is written
+    # a file system that lags caches that a file is missing, so look for it only after it is written
     sealed = Sealed.find(run_dir, store.get("folder").decode(), values, _LAG_SECONDS)
     if sealed is not None:
         own = replace(own, config=sealed.digest)

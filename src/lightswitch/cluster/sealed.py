@@ -1,7 +1,7 @@
-"""Values that the processes of a run compare without sending them over the network: by keyed digests, and files.
+"""Comparison of values between processes, by keyed digests and files, without sending values over the network.
 
-Anyone who can connect to the store of a run can read and write it. Nothing in it may be guessable (as a digest of a
-short password is), so digests are keyed, and the key is in a file that only the run's user can read.
+Anyone who can connect to the store of a run can read and write it. A plain digest of a
+short password could be guessed, so digests are keyed, and the key is in a file that only the run's user can read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightswitch.regular_files import make_tree, remove_tree
 
 _NAME = re.compile(r"\.meeting_[0-9a-f]{16}")
 _KEY_BYTES = 32
-HIDDEN = "\0"  # before the digest that stands for a hidden value
+HIDDEN = "\0"  # prefix of a digest that replaces a hidden value
 _POLL_SECONDS = 0.01
 
 
@@ -44,7 +44,7 @@ class Sealed:
     """A folder in the run directory that exists while processes compare their values.
 
     Args:
-        values: of this process.
+        values: values of this process.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class Sealed:
 
     @classmethod
     def make(cls, run_dir: Path, values: Values) -> Sealed:
-        """Make the folder and its key; rank 0 does."""
+        """Create the folder and its key, in rank 0."""
         folder = make_tree(run_dir / f".meeting_{secrets.token_hex(8)}")
         folder.chmod(0o700)
         key = secrets.token_bytes(_KEY_BYTES)
@@ -62,10 +62,10 @@ class Sealed:
 
     @classmethod
     def find(cls, run_dir: Path, name: str, values: Values, timeout_seconds: float) -> Sealed | None:
-        """Open the folder that rank 0 has made; None if this node does not see it in time.
+        """Open the folder that rank 0 has created; return None if this node does not see it in time.
 
         Args:
-            name: of the folder, as the store has it; any name but one that `make` gives is refused.
+            name: the folder's name, from the store; for a name that `make` would not create, the result is None.
         """
         if not _NAME.fullmatch(name):
             return None
@@ -80,16 +80,16 @@ class Sealed:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The digest of all values of this process, equal to another's only if every value is."""
+        """The digest of all values of this process, equal to another process's only if every value is."""
         return self._keyed(json.dumps(dict(self.values.by_key), sort_keys=True))
 
     def leave(self) -> None:
-        """Write this process's values to a file named by their digest, for rank 0; hidden ones as digests."""
-        with contextlib.suppress(OSError):  # another process has written the same; or the message names no values
+        """Write this process's values to a file for rank 0, named by their digest; hidden values become digests."""
+        with contextlib.suppress(OSError):  # another process has written the same values, or the message names none
             _write(self.folder / self.digest, json.dumps(self._shown()).encode())
 
     def read(self, digest: str) -> Mapping[str, str] | None:
-        """Return the values with a digest, of this process or left by another; None if none can be read."""
+        """Return the values with a digest, of this process or written by another; None if they can't be read."""
         if digest == self.digest:
             return self._shown()
         try:

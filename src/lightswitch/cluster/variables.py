@@ -1,4 +1,4 @@
-"""The environment variables that reports may show: only those named here, as any other may hold a password."""
+"""The environment variables that reports may show: no others, because they may hold passwords."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ _PLAIN = re.compile(r"(?!.*://)[\w.,:;=/+*^()\[\] -]{0,200}")  # names, numbers 
 
 
 def shown(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return those that are set, with values that may be URLs or logins replaced by `(not shown)`."""
+    """Return the variables that are set, with `(not shown)` for values that may be URLs or logins."""
     found = {name: environ[name] for name in sorted(SHOWN & environ.keys())}
     return {name: value if _PLAIN.fullmatch(value) else "(not shown)" for name, value in found.items()}

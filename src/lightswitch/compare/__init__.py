@@ -1,1 +1,1 @@
-"""Runs beside one another: their curves, speed, memory, time by phase of a step, and what differs in their configs."""
+"""Compare runs: their curves, speed, memory, time by phase of a step, and config differences."""

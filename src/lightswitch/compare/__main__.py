@@ -1,12 +1,12 @@
-"""Put runs beside one another.
+"""Compare runs.
 
 python -m lightswitch.compare runs/NAME/RUN_ID runs/NAME/ANOTHER …
 python -m lightswitch.compare runs/NAME/SWEEP_ID
 python -m lightswitch.compare runs/NAME/RUN_ID runs/NAME/ANOTHER -o ddp_or_fsdp.html
 python -m lightswitch.compare runs/NAME/* --tag baseline
 
-Whoever launched them, and also a run and the one that went on from its checkpoint. The tables are printed, and written
-as Markdown beside the page, an HTML file that needs nothing else.
+The runs may come from different launchers, and one may have resumed from another's checkpoint. The tables are printed,
+and written to a self-contained HTML page and to a Markdown file beside it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightswitch.errors import Command, Refused
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
+    """Run the command; print an error line to stderr and exit with code 2 if the runs can't be compared."""
     parser = _parser()
     arguments = parser.parse_args(words)
 
-    from lightswitch.compare import page  # it takes its time to import, in which Ctrl+C may come
+    from lightswitch.compare import page  # slow to import; Command already handles Ctrl+C by now
 
     try:
         for told in page.write(arguments.runs, arguments.output, arguments.tag):

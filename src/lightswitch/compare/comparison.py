@@ -1,4 +1,4 @@
-"""What runs have in common and where they differ: arithmetic on what was read of them."""
+"""Compute similarities and differences between runs: curves, speed and configs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from statistics import median
 from lightswitch.compare.run import Run
 from lightswitch.errors import Refused
 
-_NO_CURVES = ("throughput/", "memory/", "lr-")  # metrics that are no property of what is trained, or chosen
-_NO_CHOICES = ("run_id", "compare", "trainer.default_root_dir")  # which run it is
+_NO_CURVES = ("throughput/", "memory/", "lr-")  # performance metrics and learning rates
+_NO_CHOICES = ("run_id", "compare", "trainer.default_root_dir")  # keys that only identify the run
 _STEP_SECONDS, _SAMPLES, _TOKENS = (
     f"throughput/{quantity}" for quantity in ("step_seconds", "samples_per_second", "tokens_per_second")
 )
@@ -19,13 +19,15 @@ _STEP_SECONDS, _SAMPLES, _TOKENS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between curves of one metric.
+    """The largest difference between the curves of one metric.
 
     Args:
-        steps: at which all of the runs that have the metric have logged it.
-        largest: between the highest and the lowest run at one step; infinite where one of them is no finite number.
-        step: where that is; None if no step is common.
-        low: the run that is lowest there. high: that which is highest, or not finite.
+        steps: number of steps at which all runs with the metric have logged it.
+        largest: difference between the highest and the lowest value at one step; infinite if some, but not all, values
+            are not finite.
+        step: step with the largest difference; None if there is no common step.
+        low: label of the run with the lowest value at that step.
+        high: label of the run with the highest value at that step, or with one that is not finite.
     """
 
     metric: str
@@ -38,10 +40,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of a run: medians over what it logged, so that a pause or a profiled step does not count.
+    """Speed of a run, as medians of its logged values, so that pauses and profiled steps do not count.
 
     Args:
-        efficiency: samples a second for each device, against the fastest run on one device; None without such a run.
+        efficiency: samples per second and device, relative to the fastest run on one device; None without such a run.
     """
 
     step_seconds: float | None
@@ -52,10 +54,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of one name, in the order given.
+    """Runs with the same name, in the given order.
 
     Raises:
-        Refused: they are fewer than two, or of several names.
+        Refused: there are fewer than two runs, or they have different names.
     """
 
     runs: tuple[Run, ...]
@@ -71,17 +73,17 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """The runs' name."""
+        """The common name of the runs."""
         return next((run.name for run in self.runs if run.name is not None), "no name")
 
     @property
     def objectives(self) -> list[str]:
-        """The metrics by which the runs are judged, each once: usually one."""
+        """Distinct objectives of the runs, usually one."""
         return list(dict.fromkeys(run.objective for run in self.runs if run.objective is not None))
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the curves that two runs or more have logged: train/loss and the objective first."""
+        """Names of the metrics that at least two runs have logged, with train/loss and the objectives first."""
         counts: dict[str, int] = {}
         for name in (name for run in self.runs for name in run.curves if not name.startswith(_NO_CURVES)):
             counts[name] = counts.get(name, 0) + 1
@@ -90,7 +92,7 @@ class Comparison:
         return [name for name in dict.fromkeys(ordered) if counts[name] > 1]
 
     def with_metric(self, metric: str) -> list[Run]:
-        """Return the runs that have logged a metric."""
+        """Return the runs that have logged the metric."""
         return [run for run in self.runs if run.curves.get(metric)]
 
 
@@ -100,23 +102,23 @@ def differences(comparison: Comparison) -> list[Difference]:
 
 
 def difference(metric: str, runs: Sequence[Run]) -> Difference:
-    """Return the largest difference of one metric, over the steps that all of the runs have logged.
+    """Return the largest difference in one metric, over the steps that all runs have logged.
 
     Args:
-        runs: each with that metric.
+        runs: runs that have logged the metric.
     """
     curves = [run.curves[metric] for run in runs]
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     if not common:
         return Difference(metric, 0, 0.0, None, "", "")
     ranges = [_range([curve[step] for curve in curves]) for step in common]
-    at = max(range(len(common)), key=lambda index: ranges[index][0])  # the first of equal ones
+    at = max(range(len(common)), key=lambda index: ranges[index][0])  # the first if several are equal
     largest, low, high = ranges[at]
     return Difference(metric, len(common), largest, common[at], runs[low].label, runs[high].label)
 
 
 def _range(values: list[float]) -> tuple[float, int, int]:
-    """Return the largest difference of values, and the indices of the lowest and of the highest."""
+    """Return the largest difference between values, and the indices of the lowest and the highest value."""
     lost = [index for index, value in enumerate(values) if not math.isfinite(value)]
     if lost:
         sound = [index for index in range(len(values)) if index not in lost]
@@ -150,9 +152,9 @@ def _efficiency(samples_per_second: float | None, devices: int | None, base: flo
 
 
 def choices(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys of the configs whose values differ, with the value of each run; `-` where a run has no such key.
+    """Yield the config keys whose values differ, with the value in each run, or `-` if a run lacks the key.
 
-    Runs that were refused before they had a config are left out.
+    Runs without a config, which were refused early, are left out.
     """
     configs = [run.config for run in comparison.runs if run.config]
     for key in sorted({key for config in configs for key in config}):

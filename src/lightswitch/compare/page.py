@@ -1,4 +1,4 @@
-"""The files of a comparison: Markdown, and one HTML page with its pictures, without scripts or network."""
+"""Write a comparison as Markdown and as one self-contained HTML page with pictures, without scripts or network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 NAME = "compare.html"
-_LONG = 32  # letters of a table's cell
+_LONG = 32  # characters of a table cell; longer ones may break
 _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 40px 28px 64px; max-width: 1080px; background: var(--background); color: var(--ink);
@@ -55,25 +55,25 @@ td:first-child { font-weight: 550; }
 """
 
 
-_WIDTH_INCHES = 4.5  # 432 pixels: two beside one another on a page, and one on a phone, whose letters stay readable
-_FEW_STEPS = 8  # of a curve: then each gets a dot
-_LETTERS, _LONGEST = 54, 48  # in the picture's width, and in a label
-_LONGEST_BASE = 26  # of the run that others are held against, in a title
-_MOST_SLOTS, _DASH = 3, 2.5  # dashes are measured in line widths
+_WIDTH_INCHES = 4.5  # 432 pixels: two fit side by side on a page, and one stays readable on a phone
+_FEW_STEPS = 8  # curves with at most so many steps get markers
+_LETTERS, _LONGEST = 54, 48  # characters in the picture's width, and in a label
+_LONGEST_BASE = 26  # characters of the baseline run's label in a title
+_MOST_SLOTS, _DASH = 3, 2.5  # dash length in line widths
 _PARTS = (*PHASES[:-1], "saving", PHASES[-1])
 _COLORS = {"data": 4, "forward": 0, "backward": 2, "communication": 5, "optimizer": 1, "saving": 3}
 
 
 def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ()) -> Iterator[str]:
-    """Compare runs, write the page and the same as Markdown beside it, and yield what to print.
+    """Compare runs, write the HTML page and a Markdown file beside it, and yield the text to print.
 
     Args:
-        paths: run directories, or those of sweeps.
-        tags: what a run must be marked with to be compared.
-        file: the page's; if None, compare.html in the deepest folder that holds all the runs.
+        paths: directories of runs or sweeps.
+        file: path of the page; if None, compare.html in the deepest folder that contains all the runs.
+        tags: compare only runs that have all of these tags.
 
     Raises:
-        Refused: a path is no run, or the runs can't be compared.
+        Refused: a path is not a run, no run has the tags, or the runs can't be compared.
         OSError: a file can't be written.
     """
     run_dirs = find(paths)
@@ -99,7 +99,7 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
 
 
 def of_sweep(folder: Path) -> Iterator[str]:
-    """Compare the jobs of a sweep as `write` does; what can't be compared is told in a line."""
+    """Compare the jobs of a sweep with `write`; if they can't be compared, yield the reason in one line."""
     try:
         yield from write([folder])
     except (Refused, OSError) as error:
@@ -116,7 +116,7 @@ def page(
     """Return the HTML of a comparison.
 
     Args:
-        pictures: by the title of the table that they stand above; a text says why there are none.
+        pictures: pictures by the title of the table below them, or a text that says why there are none.
     """
     parts = [f"<h1>{escape(title)}</h1>", *_paragraphs(summary, "summary")]
     for table in tables:
@@ -172,16 +172,17 @@ def _cells(tag: str, cells: Sequence[str], alignment: str) -> str:
 
 
 def _breakable(text: str) -> str:
-    """Return a text that, if it is long, may break behind the dots of names and the slashes of paths."""
+    """Escape a text as HTML; a long text gets optional line breaks after dots in names and slashes in paths."""
     if len(text) <= _LONG:
         return escape(text)
     return re.sub(r"(?<=[A-Za-z_])([./])(?=[A-Za-z_])", r"\1<wbr>", escape(text))
 
 
 def draw_curves(comparison: Comparison) -> list[Picture]:
-    """Draw the training loss and the objective, each in a picture: all runs, and below how far they are from the first.
+    """Draw the first two common metrics, usually the training loss and the objective, in one picture each.
 
-    Nothing if no two runs have a metric in common.
+    A picture shows the curves of all runs and, below, their distances from the first run. Returns an empty list if no
+    two runs have a metric in common.
     """
     drawn = [run for run in comparison.runs if run.curves]
     height_inches = 4.2 + 0.2 * math.ceil(len(drawn) / _legend_columns(drawn)) if drawn else 0.0
@@ -192,7 +193,7 @@ def draw_curves(comparison: Comparison) -> list[Picture]:
 
 
 def draw_steps(comparison: Comparison) -> list[Picture]:
-    """Draw a bar for each run whose steps were measured, cut into phases; nothing if there is no such run."""
+    """Draw a bar, split into phases, for each run whose steps were measured; return no picture if there is none."""
     measured = [(run, run.times) for run in comparison.runs if run.times is not None and run.times.measured_steps]
     if not measured:
         return []
@@ -200,17 +201,17 @@ def draw_steps(comparison: Comparison) -> list[Picture]:
 
 
 def _color(theme: Theme, index: int) -> str:
-    """Return the colour of a run; beyond the theme's, they begin anew."""
+    """Return the color of a run; the theme's colors repeat if there are more runs."""
     return theme.colors[index % len(theme.colors)]
 
 
 def _label(run: Run, longest: int = _LONGEST) -> str:
-    """Return a run's label, cut to the room there is, in letters."""
+    """Return a run's label, truncated to ``longest`` characters."""
     return _plain(run.label if len(run.label) <= longest else f"{run.label[: longest - 1]}…")
 
 
 def _plain(text: str) -> str:
-    """Return a text as one line with its dollars as they are: matplotlib reads formulas."""
+    """Return a text as one line with escaped dollar signs, which matplotlib would read as formulas."""
     return " ".join(printable(text).split()).replace("$", r"\$")
 
 
@@ -231,15 +232,15 @@ def _draw_curves(comparison: Comparison, drawn: Sequence[Run], metric: str, figu
 
 
 def _draw_curve(axes: Axes, theme: Theme, run: Run, metric: str, index: int, others: int) -> None:
-    """Draw a curve: the first run's as a broad line, the others' as dashes that leave one another room.
+    """Draw a curve: the first run's as a broad line, the others' as interleaved dashes.
 
-    Curves that are equal so show all of their colours.
+    So equal curves show all of their colors.
     """
     curve = run.curves[metric]
     ordered = sorted(curve)
-    for step in run.changes:  # as where it lost a machine
+    for step in run.changes:  # for example, the run lost a machine
         axes.axvline(step, color=_color(theme, index), linewidth=0.9, linestyle=":", zorder=1)
-    slots = min(others, _MOST_SLOTS)  # along the line, each for the dashes of one run
+    slots = min(others, _MOST_SLOTS)  # dash positions along the line, one per run
     dashes = (_DASH * (index - 1), (_DASH, _DASH * (slots - 1))) if index and slots > 1 else "solid"
     axes.plot(
         ordered,
@@ -276,7 +277,7 @@ def _draw_distances(axes: Axes, theme: Theme, drawn: Sequence[Run], metric: str,
     if distances:
         low, high = math.floor(math.log10(min(distances))), math.ceil(math.log10(max(distances)))
         axes.set_yscale("log")
-        axes.set_ylim(10.0 ** (low - 0.2), 10.0 ** (max(high, low + 1) + 0.2))  # whole decades, which are labelled
+        axes.set_ylim(10.0 ** (low - 0.2), 10.0 ** (max(high, low + 1) + 0.2))  # whole decades, which have tick labels
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda distance, _: f"{distance:.0e}")
     else:
@@ -284,7 +285,7 @@ def _draw_distances(axes: Axes, theme: Theme, drawn: Sequence[Run], metric: str,
 
 
 def _distances(curve: Curve, base: Curve) -> dict[int, float]:
-    """Return the distances by step, without those that are 0 or no finite number, which have no logarithm."""
+    """Return the distances by step, without zeros and non-finite values, which a logarithmic axis can't show."""
     away = {step: abs(curve[step] - base[step]) for step in sorted(curve.keys() & base.keys())}
     return {step: distance for step, distance in away.items() if 0 < distance < math.inf}
 
@@ -307,7 +308,7 @@ def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme
             va="center",
             color=theme.ink,
         )
-    for row, (run, _) in enumerate(measured):  # above its bar: beside it, a long one would leave no room for bars
+    for row, (run, _) in enumerate(measured):  # above the bar: a long label beside it would leave no room for bars
         axes.annotate(_label(run), (0, row), (0, 11), textcoords="offset points", va="bottom", color=theme.ink)
     axes.set_yticks([])
     axes.set_ylim(len(measured) - 0.5, -0.9)

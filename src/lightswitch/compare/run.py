@@ -1,4 +1,4 @@
-"""A run as its directory shows it, whoever launched it, and whether it ended or not; with what a plan said of it."""
+"""Read a run, finished or not, from its directory, with the peak memory that its plan predicts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightswitch.runs import finished, saved, starts
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, RUNNING, Record
 
-Curve = dict[int, float]  # by step, counted from 0
+Curve = dict[int, float]  # values by step, counted from 0
 
-_MOST_BYTES = 1 << 30  # of a table of metrics
+_MOST_BYTES = 1 << 30  # largest metrics.csv
 _LARGEST = 1e100
-_CALL = re.compile(r"\$\{\w+:")  # of a resolver, whose value may differ from run to run
+_CALL = re.compile(r"\$\{\w+:")  # call of a resolver, whose value may differ between runs
 _PLAN = "plan.json"
 _MOST_PLANNED_BYTES = 1 << 63
 
@@ -35,16 +35,16 @@ class Run:
     """One run.
 
     Args:
-        label: what tells it from the others in few words.
-        name: of its experiment; None if it was refused before it had a config.
-        config: resolved values that were chosen, or that depend on where the run was started, by dotted key.
+        label: short text that distinguishes it from the other runs.
+        name: name of its experiment; None if it was refused before it had a config.
+        config: resolved values, by dotted key, that were set directly or by a resolver.
         curves: metrics by name.
         state: finished, not finished, stopped, or failed.
-        failure: the first line of what ended it.
-        changes: steps from which it went on with other machines, or another number of devices.
+        failure: first line of the error that ended it.
+        changes: steps at which it resumed on other machines or with another number of devices.
         times: None if its steps were not measured.
-        tags: words that mark it.
-        planned_bytes: the peak that a plan foretold; None without one.
+        tags: tags from its config.
+        planned_bytes: peak memory of a device that a plan predicts; None if there is no plan.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def world_size(self) -> int | None:
-        """Number of devices; None if it is not known."""
+        """Number of devices; None if unknown."""
         if self.times is not None:
             return self.times.world_size
         counts = [self.config.get(f"trainer.{key}", "") for key in ("devices", "num_nodes")]
@@ -71,16 +71,16 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps since the run's beginning; None if nothing was logged."""
+        """Optimizer steps since the start of the run; None if no training metric was logged."""
         logged = [step for name, curve in self.curves.items() if name.startswith("train/") for step in curve]
         return max(logged) + 1 if logged else None
 
 
 def find(paths: Sequence[Path]) -> list[Path]:
-    """Return the run directories that paths stand for, each once: themselves, or the jobs of a sweep.
+    """Return the run directories among the paths and, for sweep directories, those of their jobs, without duplicates.
 
     Raises:
-        Refused: a path is neither.
+        Refused: a path does not exist, or is neither a run nor a sweep.
     """
     found = [run_dir for path in paths for run_dir in _run_dirs(path)]
     return list({run_dir.resolve(): run_dir for run_dir in found}.values())
@@ -150,7 +150,7 @@ def _first_line(report: Path) -> str:
 
 
 def _objective(resolved: dict[str, Any], curves: dict[str, Curve]) -> str | None:
-    """Return the metric by which a run is judged, by the name that its module logs it."""
+    """Return the objective of a run, by the name under which its module logs it."""
     if "objective" not in resolved:
         return None
     wanted = str(resolved["objective"])
@@ -158,8 +158,10 @@ def _objective(resolved: dict[str, Any], curves: dict[str, Curve]) -> str | None
 
 
 def _chosen(written: Any, resolved: dict[str, Any]) -> dict[str, str]:
-    """Return the resolved values of what is written as a value, or as a resolver's call; other interpolations follow
-    from these."""
+    """Return the resolved values that are written as plain values or resolver calls.
+
+    Other interpolations are left out, because they follow from these. The run's directory is replaced by RUN.
+    """
     trainer = resolved.get("trainer")
     own = str(trainer.get("default_root_dir", "")) if isinstance(trainer, dict) else ""
     values = dict(_leaves(resolved))
@@ -179,7 +181,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
+    """Format a value as on the command line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list):
@@ -188,10 +190,10 @@ def _text(value: Any) -> str:
 
 
 def _curves(path: Path) -> dict[str, Curve]:
-    """Read metrics.csv; a line that is still being written is left out.
+    """Read metrics.csv, except for a last line that is still being written.
 
     Raises:
-        Refused: it is no table of numbers, or too large.
+        Refused: the file can't be read as CSV, or is too large.
     """
     found: dict[str, Curve] = defaultdict(dict)
     try:
@@ -211,8 +213,10 @@ def _curves(path: Path) -> dict[str, Curve]:
 
 
 def _number(text: Any) -> float | None:
-    """Return a number; one that no run computes in 32 bits, and that arithmetic would take beyond its range, as
-    infinite."""
+    """Parse a number; return None if it is not one.
+
+    Magnitudes above 1e100 become infinite: no run computes them in 32 bits, and arithmetic on them would overflow.
+    """
     try:
         number = float(text)
     except (TypeError, ValueError):
@@ -221,11 +225,11 @@ def _number(text: Any) -> float | None:
 
 
 def _labels(run_dirs: Sequence[Path], jobs: Sequence[Record | None]) -> list[str]:
-    """Return what tells the runs apart: of a sweep's jobs the overrides, of others the shortest end of the path."""
+    """Return labels that distinguish the runs: overrides of a sweep's job, else the shortest unique end of the path."""
     ends = _shortest_ends([run_dir.resolve().parts for run_dir in run_dirs])
     own = _own_overrides(jobs)
     keys = {word.partition("=")[0] for words in own for word in words}
-    if len(keys) == 1:  # as strategy=ddp beside strategy=fsdp: the values say it
+    if len(keys) == 1:  # only the values are needed: ddp, fsdp for strategy=ddp, strategy=fsdp
         own = [[word.partition("=")[2] or word for word in words] for words in own]
     labels = [" ".join(words) or end for words, end in zip(own, ends, strict=True)]
     return [
@@ -235,7 +239,7 @@ def _labels(run_dirs: Sequence[Path], jobs: Sequence[Record | None]) -> list[str
 
 
 def _own_overrides(jobs: Sequence[Record | None]) -> list[list[str]]:
-    """Return the overrides of each job that not all jobs have; none of what is no job."""
+    """Return the overrides of each job that not all jobs share; an empty list for runs that are not jobs."""
     overrides = [list(job.overrides) if job is not None else [] for job in jobs]
     shared = set.intersection(*(set(words) for words in overrides if words)) if any(overrides) else set()
     return [[word.lstrip("+") for word in words if word not in shared] for words in overrides]
@@ -250,9 +254,10 @@ def _shortest_ends(paths: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def planned_peak_bytes(run_dir: Path) -> int | None:
-    """Return the bytes on a device that the plan in a run's directory gives for the strategy that it was run under.
+    """Return the peak bytes on a device that the plan in a run's directory predicts for the run's strategy.
 
-    Where the plan compares precisions, in that of the run. None if there is no plan, or none of that strategy.
+    If the plan compares precisions, the prediction is for the run's precision. Return None if there is no plan, or it
+    does not include the strategy.
     """
     try:
         planned = regular_files.read_json(run_dir / _PLAN)["strategies"]
@@ -265,5 +270,5 @@ def planned_peak_bytes(run_dir: Path) -> int | None:
 
 
 def _planned_choices(run_dir: Path) -> Any:
-    """Return the names of choices by their groups, as Hydra has written them down."""
+    """Return the choices by config group, as saved by Hydra."""
     return saved.read_yaml(run_dir / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]

@@ -1,4 +1,4 @@
-"""A comparison in tables, which a terminal, Markdown and a page show alike."""
+"""Tables and a summary of a comparison, for the terminal, Markdown and the HTML page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
+    """Table of text cells.
 
     Args:
         alignment: l or r for each column.
-        notes: sentences below it.
+        notes: sentences below the table.
     """
 
     title: str
@@ -33,13 +33,13 @@ class Table:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return the tables of a comparison, without those that would be empty."""
+    """Return the non-empty tables of a comparison."""
     made = [_runs(comparison), _curves(comparison), _steps(comparison), _refused(comparison), _config(comparison)]
     return [table for table in made if table.rows or table.notes]
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """Return what is to be known first, in a few sentences."""
+    """Return the most important findings in a few sentences."""
     return [*_agreement(differences(comparison)), *_fastest(comparison), *_failures(comparison)]
 
 
@@ -217,12 +217,12 @@ def _config(comparison: Comparison) -> Table:
 
 
 def number(value: float) -> str:
-    """Return a difference with two digits: 2.9e-06, 0.031, 1.4."""
+    """Format a difference with two digits: 2.9e-06, 0.031, 1.4."""
     return f"{value:.2g}" if math.isfinite(value) else "no finite number"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Return a time in milliseconds, without its unit: 0.43, 12.3, 1,240."""
+    """Format a time in milliseconds, without the unit: 0.43, 12.3, 1,240."""
     if seconds is None:
         return NOTHING
     value = 1000 * seconds
@@ -232,12 +232,12 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes as people read them: 612 MiB, 12.3 GiB."""
+    """Format bytes with a unit: 612 MiB, 12.3 GiB."""
     return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.3g} GiB"
 
 
 def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
-    """Return tables in aligned columns, and the summary below them."""
+    """Format tables in aligned columns, with the summary below them."""
     return printable("\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n")
 
 
@@ -248,7 +248,7 @@ def _aligned(table: Table) -> str:
 
 
 def markdown(title: str, tables: Sequence[Table], summary: Sequence[str]) -> str:
-    """Return the same as a Markdown document."""
+    """Format tables and summary as a Markdown document."""
     parts = [f"# {escaped(title)}", *map(escaped, summary)]
     for table in tables:
         parts += [f"## {table.title}", *(["\n".join(_rows(table))] if table.rows else []), *map(escaped, table.notes)]

@@ -1,1 +1,1 @@
-"""The config of a run: overrides as typed, Hydra's composition and its error messages, and confidential values."""
+"""Config of a run: command-line overrides, Hydra's composition and its error messages, and confidential values."""

@@ -1,4 +1,4 @@
-"""What other frameworks and templates call a setting, and its name here."""
+"""Names of settings in other frameworks and templates, and the corresponding names here."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 _OVER = "--cfg job, which shows the config and starts nothing"
 _PLACE = "name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or hydra.run.dir=FOLDER"
 _RATES = "-m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which puts short runs beside one another"
-_INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterpart of one name: what to type
+_INSTEAD = {  # what to type for keys of lightning-hydra-template without a single equivalent key
     "extras": f"{_OVER}; tags=[a,b] for what compare shows",
     "extras.print_config": _OVER,
     "extras.ignore_warnings": "PYTHONWARNINGS=ignore before python",
@@ -120,7 +120,7 @@ _INSTEAD = {  # keys and nodes of lightning-hydra-template that have no counterp
     "callbacks.rich_progress_bar": "~callbacks.progress to leave the line out that shows it",
     "callbacks.learning_rate_monitor": "callbacks.lr_monitor.logging_interval=step",
 }
-_CHOICES_INSTEAD = {  # files that it has, and the words that are one here; lr_finder was one here
+_CHOICES_INSTEAD = {  # its config files and common words; lr_finder was a config file here
     "callbacks": {
         "lr_finder": _RATES,
         "none": "callbacks=checkpoint, which writes checkpoints and nothing else",
@@ -132,7 +132,7 @@ _CHOICES_INSTEAD = {  # files that it has, and the words that are one here; lr_f
 
 
 def instead(key: str) -> str | None:
-    """Return what to type in place of a key of another template that has no single counterpart; None if not known."""
+    """Return what to type for another template's key that has no single equivalent; None if the key is unknown."""
     while key:
         if key in _INSTEAD:
             return _INSTEAD[key]
@@ -141,17 +141,17 @@ def instead(key: str) -> str | None:
 
 
 def choice_instead(group: str, name: str) -> str | None:
-    """Return what to type in place of a choice of another template; None if not known."""
+    """Return what to type for another template's choice; None if the choice is unknown."""
     return _CHOICES_INSTEAD.get(group, {}).get(name)
 
 
 def names(key: str) -> tuple[str, ...]:
-    """Return what a key of the config goes by elsewhere."""
+    """Return the names of a config key in other frameworks."""
     return _OTHER_NAMES[key]
 
 
 def setting(name: str) -> str | None:
-    """Return the key here of what goes by a name elsewhere, with or without the node that it stands in; None if none.
+    """Return the config key for another framework's name, with or without its node; None if there is none.
 
     `lr` and `optimizer.learning_rate` are optimizer.lr, `trainer.gpus` is trainer.devices.
     """
@@ -160,12 +160,12 @@ def setting(name: str) -> str | None:
 
 
 def argument(node: str, name: str, accepted: Iterable[str]) -> str | None:
-    """Return the argument of a node's code that goes by another name elsewhere, if the code takes it; else None."""
+    """Return the argument of a node's code for another framework's name; None unless the code accepts the argument."""
     key = setting(name)
     group, _, argument = (key or "").rpartition(".")
     return argument if group in (node, node.rpartition(".")[2]) and argument in accepted else None
 
 
 def choice(group: str, name: str) -> str | None:
-    """Return the choice of a group that goes by a name elsewhere; None if none."""
+    """Return a group's choice for another framework's name; None if there is none."""
     return next((choice for choice, others in _CHOICES.get(group, {}).items() if name.lower() in others), None)

@@ -1,4 +1,4 @@
-"""Confidential values of a config, from the environment, which are kept out of files and messages."""
+"""Confidential values: those that a config takes from the environment are not written to files or messages."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from omegaconf.resolvers import oc
 
 from lightswitch.cluster.sealed import Values
 
-Path = tuple[str | int, ...]  # of a value, from the config's root
+Path = tuple[str | int, ...]  # keys from the config's root to a value
 
 _LIKE_A_SECRET = re.compile(
     r"key|token(?!i[sz]er)|secret|passw|pwd|credential|auth|jwt|cookie|private|bearer", re.IGNORECASE
 )
 _FROM_ENVIRONMENT = re.compile(r"""['"]?\$\{oc\.env:[^{}]*\}['"]?""")
-_REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another value of the config
-_LEAST_DIGITS = 4  # of a number that is replaced wherever it stands
-_LEAST_LENGTH = 8  # characters of a value to replace inside of other text: a shorter one may be there by chance
+_REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # reference to another config value
+_LEAST_DIGITS = 4  # characters of a number that is replaced under any key
+_LEAST_LENGTH = 8  # characters of a value to replace within other text: a shorter one may match by chance
 
 
 @dataclass(frozen=True)
 class FromEnvironment:
-    """A value of a config that an interpolation has taken from the environment.
+    """Config value that an interpolation takes from the environment.
 
     Args:
-        interpolation: its text, as `${oc.env:NAME}`.
-        parts: the values of the environment variables in it, by their names.
+        interpolation: text of the interpolation, such as `${oc.env:NAME}`.
+        parts: values of its environment variables by name.
     """
 
     value: Any
@@ -43,14 +43,14 @@ class FromEnvironment:
 
 
 class _Asked(NamedTuple):
-    """A call of the resolver ``oc.env``."""
+    """Call of the resolver ``oc.env``."""
 
-    interpolation: str  # the text of the node that calls it
+    interpolation: str  # text of the config node that contains the call
     name: str
 
 
 def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
-    """Return the values that call ``oc.env`` when they are resolved, also by way of other values."""
+    """Return the values that call ``oc.env`` when they are resolved, directly or through other values."""
     if "oc.env" not in str(OmegaConf.to_container(cfg, resolve=False)):
         return {}
     asked: list[_Asked] = []
@@ -74,7 +74,7 @@ def _looked_up(
     for key in keys:
         asked.clear()
         value = None
-        with contextlib.suppress(OmegaConfBaseException):  # others report what is missing
+        with contextlib.suppress(OmegaConfBaseException):  # missing values are reported elsewhere
             value = node[key]
         if asked:
             written = asked[0].interpolation if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
@@ -85,7 +85,7 @@ def _looked_up(
 
 
 def redacted(cfg: DictConfig) -> DictConfig:
-    """Return ``cfg`` resolved, with interpolations kept for values from the environment."""
+    """Return ``cfg`` resolved, except for interpolations of values from the environment."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     for (*path, last), found in from_environment(cfg).items():
         node = plain
@@ -97,7 +97,7 @@ def redacted(cfg: DictConfig) -> DictConfig:
 
 
 def public(cfg: DictConfig) -> dict[str, Any]:
-    """Return ``cfg`` as `redacted` does, in plain containers, with *** for texts whose keys read like a secret's."""
+    """Return `redacted` ``cfg`` as plain containers, with *** for strings whose keys look like those of secrets."""
 
     def masked(node: Any, key: str) -> Any:
         if isinstance(node, dict):
@@ -112,7 +112,7 @@ def public(cfg: DictConfig) -> dict[str, Any]:
 
 
 def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
-    """Return all values of a config as text, by dotted keys, and which of them to hide.
+    """Return all values of a config as text, by dotted key, and the keys of values to hide.
 
     Args:
         without: prefixes of keys to leave out.
@@ -127,9 +127,9 @@ def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
 
 
 def without_secret(override: str) -> str:
-    """Return an override with *** for a value that reads like a secret, by its key, or as a URL with a user in it.
+    """Return an override with *** for a secret: a value with a key that looks like a secret's, or a URL with a user.
 
-    What it takes from the environment stays.
+    An interpolation from the environment is unchanged.
     """
     key, equals, value = override.partition("=")
     names = [key.rpartition(".")[2], *re.findall(r"(\w+)['\"]?\s*:", value)]
@@ -147,12 +147,12 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Replaces values from the environment, and the variables that they are made of, by interpolations.
+    """Replacement of values from the environment, and of the variables they contain, by interpolations.
 
     Args:
-        texts: pairs of a value, in each form that an error shows it in, and its interpolation; the longest first, as
-            one may contain another.
-        others: values that are no text, as a number or a list, each with its key in the config and its interpolation.
+        texts: pairs of a value, in each form in which an error may show it, and its interpolation; longest first, as
+            one value may contain another.
+        others: values that are not strings, such as numbers and lists, each with its key and its interpolation.
     """
 
     texts: tuple[tuple[str, str], ...]
@@ -160,7 +160,7 @@ class Cleaner:
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Cleaner:
-        """Make a cleaner of all values that a config takes from the environment, except existing paths."""
+        """Create a cleaner for all values that a config takes from the environment, except existing paths."""
         found = from_environment(cfg)
         outside = found.values()
         others = ((_key(path), _plain(one.value), one.interpolation) for path, one in found.items())
@@ -176,7 +176,7 @@ class Cleaner:
             for form in _forms(value, written)
             if len(form) >= _LEAST_LENGTH
         }
-        keyed = {  # as refusals show them: there also a short value, or a number, is not there by chance
+        keyed = {  # KEY=VALUE in messages, which even a short value does not match by chance
             f"{'.'.join(map(str, path))}={form}": f"{'.'.join(map(str, path))}={one.interpolation}"
             for path, one in found.items()
             for form in (str(one.value), repr(one.value))
@@ -187,10 +187,10 @@ class Cleaner:
         )
 
     def cleaned(self, value: Any, key: str = "") -> Any:
-        """Return a text, a number, or dicts, lists and tuples of these, with the values replaced.
+        """Return a string, a number, or dicts, lists and tuples of these, with confidential values replaced.
 
         Args:
-            key: under which it stands. A number of few digits under another one is there by chance.
+            key: key of the value. A short number is replaced only under the confidential value's key.
         """
         if isinstance(value, str):
             return self._text(value)
@@ -214,7 +214,7 @@ class Cleaner:
 
 
 def _key(path: Path) -> str:
-    """Return the last key of a path, without the places in a list below it."""
+    """Return the last key of a path, ignoring list indices after it."""
     return next((part for part in reversed(path) if isinstance(part, str)), "")
 
 
@@ -223,19 +223,19 @@ def _plain(value: Any) -> Any:
 
 
 def _forms(value: str, written: str) -> Iterator[str]:
-    """Yield a value as it is, and as errors may show it: its repr, as JSON, in a URL, in one line, or line by line.
+    """Yield a value unchanged, and in the forms that errors may show: repr, JSON, URL-quoted, in one line, by line.
 
-    Lines that the interpolation has as well are in the config itself, and left out.
+    Lines that the interpolation's text contains too are left out: they come from the config itself.
     """
     lines = (line.strip() for line in value.splitlines())
     for text in (value, *(line for line in lines if line not in written)):
         yield from (text, json.dumps(text)[1:-1], " ".join(text.split()))
         in_repr = repr(text)[1:-1]
-        yield from (in_repr, in_repr.replace("'", r"\'"))  # the second beside a double quote
+        yield from (in_repr, in_repr.replace("'", r"\'"))  # escaped if the text around it has double quotes
         with contextlib.suppress(UnicodeEncodeError):  # bytes that are not text
             yield from (quote(text), quote(text, safe=""), quote_plus(text))
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a text is an existing path, which is no secret, and needed in tracebacks."""
+    """Return whether a text is an existing absolute path: it is not secret, and tracebacks need it."""
     return os.path.isabs(text) and os.path.exists(text)

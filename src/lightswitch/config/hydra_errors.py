@@ -1,4 +1,4 @@
-"""Messages for Hydra's errors, a line each: what was found, what was expected, what to type instead."""
+"""One-line messages for Hydra's errors: what was found, what was expected, and what to type instead."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lightswitch.config.overrides import CONSTRUCTED, GROUPS, key_and_value
 from lightswitch.errors import RefusedRequest, listed, nearest
 
 _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
-_SHOWN = 80  # characters of a setting that is too long
-_DEEPEST = 32  # brackets in brackets: Hydra's parser recurses
-_MOST_DIGITS = 4300  # that Python makes a number of
+_SHOWN = 80  # characters to show of a long setting
+_DEEPEST = 32  # nested brackets: Hydra's parser is recursive
+_MOST_DIGITS = 4300  # that Python converts to an integer
 Takes = Callable[[str], Iterable[str]]
-NO_YAML = (YAMLError, UnicodeDecodeError)  # what a file of the config raises where Hydra reads it
+NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
-_STRATEGIES = {  # that Lightning knows by these names: what to type here
+_STRATEGIES = {  # Lightning's names of strategies, and what to type here
     "dp": "DataParallel is gone from Lightning; use strategy=ddp, which starts a process for each device",
     "ddp_notebook": "use strategy=ddp_fork",
     "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
@@ -50,13 +50,13 @@ _STRATEGIES = {  # that Lightning knows by these names: what to type here
     "tpu": "there is no strategy for TPUs here",
     "xla": "there is no strategy for TPUs here",
 }
-_DEVICES = {  # what nanoGPT and others call what is here the accelerator; device= is that of a plan
+_DEVICES = {  # nanoGPT and others use device= for the accelerator; here device= is the device of a plan
     **{kind: f"use trainer.accelerator={kind}" for kind in ("cpu", "gpu", "mps")},
     "cuda": "use trainer.accelerator=gpu",
 }
 
 
-_OF_TRAINER = {  # what lightning-hydra-template has a file for
+_OF_TRAINER = {  # config files of lightning-hydra-template
     "cpu": "use trainer.accelerator=cpu",
     "gpu": "use trainer.accelerator=gpu",
     "mps": "use trainer.accelerator=mps",
@@ -65,9 +65,9 @@ _OF_TRAINER = {  # what lightning-hydra-template has a file for
 }
 
 
-_OF_CONFIGS = {"eval": "type mode=test ckpt_path=PATH", "train": "leave it out"}  # that lightning-hydra-template has
-_SETS = ("callbacks", "logger")  # groups of which a run has several choices, each under its name
-_OF_EXTRAS = {  # plugins of Hydra, and the extra that installs each
+_OF_CONFIGS = {"eval": "type mode=test ckpt_path=PATH", "train": "leave it out"}  # of lightning-hydra-template
+_SETS = ("callbacks", "logger")  # groups of which a run can have several choices
+_OF_EXTRAS = {  # Hydra plugins, and the extra that installs each
     "hydra/sweeper/optuna": "optuna",
     "hydra/launcher/submitit_local": "submitit",
     "hydra/launcher/submitit_slurm": "submitit",
@@ -75,11 +75,11 @@ _OF_EXTRAS = {  # plugins of Hydra, and the extra that installs each
 
 
 def check_flags(arguments: list[str]) -> None:
-    """Check the command line's words, to report a problem without Hydra's usage of several lines, or its traceback.
+    """Check the command line's words, to report problems without Hydra's usage text or traceback.
 
     Raises:
-        RefusedRequest: a flag does not exist, lacks what belongs to it, or has Hydra unpickle a file; a setting is
-            beyond what Hydra reads.
+        RefusedRequest: a flag does not exist, lacks its value or `--cfg`, or would make Hydra unpickle a file; or Hydra
+            can't parse a setting.
     """
     found = _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
     if found.experimental_rerun is not None:
@@ -117,18 +117,18 @@ class _Flags(ArgumentParser):
 
 
 def problems_of_composition(error: BaseException, takes: Takes = lambda target: ()) -> list[str]:
-    """Return the problems that Hydra found while it composed the config and made the run directory.
+    """Return messages for an error that Hydra raised while it composed the config or created the run directory.
 
     Args:
-        takes: returns the arguments of code by its dotted path.
+        takes: returns the arguments that a class or function accepts, by its dotted path.
     """
     if (refusal := _refusal_behind(error)) is not None:
         return refusal.problems
     if isinstance(error, NO_YAML):
         return [_no_yaml(error)]
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's are OSErrors
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's errors are OSErrors
         typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
-        told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error has the variable's value
+        told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error shows the variable's value
         return [f"the run directory can't be made: {told}; type hydra.run.dir=FOLDER"]
     if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
         return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
@@ -161,7 +161,7 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
 
 
 def _no_yaml(error: YAMLError | UnicodeDecodeError) -> str:
-    """Name the file and the line that is no YAML, and what is wrong there."""
+    """Return a message with the location and the reason of invalid YAML."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         at, told = error.problem_mark, ", ".join(part for part in (error.context, error.problem) if part)
         return f"{at.name}, line {at.line + 1}, column {at.column + 1}: {told}"
@@ -171,7 +171,7 @@ def _no_yaml(error: YAMLError | UnicodeDecodeError) -> str:
 
 
 def _file_that_was_read(error: BaseException) -> str:
-    """Return the path that Hydra was reading, of the frame that opened it: a decoding error does not name its file."""
+    """Return the file that Hydra was reading, from the traceback's frames: a decoding error does not name its file."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "full_path" in frame.f_locals]
     return str(frames[-1].f_locals["full_path"]) if frames else "a file of the config"
 
@@ -192,7 +192,7 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
 
 
 def _unclosed(override: str) -> str | None:
-    """Return the bracket outside of quotes that has no pair; None if each has one."""
+    """Return a bracket outside of quotes that has no match; None if all match."""
     opened: list[str] = []
     for mark in re.sub(r"'[^']*'|\"[^\"]*\"", "", override):
         if mark in "[{(":
@@ -203,8 +203,11 @@ def _unclosed(override: str) -> str | None:
 
 
 def _in_quotes(override: str) -> str | None:
-    """Return an override as a shell takes it, with quotes around what Hydra does not read without; None if that is not
-    all that is wrong."""
+    """Return an override, escaped for a shell, with quotes around values that Hydra can't parse without.
+
+    Returns:
+        None if quotes are not enough.
+    """
     key, _, value = override.partition("=")
     items = value[1:-1].split(",") if re.fullmatch(r"\[.*\]", value) else [value]
     if re.search(r'[][{}"\\]', "".join(items)):
@@ -214,15 +217,16 @@ def _in_quotes(override: str) -> str | None:
 
 
 def _meant(key: str, node: DictConfig, takes: Takes) -> str:
-    """Return ' Did you mean X?' for a key that a node lacks, or nothing.
+    """Return a hint such as ' Did you mean X?' for a key that a node lacks, or an empty string.
 
-    X is what another framework's word means here, else a key of that name elsewhere in the config, else the nearest.
+    X is the equivalent of another framework's name, else a key of the same name elsewhere in the config, else the most
+    similar key.
     """
     *above, name = key.split(".")
     if told := aliases.instead(_typed(key)):
         return f" Type {told}"
     root = node._get_root()
-    if above and above[0] in CONSTRUCTED:  # what is typed is added, so a sweep's config has it
+    if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
         return f" A sweep's params that add one begin with +: +{key}"
     if other := aliases.setting(key):
         return f" Did you mean {_of_model(root, other, takes) or other}?"
@@ -232,35 +236,35 @@ def _meant(key: str, node: DictConfig, takes: Takes) -> str:
 
 
 def _typed(key: str) -> str:
-    """Return the whole key as typed, of one that is missing: of `paths.log_dir` Hydra names `paths`."""
+    """Return a missing key in full, as typed: for `paths.log_dir`, Hydra reports only `paths`."""
     typed = (word.lstrip("+").partition("=")[0] for word in sys.argv)
     return next((word for word in typed if f"{word}.".startswith(f"{key}.")), key)
 
 
 def _of_model(root: Any, key: str, takes: Takes) -> str | None:
-    """Return the model's own argument where a key is one of a group that the model is not given; else None."""
+    """Return the model's argument for an optimizer or scheduler key, if the model takes it itself; else None."""
     group, _, name = key.partition(".")
     model = root.get("model")
     if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler"):
         return None
-    if group in model:  # a node of the model's own, or the config's
+    if group in model:  # the model's config has such a node
         return f"model.{key}" if name in _raw_keys(model._get_node(group)) else None
     own = takes(str(model.get("_target_")))
     return next((f"model.{one}" for one in (name, *aliases.names(key)) if one in own), None)
 
 
 def _raw_keys(node: Any) -> list[Any]:
-    """Return the keys of a node, without resolving an interpolation that stands in its place."""
+    """Return the keys of a node; none for null, a plain value or an interpolation, which is not resolved."""
     return list(node) if isinstance(node, DictConfig) and not (node._is_none() or node._is_interpolation()) else []
 
 
 def _keys(node: DictConfig, at_top: bool) -> set[str]:
-    """Return a node's keys; at the top level also the groups, whose content may be elsewhere in the config."""
+    """Return a node's keys, at the top level together with the groups, which may fill keys elsewhere."""
     return {*map(str, node), *(GROUPS if at_top else ())}
 
 
 def _refusal_behind(error: BaseException | None) -> RefusedRequest | None:
-    """Return the RefusedRequest that a resolver raised, which OmegaConf wraps in an error of its own; None if none."""
+    """Return the RefusedRequest that a resolver raised and OmegaConf wrapped in its error; None if none."""
     while error is not None and not isinstance(error, RefusedRequest):
         error = error.__cause__ or error.__context__
     return error
@@ -288,13 +292,13 @@ def _missing_choice(error: MissingConfigException) -> str:
 
 
 def _files_of(group: str, message: str) -> set[str]:
-    """Return a group's choices: for one of a list, `callbacks=[default,…]`, Hydra names only its search path."""
+    """Return a group's choices: for a list like `callbacks=[default,…]`, Hydra's error has only the search path."""
     folders = re.findall(r"path=file://(.+)", message)
     return {file.stem for folder in folders for file in Path(folder, group).glob("*.yaml")}
 
 
 def _nothing_to_delete(path: str, error: BaseException) -> str:
-    """Word the deletion of a missing key; the config is read from the frame that raised the error, which has it."""
+    """Return a message about deleting a missing key; the config comes from the frame that raised the error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     parent, _, key = path.rpartition(".")
     cfg = frame.f_locals.get("cfg")

@@ -1,6 +1,6 @@
-"""Configs of an older engine: names of moved classes are replaced by today's, and keys that came later get a value.
+"""Configs of older versions: the new names of moved classes replace the old ones, and newer keys get default values.
 
-python -m lightswitch.config.moved FOLDER      # the lines of a folder's configs that are to be changed
+python -m lightswitch.config.moved FOLDER      # print the lines of a folder's configs to change
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightswitch.context import RunContext
 
 log = logging.getLogger(__name__)
 
-# Modules that configs name, before and now, and the version that drops the old names.
+# Old and new names of modules in configs, and the version that drops the old names.
 MOVED = {
     "lightswitch.checkpoints.trainable": "lightswitch.checkpoints.finetuning",
     "lightswitch.launch.cluster": "lightswitch.cluster.environments",
@@ -31,11 +31,11 @@ MOVED = {
     "lightswitch.strategies.single": "lightswitch.strategies.ddp",
 }
 UNTIL = "0.3"
-ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as conf/config.yaml has them
+ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as in conf/config.yaml
 
 
 def follow(cfg: DictConfig, run: RunContext) -> None:
-    """Put today's names and keys into a composed config, in place, and log a line of advice on each name."""
+    """Update old names and missing keys of a composed config in place, and log advice on the names on rank 0."""
     found = replace(cfg)
     if found and run.placement.rank == 0:
         told = [f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()]
@@ -43,7 +43,7 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
 
 
 def replace(cfg: DictConfig) -> dict[str, str]:
-    """Put today's names and keys into a composed config, in place; return the older names by their nodes' paths."""
+    """Update old names and missing keys of a composed config in place; return the old names by their nodes' paths."""
     with open_dict(cfg):
         cfg.update({key: value for key, value in ADDED.items() if key not in cfg})
     found = dict(_older(cfg))
@@ -54,7 +54,7 @@ def replace(cfg: DictConfig) -> dict[str, str]:
 
 
 def in_folder(folder: Path) -> Iterator[str]:
-    """Yield a line for each older name in a folder's configs, with today's."""
+    """Yield a line for each old name in a folder's configs, with the current name."""
     for path in sorted(folder.rglob("*.yaml")):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             name = line.partition("_target_:")[2].partition("#")[0].strip()
@@ -63,7 +63,7 @@ def in_folder(folder: Path) -> Iterator[str]:
 
 
 def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the older name of each node that has one, without resolving interpolations."""
+    """Yield the path and the old name of each node that has an old name, without resolving interpolations."""
     plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
     if isinstance(plain, dict):
         name = plain.get("_target_")
@@ -75,13 +75,13 @@ def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def today(name: str) -> str:
-    """Return today's name of code that an older config names."""
+    """Return the current name of a class or function that a config names."""
     module, _, attribute = name.rpartition(".")
     return f"{MOVED[module]}.{attribute}" if module in MOVED else name
 
 
 def _file(name: str, run: RunContext) -> str | None:
-    """Return the chosen file that has the name, relative to the parent of its config folder."""
+    """Return the chosen config file that contains the name, relative to the parent of its config folder."""
     for source in run.hydra.runtime.config_sources:
         for group, choice in run.hydra.runtime.choices.items():
             file = Path(source.path, group, f"{choice}.yaml")

@@ -1,4 +1,4 @@
-"""The values that keys may have: words, types, the choices of a group, and names of runs."""
+"""Values that config keys accept: words, types, the choices of a group, and names of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 LARGEST_INTEGER = 2**63 - 1  # torch and NumPy count in 64 bits
-LEAST_SECONDS = {"watch.lost_after_seconds": 5}  # a rank may be silent for some seconds, as while it compiles
+LEAST_SECONDS = {"watch.lost_after_seconds": 5}  # a rank may be silent for some seconds, for example while it compiles
 LEAST_SECONDS_OF_OTHERS, MOST_SECONDS = 1, 2_000_000  # 23 days; sockets and gloo count milliseconds in 32 bits
 
 ALLOWED = {
@@ -20,9 +20,9 @@ ALLOWED = {
     "on_nan": ("stop", "skip", "ignore"),
     "matmul_precision": ("highest", "high", "medium"),
 }
-WORDS = {"micro_batch_size": (AUTO,)}  # beside values of its types
+WORDS = {"micro_batch_size": (AUTO,)}  # in addition to values of its types
 _NULL = type(None)
-KINDS: dict[str, tuple[type, ...]] = {  # of keys that every config has
+KINDS: dict[str, tuple[type, ...]] = {  # types of keys that every config has
     "name": (str,),
     "run_id": (str, int),
     "seed": (int,),
@@ -63,10 +63,10 @@ _FORM = "letters, digits and . _ - = , are allowed"
 
 
 def name_problems(names: Mapping[str, object]) -> Iterator[str]:
-    """Yield what is wrong with names, and what to type instead.
+    """Yield a message for each invalid name, with what to type instead.
 
     Args:
-        names: by their keys, `{"run_id": "mine"}`.
+        names: names by key, such as `{"run_id": "mine"}`.
     """
     for key, name in names.items():
         text = "" if name is None else str(name)
@@ -81,7 +81,7 @@ def name_problems(names: Mapping[str, object]) -> Iterator[str]:
 
 
 def files_of_group(hydra: HydraConf, group: str) -> dict[str, Path]:
-    """Return the file of each choice of a group by its name; of two folders with the same, that which Hydra takes."""
+    """Return the file of each choice of a group, by name; if two folders have the name, the file that Hydra takes."""
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
     return dict(sorted(found.items()))

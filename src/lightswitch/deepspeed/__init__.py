@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO: the strategy, its config, and its state in the portable form of checkpoints."""
+"""DeepSpeed's ZeRO: the strategy, its config, and its state in portable checkpoints."""

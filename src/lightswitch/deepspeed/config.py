@@ -1,4 +1,4 @@
-"""DeepSpeed configs and operators: problems, and what the run makes of a user's file. Imports no torch."""
+"""DeepSpeed configs and operators: checks, and values of the run filled into a user's config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from lightswitch.errors import nearest
 
 _AUTO = "auto"
-_DECIDED_ELSEWHERE = {  # what DeepSpeed accepts, and the run does in another way or not at all
+_DECIDED_ELSEWHERE = {  # keys that DeepSpeed accepts, for things that the run does in another way or not at all
     "optimizer": "the model's configure_optimizers makes the optimizer",
     "scheduler": "the model's configure_optimizers makes the scheduler",
     "autotuning": "it starts runs of its own",
@@ -47,7 +47,7 @@ _OF_CLASSES = {  # blocks whose keys are the fields of a class
     "csv_monitor": ("monitor/config.py", "CSVConfig"),
     "comet": ("monitor/config.py", "CometConfig"),
 }
-_OF_FILES = {  # blocks whose keys are those that a file reads
+_OF_FILES = {  # blocks whose keys are all keys that a file reads
     "activation_checkpointing": "runtime/activation_checkpointing/config.py",
     "aio": "runtime/swap_tensor/aio_config.py",
     "flops_profiler": "profiling/config.py",
@@ -56,24 +56,25 @@ _OF_FILES = {  # blocks whose keys are those that a file reads
 
 @dataclass(frozen=True)
 class Run:
-    """Values of a run that its DeepSpeed config has to agree with.
+    """Values of a run that its DeepSpeed config must match.
 
     Attributes:
-        precision: its name.
-        micro_batch: samples a device takes at once.
-        replicas: devices, each of which reads different samples.
-        clip_norm: the largest norm of a gradient; 0 for no clipping.
+        precision: name of the run's precision.
+        micro_batch: samples that a device processes at once.
+        accumulation: micro-batches of a step.
+        replicas: number of data-parallel ranks; every device is one.
+        clip_norm: maximum norm of the gradient; 0 for no clipping.
     """
 
     precision: str
     micro_batch: int
     accumulation: int
     replicas: int
-    clip_norm: float  # 0: no clipping
+    clip_norm: float
 
     @property
     def values(self) -> dict[str, float]:
-        """Keys of the config that the run decides, with their values."""
+        """Values that the run decides, by config key."""
         return {
             "train_batch_size": self.micro_batch * self.accumulation * self.replicas,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -95,21 +96,21 @@ def read(path: str | Path) -> dict[str, Any]:
     return found
 
 
-# What is wrong
+# Problems
 
 
 def problems(config: dict[str, Any], run: Run | None) -> Iterator[str]:
-    """Yield keys that are unknown, conflict with the run or would be ignored, a line each.
+    """Yield one line for each key that is unknown, conflicts with the run or would be ignored.
 
     Args:
-        run: None where its batch can't be cut, which is told elsewhere.
+        run: None if its batch can't be divided, which is reported elsewhere.
     """
     unknown = list(_unknown(config, ""))
     yield from unknown
     yield from (
         f"{key} is not supported: {why}; leave it out" for key, why in _DECIDED_ELSEWHERE.items() if key in config
     )
-    if not unknown:  # the stage may be what a misspelt key was meant to be
+    if not unknown:  # a misspelt key may have been meant to set the stage
         yield from _stage(config.get("zero_optimization"))
     if run is not None:
         yield from _against_run(config, run)
@@ -149,17 +150,17 @@ def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
             yield f'{key}.enabled is false, and the run has precision={run.precision}; use "auto", or another precision'
 
 
-# What the run makes of it
+# The completed config
 
 
 def resolved(config: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Return the config that DeepSpeed gets.
+    """Return the config to pass to DeepSpeed.
 
-    What the run decides is filled in; any other "auto" is left to DeepSpeed's default.
+    Values that the run decides are filled in; any other "auto" is removed, so DeepSpeed's default applies.
     """
     full = _without_auto(copy.deepcopy(config))
     full.update(run.values)
-    full.setdefault("zero_allow_untested_optimizer", True)  # at stage 3, a test after a fit needs it, too
+    full.setdefault("zero_allow_untested_optimizer", True)  # a test after a fit needs it at stage 3
     full.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers need nothing compiled
     blocks = precision_blocks(full, run.precision)
     for name in _SWITCHES:
@@ -169,16 +170,16 @@ def resolved(config: dict[str, Any], run: Run) -> dict[str, Any]:
 
 
 def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[str, Any]]:
-    """Return the blocks that make a precision mean what it means elsewhere, as far as DeepSpeed can.
+    """Return the blocks that give a precision the same meaning as under other strategies, if DeepSpeed supports it.
 
-    bf16-mixed is autocast over 32-bit weights: DeepSpeed's own "mixed" keeps the weights themselves in 16 bits. Its
-    autocast in float16 clips gradients before they are unscaled (0.19), so float16 is left to its own.
+    bf16-mixed is autocast over 32-bit weights: DeepSpeed's "mixed" stores the weights themselves in 16 bits. Its
+    autocast in float16 clips gradients before they are unscaled (0.19), so 16-mixed uses DeepSpeed's fp16 instead.
     """
     if precision == "bf16-mixed" and (config.get("bf16") or {}).get("enabled") is not True:
-        # with no module called safe, gradients are reduced, and weights gathered, in 32 bits
+        # without "safe" modules, gradients are reduced, and weights gathered, in 32 bits
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}}
     if precision == "bf16-true" and not (config.get("zero_optimization") or {}).get("offload_optimizer"):
-        # no 32-bit copies, and no step skipped
+        # no 32-bit copies, and no skipped steps
         all_in_16_bits = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return {"bf16": {"enabled": True, "check_grad_overflow": False, **all_in_16_bits}}
     if precision.startswith("bf16"):
@@ -189,10 +190,10 @@ def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[s
 
 
 def differences(config: dict[str, Any], full: dict[str, Any], precision: str) -> Iterator[str]:
-    """Yield what the run should say: a precision that is not what it is elsewhere, and "auto" left to DeepSpeed.
+    """Yield warnings: a precision that differs from other strategies', and each "auto" left to DeepSpeed's default.
 
     Args:
-        full: `resolved` of ``config``.
+        full: the result of `resolved` for ``config``.
     """
     kind = next((name for name in ("fp16", "bf16") if full.get(name, {}).get("enabled")), None)
     if kind and precision.endswith("mixed"):
@@ -219,9 +220,9 @@ def _without_auto(node: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def keys_of_block(path: str) -> frozenset[str] | None:
-    """Return the keys of a block, such as "zero_optimization.offload_param"; of the whole config for "".
+    """Return the keys of a block, such as "zero_optimization.offload_param", or of the whole config for "".
 
-    None where the source does not tell.
+    Return None if DeepSpeed's source does not show them.
     """
     try:
         if path in _OF_CLASSES:
@@ -232,7 +233,7 @@ def keys_of_block(path: str) -> frozenset[str] | None:
             return frozenset(_read(_TOP, path)) or None
         blocks = {name for name in (*_OF_CLASSES, *_OF_FILES) if "." not in name}
         return frozenset(_read(_TOP, "")) | blocks if path == "" else None
-    except OSError:  # another version, with other files
+    except OSError:  # DeepSpeed is another version with other files, or not installed
         return None
 
 
@@ -248,19 +249,19 @@ def _fields(file: str, name: str) -> Iterator[str]:
 
 
 def _read(file: str, block: str | None) -> Iterator[str]:
-    """Yield the keys that a file reads from a block of the config ("" is the whole); for None, from any dict."""
+    """Yield the keys that a file reads from a block of the config: "" for the whole config, None for any dict."""
     constants = _constants(file)
     for node in ast.walk(_tree(file)):
         for owner, key in _lookups(node):
             name = key.value if isinstance(key, ast.Constant) else constants.get(ast.unparse(key))
             if isinstance(name, str) and block in (None, _block(owner, constants)):
                 yield name
-    if block == "":  # handed to a function as defaults of its arguments
+    if block == "":  # read by a function whose default arguments are the keys
         yield from (name for constant, name in constants.items() if constant.endswith("COMMUNICATION_DATA_TYPE"))
 
 
 def _lookups(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield (dict, key) of `get_scalar_param(dict, key, …)`, `dict.get(key)`, `dict[key]`, `key in dict`."""
+    """Yield (dict, key) for `get_scalar_param(dict, key, …)`, `dict.get(key)`, `dict[key]` and `key in dict`."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "get_scalar_param":
         yield node.args[0], node.args[1]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
@@ -272,7 +273,7 @@ def _lookups(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _block(owner: ast.expr, constants: dict[str, str]) -> str | None:
-    """Return "" for `param_dict`, "name" for `param_dict[NAME]`."""
+    """Return "" for `param_dict`, and "name" for `param_dict[NAME]`, given the constant NAME = "name"."""
     text = ast.unparse(owner).removesuffix(".keys()")
     if text == "param_dict":
         return ""
@@ -281,7 +282,7 @@ def _block(owner: ast.expr, constants: dict[str, str]) -> str | None:
 
 @functools.cache
 def _constants(file: str) -> dict[str, str]:
-    """Return the string constants of a file and of the constants.py beside it, by name."""
+    """Return the string constants, by name, of a file, the constants.py beside it and runtime/constants.py."""
     found: dict[str, str] = {}
     for path in (str(Path(file).with_name("constants.py")), "runtime/constants.py", file):
         if not (_root() / path).exists():
@@ -310,13 +311,13 @@ _BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder", "fused_
 
 
 def operator_problems(op: str, purpose: str) -> Iterator[str]:
-    """Yield why a run that needs an operator can't start: it is not built, or its build left a lock to wait for.
+    """Yield why a run that needs an operator can't start: the operator is not built, or its build has a lock file.
 
-    A build takes minutes, in each process, without a word: so a person starts it.
+    Runs do not build operators, because each process would build silently for minutes.
 
     Args:
-        op: DeepSpeed's name for it: async_io, cpu_adam or fused_adam.
-        purpose: what needs it, as the message begins.
+        op: DeepSpeed's name of the operator: async_io, cpu_adam or fused_adam.
+        purpose: what needs the operator; the message begins with it.
     """
     locks = [path for path in _folders(op) if path.name == op and (path / "lock").exists()]
     if locks:
@@ -333,7 +334,7 @@ def operator_problems(op: str, purpose: str) -> Iterator[str]:
 
 
 def _folders(op: str) -> Iterator[Path]:
-    """Yield where torch keeps what it has compiled, and where DeepSpeed was installed with operators."""
+    """Yield the folders of an operator in torch's extension cache and in the installed DeepSpeed package."""
     cache = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch_extensions")
     yield from (path for path in (root / op, *root.glob(f"*/{op}")) if path.is_dir())

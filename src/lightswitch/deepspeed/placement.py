@@ -1,4 +1,4 @@
-"""The precision of a run under DeepSpeed, and how a model that was built on the CPU comes to the devices."""
+"""Placement of a CPU-built model on the devices under DeepSpeed, and the run's precision."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightswitch.strategies.units import is_compiled
 
 
 def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
-    """Keep a part of each of rank 0's parameters on each device. Collective.
+    """Shard rank 0's parameters over the devices. Collective.
 
     Args:
-        config: DeepSpeed's.
+        config: DeepSpeed's config.
 
     Raises:
         Refused: a parameter has no elements.
@@ -45,10 +45,13 @@ def replicate(model: nn.Module, config: Mapping[str, Any], device: torch.device)
 
 
 def refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
-    """Refuse parameters that can't be flattened with the others.
+    """Check that all parameters can be flattened together.
+
+    Args:
+        kept_in: the dtype that they must have; None for that of the first one.
 
     Raises:
-        Refused: one is complex, or of another dtype.
+        Refused: a parameter is complex, or has another dtype.
     """
     for name, parameter in names.parameters(model).items():
         kept_in = kept_in or parameter.dtype
@@ -60,20 +63,20 @@ def refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
 
 
 def let_compiled_modules_hold_parameters() -> None:
-    """Let a module that torch.compile has wrapped have its own mapping of parameters.
+    """Give a module that torch.compile wraps a separate `_parameters` mapping.
 
-    It hands attributes on to the module inside. At stage 3, where DeepSpeed gives each module a mapping of its own, the
-    inner one would get that of the outer one, which is empty.
+    Otherwise the wrapper passes assignments on to the inner module: at stage 3, DeepSpeed assigns a new mapping to each
+    module, and the inner module would get the wrapper's, which is empty.
     """
     attributes = OptimizedModule._opt_mod_attributes | {"_parameters"}
     patches.replace(OptimizedModule, "_opt_mod_attributes", attributes)
 
 
 def _refuse_empty(model: nn.Module) -> None:
-    """Refuse parameters without elements, for which DeepSpeed fails as soon as it gathers them (0.19).
+    """Check that every parameter has elements: DeepSpeed fails when it gathers one without (0.19).
 
     Raises:
-        Refused: there is one.
+        Refused: a parameter has none.
     """
     for name, parameter in names.parameters(model).items():
         if parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
@@ -81,13 +84,13 @@ def _refuse_empty(model: nn.Module) -> None:
 
 
 def _gather_whole(units: Iterable[nn.Module]) -> None:
-    """Let each unit be gathered at once, and not module by module: its graph would break at each of their hooks."""
+    """Gather each unit as one, and not module by module: its compiled graph would break at the hooks of each module."""
     for unit in units:
         deepspeed.utils.set_z3_leaf_module(unit, True)
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast weights alone; buffers stay as they are."""
+    """Cast floating-point parameters in place."""
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -95,7 +98,7 @@ def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
     def _zero_init_param(self, param: nn.Parameter) -> None:
-        """Partition a parameter as DeepSpeed does, which fails for one that is a scalar (0.19)."""
+        """Partition a parameter as DeepSpeed does, and also a scalar, for which DeepSpeed fails (0.19)."""
         _cast([param], self.dtype)
         self._convert_to_deepspeed_param(param)
         broadcast_in_place([param])
@@ -103,16 +106,19 @@ class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
 
 
 class ZeroPrecision(DeepSpeedPrecision):
-    """Precision that leaves inputs as they are where weights are in 32 bits and DeepSpeed casts each operation."""
+    """Precision plugin that does not cast inputs if DeepSpeed autocasts operations over 32-bit weights.
+
+    The strategy sets both attributes.
+    """
 
     autocasts = False
-    steps_by_hand = False  # as the module optimizes
+    steps_by_hand = False  # the module uses manual optimization
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Leave it to DeepSpeed's engine, which clips by the Trainer's value in each step of its own.
+        """Do nothing: DeepSpeed's engine clips by the Trainer's value in each of its steps.
 
         Raises:
-            Refused: a module that optimizes by hand clips by itself what it does not see.
+            Refused: a module under manual optimization clips gradients, which DeepSpeed does not expose.
         """
         if self.steps_by_hand:
             raise Refused(
@@ -121,9 +127,9 @@ class ZeroPrecision(DeepSpeedPrecision):
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module as it is, in 32 bits.
+        """Convert the module at 16-true and bf16-true; otherwise, return it unchanged, in 32 bits.
 
-        Lightning would cast its buffers as well, and make complex ones real.
+        Lightning would also cast its buffers, and make complex ones real.
         """
         return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
 

@@ -1,4 +1,4 @@
-"""The deepspeed package, imported without its messages where there is no GPU."""
+"""The deepspeed package, imported without its warnings about a missing GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 def _imported() -> Any:
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it warns that it found no GPU
     modules: dict[str, Any] = sys.modules
-    modules.setdefault("mlflow", None)  # its autotuner, which nothing here runs, would take seconds to import it
+    modules.setdefault("mlflow", None)  # its autotuner, unused here, would import it for seconds
     try:
         return importlib.import_module("deepspeed")
     finally:

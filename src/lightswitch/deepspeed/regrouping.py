@@ -1,4 +1,4 @@
-"""A live DeepSpeed engine made anew, as its parameters' groups change."""
+"""Rebuilding of a live DeepSpeed engine when the trained parameters or their groups change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightswitch.strategies.writes import CarriesWrites
 
 
 class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
-    """Strategy that makes DeepSpeed's engine anew over what is trained, with the weights and states that it has."""
+    """Strategy that rebuilds DeepSpeed's engine over the trained parameters, and carries over weights and states."""
 
     _trained: Trained
     _unused: Unused
@@ -41,7 +41,7 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer]:
-        """Make DeepSpeed's engine, which steps what is trained, and watch that it is used. Collective."""
+        """Make DeepSpeed's engine over the trained parameters, and record those without a gradient. Collective."""
         if optimizer is None:  # nothing is trained
             made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
             self._watch_writes(made[0], model, self.broadcast(secrets.token_hex(8)))
@@ -49,8 +49,8 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         with _trained_groups(model, optimizer, self.zero_stage_3):
             engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         if engine.managed_gradient_accumulation():
-            engine.set_gradient_accumulation_boundary(True)  # and not by the engine's own count of micro batches
-        else:  # by hand: also where a module steps past Lightning's wrapper
+            engine.set_gradient_accumulation_boundary(True)  # the engine must not count micro-batches
+        else:  # manual optimization: a module may also step without Lightning's wrapper
             patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
         self._trained, parameters = Trained(model), names.parameters(model)
         key = self.broadcast(secrets.token_hex(8))
@@ -68,20 +68,21 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         return (self._timeout or default_pg_timeout).total_seconds()
 
     def _watch_writes(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
-        """Have weights at hand where the module's hooks and steps touch them."""
+        """Give the module's hooks and steps access to whole weights, except with NVMe offload."""
         if not is_on_nvme(self):
             is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
             self._writes = EngineWrites(engine, model, self.looks, is_whole, key, self._patience_seconds)
 
     def _step(self, engine: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Step by DeepSpeed's engine, which does more than its optimizer."""
+        """Step DeepSpeed's engine instead of its optimizer, unless the engine is calling."""
         if engine._running_engine_step:
             return step(*args, **kwargs)
         with self.outside_of_hooks():
             return engine.step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Follow what is trained, at the beginning of a step: the engine has gradients of those before it."""
+        """Rebuild the engine if the trained parameters have changed, only in the first micro-batch of a step: the
+        engine holds the gradients of earlier ones."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
@@ -90,10 +91,10 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             self._regroup(self.optimizers[0].optimizer)  # type: ignore[attr-defined]  # DeepSpeed's
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check that what is trained is what the engine has hooks on.
+        """Check that the trained parameters are those that the engine has hooks on.
 
         Raises:
-            Refused: it is not.
+            Refused: the training step changed `requires_grad` of some.
         """
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
@@ -101,38 +102,39 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
 
     @contextmanager
     def over_parameters(self) -> Iterator[None]:
-        """Context in which the groups have the parameters themselves; afterwards the engine follows. Collective."""
+        """Context in which the optimizer's groups hold the module's parameters; at its end, the engine is rebuilt if
+        groups or trained parameters have changed. Collective."""
         zero, before = self.optimizers[0], self._group_names
         flat = [group["params"] for group in zero.param_groups]
         optimizer: Optimizer = zero.optimizer  # type: ignore[attr-defined]  # DeepSpeed's
         self._give_back(optimizer)
         self.optimizers = [optimizer]
-        yield  # after an error the run ends
+        yield  # no try/finally: an error ends the run
         self.remember_groups(optimizer)
         self.optimizers = [zero]
         added = optimizer.param_groups[len(flat) :]
-        del optimizer.param_groups[len(flat) :]  # which DeepSpeed does not know
+        del optimizer.param_groups[len(flat) :]  # the current engine does not have them
         for group, parameters in zip(optimizer.param_groups, flat, strict=True):
             group["params"] = parameters
         if self._group_names != before or self._trained.changes():
             self._regroup(optimizer, added)
 
     def _give_back(self, optimizer: Optimizer) -> None:
-        """Put the parameters into an optimizer's groups again, in place of DeepSpeed's flat ones."""
+        """Replace DeepSpeed's flat parameters in an optimizer's groups with the module's parameters."""
         assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module)
         for group, named in zip(optimizer.param_groups, self._group_names, strict=True):
             group["params"] = [parameters[name] for name in named]
 
     def _regroup(self, optimizer: Optimizer, added: Sequence[dict[str, Any]] = ()) -> None:
-        """Make the engine anew, and let weights, states and averages go on in it. Collective.
+        """Rebuild the engine, and carry over weights, states and averages. Collective.
 
         Args:
-            optimizer: that DeepSpeed steps.
-            added: groups that it is given.
+            optimizer: the optimizer that DeepSpeed steps.
+            added: groups to add to it.
 
         Raises:
-            Refused: a part of the state is not in memory, or can't go on in the new groups.
+            Refused: part of the state is on NVMe, or does not fit the new groups.
         """
         module, engine = self.lightning_module, self.model
         assert module is not None
@@ -143,7 +145,7 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         with laid_out_anew(module, lambda kept: _whole(kept, self.root_device)):
             state = _State.of(engine, module)
             self.release_engine()
-            patches.replace(engine, "optimizer", None)  # or it is released once more when the engine is collected
+            patches.replace(engine, "optimizer", None)  # otherwise the engine releases it again when it is collected
             optimizer.state.clear()
             optimizer.param_groups.extend(added)
             self._give_back(optimizer)
@@ -152,14 +154,15 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             self._idle = state.put_into(self.model, module, self._idle, self.root_device)
 
     def release_engine(self) -> None:
-        """Take DeepSpeed's engine out of the process: its hooks would run beside those of the next."""
+        """Destroy DeepSpeed's engine and remove its hooks, which would run beside those of the next engine."""
         engine, self._writes = self.model, None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return
         if self.zero_stage_3:
             for parameter in engine.module.parameters():
-                parameter.ds_active_sub_modules.clear()  # an error has ended a forward pass
-                if parameter.numel():  # small ones are kept whole on the device, and would be taken for it on the CPU
+                parameter.ds_active_sub_modules.clear()  # left over if an error ended a forward pass
+                # small ones are whole: moved to the CPU, they would still count as available on the device
+                if parameter.numel():
                     parameter.partition()
         for hook in self._hooks:
             hook.remove()
@@ -170,10 +173,11 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
 
 @contextmanager
 def _trained_groups(module: nn.Module, optimizer: Optimizer, zero_3: bool) -> Iterator[None]:
-    """Leave in an optimizer's groups what is trained, as DeepSpeed steps nothing else.
+    """Leave only trained parameters in an optimizer's groups, because DeepSpeed steps no others.
 
-    A group of which nothing is trained keeps its place by a parameter that is used nowhere, as schedules count groups:
-    DeepSpeed fails for such a group at stages 1 and 2 (0.19), where it also asks for the name of each parameter.
+    A group without trained parameters gets an unused placeholder, because schedules count groups and DeepSpeed fails
+    for such a group at stages 1 and 2 (0.19). Within the context, the placeholder is a parameter of the module: these
+    stages also look up the name of each parameter.
     """
     some = next(parameter for group in optimizer.param_groups for parameter in group["params"])
     put: list[str] = []
@@ -191,13 +195,13 @@ def _trained_groups(module: nn.Module, optimizer: Optimizer, zero_3: bool) -> It
 
 @dataclass(frozen=True)
 class _State:
-    """Weights and optimizer state that an engine has on this rank.
+    """An engine's weights and optimizer state on this rank.
 
     Args:
-        weights: by parameter; those that every device holds whole stay where they are.
-        states: by parameter.
-        loss_scaler: DeepSpeed's.
-        steps: of the run.
+        weights: shards by parameter name; weights that every device holds whole are left out.
+        states: optimizer states by parameter name.
+        loss_scaler: DeepSpeed's loss scaler.
+        steps: steps of the run so far.
     """
 
     weights: Mapping[str, Stored]
@@ -216,14 +220,14 @@ class _State:
         )
 
     def put_into(self, engine: Any, module: nn.Module, idle: States, device: torch.device) -> States:
-        """Let an engine go on from here. Collective.
+        """Copy weights and state into an engine. Collective.
 
         Args:
-            idle: states of parameters that were not trained.
-            device: on which ranks send each other parts.
+            idle: whole states of parameters that were not trained before.
+            device: device for communication.
 
         Returns:
-            The states of those that are not trained now.
+            The whole states of parameters that are not trained now.
         """
 
         def weight(name: str) -> Tensor | None:
@@ -246,7 +250,7 @@ def _copy(kept: Stored) -> Stored:
 
 
 def _whole(kept: Stored, device: torch.device) -> Tensor:
-    """Return a tensor of which each rank keeps a piece, on every rank. Collective."""
+    """Return the whole tensor of a shard, on every rank. Collective."""
     if not isinstance(kept, Piece):
         return kept
     whole = torch.zeros(kept.shape, dtype=kept.values.dtype, device=device)

@@ -1,7 +1,7 @@
-"""Weights and optimizer states of a live engine, parameter by parameter, and its portable checkpoints.
+"""Weights and optimizer states of a live DeepSpeed engine, by parameter, and the engine's portable checkpoints.
 
-DeepSpeed's own getters and setters fail for several parameter groups at stages 1 and 2 before the first step, and where
-a parameter does not divide over the ranks at stage 3 (0.19); so the parts are found here.
+DeepSpeed's getters and setters fail for several parameter groups at stages 1 and 2 before the first step, and for a
+parameter that does not divide evenly over the ranks at stage 3 (0.19). Therefore, this module finds the shards.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a parameter that this rank keeps."""
+    """This rank's shard of a parameter."""
 
-    flat: Tensor  # this rank's part of a group of parameters, in the optimizer's precision: (elements,)
-    begin: int  # in `flat`
-    first: int  # in the parameter
-    elements: int  # 0 on a rank that keeps nothing of it
+    flat: Tensor  # this rank's shard of a group of parameters, in the optimizer's precision: (elements,)
+    begin: int  # index of the first element in `flat`
+    first: int  # index of the first element in the parameter, flattened
+    elements: int  # 0 if this rank holds no elements of the parameter
 
     def of(self, flat: Tensor) -> Tensor:
         return flat.narrow(0, self.begin, self.elements)
@@ -50,10 +50,10 @@ class Part:
 
 
 def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[str, Stored]]]:
-    """Yield each parameter's name, the part of its weight that this rank keeps, and the parts of its optimizer state.
+    """Yield each parameter's name, and this rank's shards of its weight and of its optimizer state.
 
-    Weights are in the optimizer's precision. The state (exp_avg, …, step) is empty before the first step, and of a
-    frozen parameter. What is not a Piece, all ranks that have it hold whole.
+    Weights are in the optimizer's precision. The state (exp_avg, …, step) is empty before the first step, and for a
+    frozen parameter. Values that are not a Piece are whole on every rank that has them.
     """
     for name, parameter, part in parts(engine, module):
         if part is None:
@@ -68,33 +68,33 @@ def pieces(engine: Any, module: nn.Module) -> Iterator[tuple[str, Stored, dict[s
 
 
 def has_working_copy(engine: Any) -> bool:
-    """Return whether the engine trains, so that forward passes compute with a copy of what the optimizer steps."""
+    """Return whether the engine trains, so that forward passes compute with a copy of the weights that it steps."""
     return any(hasattr(engine.optimizer, name) for name in ("update_lp_params", "checkpoint_event_prologue"))
 
 
 def whole_beside_parts(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, by name, that stage 3 holds whole as well as in parts, as they are small."""
+    """Return the parameters, by name, that stage 3 holds whole beside their shards, because they are small."""
     parameters = names.parameters(module).items()
     return {name: one.detach() for name, one in parameters if hasattr(one, "ds_tensor") and one.numel()}
 
 
 def update_working_copy(engine: Any, module: nn.Module) -> None:
-    """Set the working copy of every parameter to the optimizer's, as DeepSpeed does after a step. Collective."""
+    """Update the working copy of every parameter from the optimizer's, as DeepSpeed does after a step. Collective."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer.update_lp_params()
         return
-    engine.optimizer.checkpoint_event_prologue()  # frees what is gathered
+    engine.optimizer.checkpoint_event_prologue()  # frees gathered parameters
     for _, parameter, part in parts(engine, module):
         if part is not None:
             parameter.ds_tensor.detach().narrow(0, 0, part.elements).copy_(part.of(part.flat.detach()))  # type: ignore[attr-defined]  # DeepSpeed's
-    engine.optimizer.checkpoint_event_epilogue()  # gathers what every device holds whole
+    engine.optimizer.checkpoint_event_epilogue()  # gathers the parameters that every device holds whole
 
 
 def rooms_for_states(engine: Any, module: nn.Module, saved: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Stored]:
-    """Return where the optimizer's states of each parameter go, by NAME.KEY, as far as they are as large as it is.
+    """Return the shards to read optimizer states of trained parameters into, by NAME.KEY, except for scalar states.
 
     Args:
-        saved: shapes of a checkpoint's states, by the parameter's name and the state's key.
+        saved: tensors with the shapes of a checkpoint's states, by parameter name and state key.
     """
     states, rooms = _states(engine), dict[str, Stored]()
     for name, parameter, part in parts(engine, module):
@@ -112,7 +112,7 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
     """Set the working copy and the optimizer's copy of every parameter.
 
     Args:
-        read: returns a whole parameter by its name, or None to leave it as it is.
+        read: returns a whole parameter by its name, or None to keep its value.
     """
     for name, parameter, part in parts(engine, module):
         whole = read(name)
@@ -124,7 +124,7 @@ def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor
             kept = parameter.ds_tensor
             first = min(kept.numel() * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
             own = whole.reshape(-1)[first : first + kept.numel()]
-            kept.detach().narrow(0, 0, own.numel()).copy_(own)  # the last rank's may end in padding
+            kept.detach().narrow(0, 0, own.numel()).copy_(own)  # the last rank's shard may end in padding
         if parameter.numel():  # at stage 3, only small parameters are whole here
             parameter.detach().copy_(whole)
 
@@ -133,10 +133,10 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
     """Set the optimizer's states of every parameter.
 
     Args:
-        read: returns the states of a parameter, whole, by the parameter's name.
+        read: returns the whole states of a parameter by its name.
 
     Raises:
-        Refused: parameters of one group have been trained for more steps than others.
+        Refused: parameters of one group were trained for different numbers of steps.
     """
     states, first = _states(engine), dict[Tensor, tuple[str, int]]()
     for name, parameter, part in parts(engine, module):
@@ -147,14 +147,14 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
         _refuse_other_step(name, int(saved.get("step", 0)), other, step)
         for key, value in saved.items():
             values = states.setdefault(part.flat, {})
-            if value.dim() == 0 and key == "step":  # one for a whole group
+            if value.dim() == 0 and key == "step":  # one step count for a whole group
                 values[key] = value.float().to(_device_of_step(engine, part.flat))
                 continue
             if not _is_spread(values.get(key), part):
                 values[key] = torch.zeros_like(part.flat, requires_grad=False)
             part.of(values[key]).copy_(part.of_whole(value))
     patches.replace(engine, "global_steps", max((step for _, step in first.values()), default=0))
-    if engine.zero_optimization_stage() < 3:  # they were linked to the tensors before
+    if engine.zero_optimization_stage() < 3:  # parameters are still linked to the previous state tensors
         patches.replace(engine.optimizer, "_hp_optimizer_states_linked", False)
 
 
@@ -167,8 +167,10 @@ def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> 
 
 
 def parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Part | None]]:
-    """Yield each parameter with its name and this rank's part; None where every rank keeps it whole, and no optimizer
-    does."""
+    """Yield each parameter with its name and this rank's shard.
+
+    The shard is None if every rank holds the parameter whole, and no optimizer steps it.
+    """
     zero = engine.optimizer
     groups = zip(getattr(zero, "single_partition_of_fp32_groups", ()), getattr(zero, "bit16_groups", ()), strict=True)
     flats = {id(member): flat for flat, group in groups for member in group}
@@ -177,7 +179,12 @@ def parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, P
 
 
 def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> Part | None:
-    """Return this rank's part of a parameter, given the flat group that it is in at stages 1 and 2."""
+    """Return this rank's shard of a parameter.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        flat: the flat group that holds the parameter at stages 1 and 2, if any.
+    """
     rank = dist.get_rank()
     if hasattr(parameter, "ds_tensor"):
         positions, number = getattr(zero, "grad_position", {}), getattr(parameter, "ds_id", None)
@@ -198,7 +205,7 @@ def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> Part | Non
 
 
 def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
-    """Return the optimizer's state by flat group, as DeepSpeed made it step over groups in place of parameters."""
+    """Return the optimizer's state by flat group, because DeepSpeed makes it step flat groups instead of parameters."""
     states: dict[Tensor, dict[str, Any]] = getattr(getattr(engine.optimizer, "optimizer", None), "state", {})
     return states
 
@@ -208,27 +215,24 @@ def _is_spread(value: object, part: Part) -> bool:
 
 
 def _device_of_step(engine: Any, flat: Tensor) -> torch.device:
-    """Return the device on which torch's optimizers want their step."""
+    """Return the device on which torch's optimizers need their step count."""
     group = engine.optimizer.optimizer.param_groups[0]
     return flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
-States = Mapping[str, Mapping[str, Tensor]]  # of an optimizer, whole, by parameter
-LOSS_SCALE = "MixedPrecision"  # Lightning's, for the state of the GradScaler
+States = Mapping[str, Mapping[str, Tensor]]  # whole optimizer states by parameter name and key
+LOSS_SCALE = "MixedPrecision"  # Lightning's checkpoint key for the state of the GradScaler
 
 
 class PortableDeepSpeed(PortableCheckpoints):
-    """Portable checkpoints of a DeepSpeed engine.
-
-    Each rank writes what it keeps of the flat groups of parameters, and reads that.
-    """
+    """Portable checkpoints of a DeepSpeed engine: each rank writes and reads its shards of the flat groups."""
 
     _group_names: list[list[str]]
     _states: dict[str, dict[str, Stored]]
-    _idle: States = MappingProxyType({})  # of parameters that were trained, and are not now
+    _idle: States = MappingProxyType({})  # states of parameters that were trained earlier, and are frozen now
 
     def remember_groups(self, optimizer: Optimizer) -> None:
-        """Keep the names of an optimizer's parameter groups, before DeepSpeed takes it over."""
+        """Store the parameter names of an optimizer's groups, before DeepSpeed flattens the groups."""
         assert self.lightning_module is not None
         if (told := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
             log.warning(
@@ -258,7 +262,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         update_working_copy(self.model, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the states that were found with the weights, which Lightning asks for before."""
+        """Return an optimizer's state, which `lightning_module_state_dict`, called before by Lightning, collected."""
         states, self._states = self._states, {}
         return {"class": _class(optimizer), "state": {**self._idle, **states}, "param_groups": self._groups(optimizer)}
 
@@ -290,7 +294,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         self.hand_over(checkpoint, loose)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read optimizer states and the loss scale, and set the groups' options to the saved ones."""
+        """Read optimizer states and the loss scale, and restore the saved options of groups."""
         module = self.lightning_module
         assert module is not None
         if (position := saved_position(checkpoint)) is not None:
@@ -326,8 +330,8 @@ class PortableDeepSpeed(PortableCheckpoints):
 
 
 def _class(optimizer: Any) -> str:
-    """Return the class's name of the optimizer within DeepSpeed's."""
-    is_torchs = isinstance(optimizer, Optimizer)  # as long as it is the user's, which may have one inside as well
+    """Return the class name of the user's optimizer, which DeepSpeed's may wrap."""
+    is_torchs = isinstance(optimizer, Optimizer)  # then it is the user's, which may itself wrap another
     return type(optimizer if is_torchs else getattr(optimizer, "optimizer", optimizer)).__name__
 
 
@@ -336,11 +340,12 @@ def _in_full_shape(parameter: nn.Parameter) -> Tensor:
 
 
 def loss_scale_of(scaler: Any) -> dict[str, Any]:
-    """Return the `GradScaler.state_dict` that grows at the same step; empty where the scale is fixed, or there is none.
+    """Return the `GradScaler.state_dict` whose scale grows at the same step; empty if the scale is fixed, or there is
+    none.
 
     Args:
-        scaler: a `DynamicLossScaler`, which grows in a step with ``scale_window`` good ones, or a multiple, before it;
-            GradScaler grows in the one that completes them.
+        scaler: a `DynamicLossScaler`, which grows in a step after ``scale_window`` good steps, or a multiple of them;
+            GradScaler grows in the step that completes them.
     """
     if not getattr(scaler, "dynamic", False):
         return {}
@@ -351,14 +356,14 @@ def loss_scale_of(scaler: Any) -> dict[str, Any]:
         "backoff_factor": 1 / scaler.scale_factor,
         "growth_interval": scaler.scale_window,
         "_growth_tracker": (good_steps - 1) % scaler.scale_window if good_steps else -1,
-        "hysteresis": scaler.cur_hysteresis,  # overflows to take before the scale falls: GradScaler takes none
+        "hysteresis": scaler.cur_hysteresis,  # overflows tolerated before the scale falls; GradScaler tolerates none
     }
 
 
 def resumed_loss_scale(scaler: Any, state: dict[str, Any]) -> Any:
     """Return a scaler with a saved scale and progress to the next growth.
 
-    By how much and how often it grows, the run's config says.
+    The run's config determines by how much and how often the scale grows.
     """
     if not state or not getattr(scaler, "dynamic", False):
         return scaler
@@ -368,7 +373,7 @@ def resumed_loss_scale(scaler: Any, state: dict[str, Any]) -> Any:
 
 
 class _Resumed(Mixin):
-    """A `DynamicLossScaler` that goes on from a checkpoint: DeepSpeed's own does from one of DeepSpeed's alone."""
+    """A `DynamicLossScaler` that resumes from a portable checkpoint: DeepSpeed's supports only its own format."""
 
     cur_iter: int
 

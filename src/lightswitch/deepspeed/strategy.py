@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, on GPUs and, without compiling anything, on CPUs."""
+"""DeepSpeed's ZeRO as a strategy, on GPUs and, without compiled operators, on CPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightswitch.strategies.kernels import fuse
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
 from lightswitch.strategies.sharded import set_timeouts
 
-# DeepSpeed 0.19 calls collectives by the names they had before torch 2.13
+# DeepSpeed 0.19 calls collectives by their names before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
 
 log = logging.getLogger(__name__)
@@ -44,21 +44,22 @@ log = logging.getLogger(__name__)
 class DeepSpeed(Regrouping):
     """ZeRO by DeepSpeed for unmodified models, with the arguments of Lightning's DeepSpeedStrategy.
 
-    The model is built on the CPU with the values it has in one process. At stage 3 it is then brought to the device and
-    partitioned parameter by parameter, so that no device holds it whole; what `configure_model` builds is held whole by
-    one process alone.
+    The model is built on the CPU, with the same values as in one process. At stage 3, it is then moved to the device
+    and partitioned parameter by parameter, so that no device holds the whole model. Only one process holds all of the
+    modules that `configure_model` builds.
 
     Args:
-        config: a file of DeepSpeed's own; "auto" in it is taken from the run.
-        accelerator, parallel_devices, cluster_environment, precision_plugin: given by the Trainer.
-        process_group_backend: of torch.distributed; None for the device's own.
-        timeout: how long a rank waits for another in a collective, a timedelta.
+        config: a DeepSpeed config, as a path or a dict, in which "auto" takes the run's value, or DeepSpeed's default
+            where the run has none.
+        accelerator, parallel_devices, cluster_environment, precision_plugin: set by the Trainer.
+        process_group_backend: backend of torch.distributed; None for the device's default.
+        timeout: how long a rank waits for another in a collective, as a timedelta.
     """
 
     # Configuration
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
-        """Return a copy of the config, as Lightning writes into it; never one that an environment variable names."""
+        """Return a copy of the config, because Lightning writes into it; ignore Lightning's environment variable."""
         return zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
 
     def _format_config(self) -> None:
@@ -81,9 +82,9 @@ class DeepSpeed(Regrouping):
             for line in zero_config.differences(given, self.config, run.precision):
                 log.warning("%s", line)
         if not self.lightning_module.automatic_optimization:
-            self.config["managed_gradient_accumulation"] = False  # a step takes all backward passes since the last
+            self.config["managed_gradient_accumulation"] = False  # a step uses all backward passes since the last
             if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
-                self.config["zero_optimization"]["overlap_comm"] = False  # which DeepSpeed refuses beside it
+                self.config["zero_optimization"]["overlap_comm"] = False  # DeepSpeed rejects the combination
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
             self.precision_plugin.steps_by_hand = not self.lightning_module.automatic_optimization
@@ -108,7 +109,7 @@ class DeepSpeed(Regrouping):
     @property
     def root_device(self) -> torch.device:
         device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed asks for an index
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
@@ -130,14 +131,15 @@ class DeepSpeed(Regrouping):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        with self.precision_plugin.tensor_init_context():  # not on the device, which draws other random numbers
+        with self.precision_plugin.tensor_init_context():  # not on the device, whose random numbers differ
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Build placeholders on ranks other than 0, at stage 3.
+        """Context in which ranks other than 0 build placeholders at stage 3.
 
-        Not by `deepspeed.zero.Init`: under it, what a module does to its children's parameters is lost, or fails.
+        It does not use `deepspeed.zero.Init`, under which changes of a module to its children's parameters are lost or
+        fail.
         """
         self._init_config_if_needed()
         assert self.lightning_module is not None
@@ -146,10 +148,10 @@ class DeepSpeed(Regrouping):
         fill_with_nothing(self.lightning_module)
 
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        """Make the optimizer before the parameters are partitioned: `configure_optimizers` may look at their shapes.
+        """Create the optimizer before the parameters are partitioned: `configure_optimizers` may read their shapes.
 
         Raises:
-            Refused: there is not one optimizer.
+            Refused: there is not exactly one optimizer, or it or the parameters' dtypes are not supported.
         """
         assert self.lightning_module is not None
         optimizer, schedulers = _configured(self.lightning_module)
@@ -175,7 +177,7 @@ class DeepSpeed(Regrouping):
         self.model = model
 
     def _place(self, model: nn.Module | None) -> None:
-        """Broadcast rank 0's weights and buffers to each device; at stage 3 keep a part of each parameter."""
+        """Broadcast rank 0's weights and buffers to each device; at stage 3, shard the weights."""
         assert model is not None
         assert self.config is not None
         if self.zero_stage_3:
@@ -185,13 +187,13 @@ class DeepSpeed(Regrouping):
         self._share_buffers()
 
     def _share_buffers(self) -> None:
-        """Broadcast rank 0's buffers, as under DDP: the statistics of batch norms differ by rank."""
+        """Broadcast rank 0's buffers, as DDP does: the statistics of batch norms differ by rank."""
         assert self.lightning_module is not None
         broadcast_in_place(self.lightning_module.buffers())
 
     def parameters_changed(self) -> None:
         super().parameters_changed()
-        self._share_buffers()  # a rank's average is that of its own statistics
+        self._share_buffers()  # each rank averages its own batch norm statistics
 
     def on_validation_start(self) -> None:
         self._share_buffers()
@@ -206,7 +208,7 @@ class DeepSpeed(Regrouping):
         """Step, after checking that each parameter has a gradient.
 
         Raises:
-            Refused: a parameter took no part in the loss, and DeepSpeed, which steps groups, can leave none out.
+            Refused: a parameter took no part in the loss; DeepSpeed steps whole groups, and can't leave it out.
         """
 
         def closure_of_all() -> Any:
@@ -221,16 +223,17 @@ class DeepSpeed(Regrouping):
             return output
 
         with self.outside_of_hooks():
-            if self._writes and self.looks.is_at_work:  # a step by hand
+            if self._writes and self.looks.is_at_work:  # manual optimization
                 self._writes.carry_step()
             output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
-        if getattr(self.optimizers[0], "custom_loss_scaler", False):  # of this step's gradients alone
+        if getattr(self.optimizers[0], "custom_loss_scaler", False):  # it is for this step's gradients only
             patches.replace(self.optimizers[0], "custom_loss_scaler", False)
         self._share_buffers()
         return output
 
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Let the engine divide the gradients of this step, which it keeps, by another loss scale."""
+        """Multiply the gradients of this step through the loss scale: DeepSpeed's engine holds the gradients, and
+        divides them by it."""
         zero: Any = self.optimizers[0]
         patches.replace(zero, "external_loss_scale", zero.loss_scale / factor.item())
         patches.replace(zero, "custom_loss_scaler", True)
@@ -261,17 +264,17 @@ class DeepSpeed(Regrouping):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Leave it to Lightning, which knows the accumulation of an epoch and of its last step.
+        """False, so that Lightning handles gradient accumulation, also in the shorter last step of an epoch.
 
-        DeepSpeed's engine would step once in as many micro batches as it was made for.
+        DeepSpeed's engine would always step after the same number of micro-batches.
         """
         return False
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Add gradients up in DeepSpeed's engine: entered for all micro batches of a step but the last."""
+        """Accumulate gradients in DeepSpeed's engine, in all micro-batches of a step but the last."""
         assert isinstance(self.model, deepspeed.DeepSpeedEngine)
-        if not self.model.managed_gradient_accumulation():  # by hand: a step is where it is taken
+        if not self.model.managed_gradient_accumulation():  # manual optimization: the module decides when to step
             yield
             return
         self.model.set_gradient_accumulation_boundary(False)
@@ -281,15 +284,15 @@ class DeepSpeed(Regrouping):
             self.model.set_gradient_accumulation_boundary(True)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward without dividing the loss once more: Lightning has divided it by the accumulation."""
+        """Run the backward pass, without dividing the loss again: Lightning has divided it by the accumulation."""
         assert isinstance(self.model, deepspeed.DeepSpeedEngine)
         if not self.model.managed_gradient_accumulation():
-            self.model.optimizer.clear_backward_seen_flag()  # or stage 3 adds up only what follows a forward pass
+            self.model.optimizer.clear_backward_seen_flag()  # or stage 3 accumulates only after a forward pass
         with self.outside_of_hooks():
             return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.outside_of_hooks():  # of a callback that saves: what is read here is not to be gathered
+        with self.outside_of_hooks():  # a callback's hook may save: reads below must not gather weights
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -309,7 +312,7 @@ def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerCon
     """Return a module's optimizer, and its schedule, if it has one.
 
     Raises:
-        Refused: there is not one optimizer.
+        Refused: there is not exactly one optimizer, or there are several schedules.
     """
     optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
     if len(optimizers) != 1 or len(schedulers) > 1:
@@ -330,9 +333,9 @@ def _tell_of_hooks(module: LightningModule) -> None:
 
 
 class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # untyped
-    """Knows of no collective through shared memory, which inference alone uses.
+    """CPU accelerator without the shared-memory collectives, which only inference uses.
 
-    DeepSpeed would compile programs for a minute to see whether it can compile that one.
+    DeepSpeed would compile test programs for a minute to find out whether it can compile that operator.
     """
 
     def create_op_builder(self, op_name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Writes to weights outside of the optimizer under DeepSpeed, which steps a copy, and at stage 3 keeps parts of them.
+"""Writes to weights outside the optimizer under DeepSpeed, which steps a copy of them, and shards them at stage 3.
 
-What a hook touches is seen by torch's own hook on its functions, so that hooks which leave weights alone cost nothing.
-At stage 3 a weight is gathered where a hook touches it first, once ranks have told each other which; from then on it is
-gathered before that hook. What a hook has touched is carried to the copy that is stepped, and to the parts.
+A TorchFunctionMode finds the weights that a hook touches, so nothing is gathered for a hook that touches none. At
+stage 3, a weight is gathered when a hook first touches it, after ranks have exchanged its name; from then on, it is
+gathered before that hook. Touched weights are then copied to the optimizer's copy and to the shards.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from lightswitch.deepspeed.state import Part, parts
 from lightswitch.errors import Refused, listed
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
-_FIRST = 3  # calls of a hook after which ranks wait for one another, so that one rank alone may read a weight
-_LATER_SECONDS = 60.0  # that a rank waits in a later call for the others to touch the same weight
+_FIRST = 3  # calls of a hook in which ranks wait for each other at its end, so that a single rank may read a weight
+_LATER_SECONDS = 60.0  # how long, in later calls, a rank waits for the others to touch the same weight
 _STEP = "training_step"
-_METADATA = {  # of a tensor, which are not its values
+_METADATA = {  # attributes and methods of a tensor that do not access its values
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_}
 
 
 class EngineWrites:
-    """Weights of a DeepSpeed engine at hand, and what was written to them carried to what it steps.
+    """Access to a DeepSpeed engine's weights for hooks and steps, with writes carried over to the optimizer's copy.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         module: the model.
-        looks: at training steps.
-        looks_into_steps: a training step may be looked into; not one that is compiled.
-        key: the same on all ranks, and another for each engine.
-        timeout_seconds: to wait for a rank in the first calls of a hook.
+        looks: record of the training steps that are examined for writes.
+        looks_into_steps: whether training steps can be examined at stage 3; compiled ones can't.
+        key: prefix of keys in the store, equal on all ranks, and different for each engine.
+        timeout_seconds: how long to wait for a rank in the first calls of a hook.
     """
 
     def __init__(
@@ -62,29 +62,29 @@ class EngineWrites:
         self._is_in_parts = engine.zero_optimization_stage() == 3
         of_root = {id(parameter) for parameter in module.parameters(recurse=False)}
         self._of_root = {name for name, parameter, part in found if part is not None and id(parameter) in of_root}
-        # at stages 1 and 2, where DeepSpeed puts the weights that it has stepped
+        # at stages 1 and 2, the tensors to which DeepSpeed copies the weights after a step
         self._views = {} if self._is_in_parts else {name: self._parameters[name].data for name in self._parts}
-        self._touched_before: dict[str, set[str]] = defaultdict(set)  # at stage 3, by hook
+        self._touched_before: dict[str, set[str]] = defaultdict(set)  # names by hook, at stage 3
         self._calls: dict[str, int] = defaultdict(int)
         self._touched: set[str] = set()
         self._gathered: set[str] = set()
-        self._depth = 0  # of forward passes within the body of a training step
-        self._touches_in_steps = False  # training steps touch weights outside of these
-        self._calls_under_way = 0  # of modules, as in a hook that predicts
+        self._depth = 0  # nested forward passes within the body of a training step
+        self._touches_in_steps = False  # training steps touch weights outside forward passes
+        self._calls_under_way = 0  # nested calls of modules, as in a hook that predicts
         if self._is_in_parts:
-            for part in module.modules():  # before DeepSpeed's hooks, and after them
+            for part in module.modules():  # before and after DeepSpeed's hooks
                 part.register_forward_pre_hook(self._begin_call, prepend=True)
                 part.register_forward_hook(self._end_call)
 
     @contextmanager
     def at_hand(self, hook: str) -> Iterator[None]:
-        """Context in which a hook finds whole weights, and after which what it wrote is carried. Collective.
+        """Context that gives a hook access to whole weights, and carries over its writes at the end. Collective.
 
         Raises:
-            Refused: at stage 3, one rank touches a weight that the others do not.
+            Refused: at stage 3, one rank touches a weight that others do not touch.
         """
         self._calls[hook] += 1
-        self._calls_under_way = 0  # one that failed has not told its end
+        self._calls_under_way = 0  # a failed call did not decrement it
         self._gather(self._touched_before[hook])
         with _Touches(self._names, lambda name: self._touch(hook, name)):
             yield
@@ -92,17 +92,17 @@ class EngineWrites:
             names = self._rounds.agree(hook, None, self._rounds.timeout_seconds)
             if not names:
                 break
-            self._gather_first(hook, names)  # for another rank, which is at work in the hook
+            self._gather_first(hook, names)  # for another rank, which is still in the hook
         self._let_go()
 
     def in_evaluation(
         self, step: str, at_hand: Callable[[str], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
-        """Return the context of a step of an evaluation, which may put averages in the place of weights.
+        """Return the context of an evaluation step, which may swap weights for averages.
 
         Args:
-            step: its name.
-            at_hand: as for `in_step`.
+            step: name of the step.
+            at_hand: as in `in_step`.
         """
         return at_hand(step) if self._is_in_parts and self._looks_into_steps else nullcontext()
 
@@ -111,7 +111,7 @@ class EngineWrites:
         """Context of a training step.
 
         Args:
-            at_hand: returns a context in which this object's own `at_hand` is open.
+            at_hand: returns a context that opens this object's `at_hand`, given the name of a hook.
         """
         if not self._is_in_parts:
             yield
@@ -144,14 +144,14 @@ class EngineWrites:
         self._depth = 0
 
     def _begin_forward(self, module: nn.Module, *_: Any) -> None:
-        """Let go of what the training step has touched: DeepSpeed gathers and frees what a module needs."""
+        """Release the weights that the training step touched: DeepSpeed gathers and frees the weights of a module."""
         if self._looks.is_at_work and module not in (self.engine, self._module):
             if self._depth == 0 or self._gathered:
                 self._let_go()
             self._depth += 1
 
     def carry_step(self) -> None:
-        """Carry what a training step wrote, where all weights are whole. Collective."""
+        """Carry over the writes of a training step, at stages 1 and 2, where all weights are whole. Collective."""
         if self._is_in_parts:
             return
         written, shared = self._looks.written, self._looks.shared
@@ -165,7 +165,7 @@ class EngineWrites:
         self._carry(sorted(written))
 
     def _end_forward(self, module: nn.Module, *_: Any) -> None:
-        """Carry what a module's forward pass wrote to its own parameters, before DeepSpeed frees them."""
+        """Carry over a forward pass's writes to its module's direct parameters, before DeepSpeed frees them."""
         if not self._looks.is_at_work or module is self.engine:
             return
         if module is self._module:
@@ -179,8 +179,8 @@ class EngineWrites:
         self._carry([name for name in own if name in written])
 
     def _share(self, whole: Sequence[str]) -> set[str]:
-        """Give all ranks rank 0's values of parameters that are whole, if they are written from shares of the batch,
-        and return the names of what a training step writes. Collective."""
+        """Broadcast rank 0's values of whole parameters that each rank wrote from its share of the batch, and return
+        the names of the parameters that training steps write. Collective."""
         written, shared = self._looks.written, self._looks.shared
         if self._looks.is_due and whole:
             differ = torch.stack([self._differs(name) for name in whole]).int()
@@ -213,9 +213,9 @@ class EngineWrites:
             self._gather_first(hook, self._rounds.agree(hook, name, seconds))
 
     def _is_at_hand(self, name: str, is_step: bool) -> bool:
-        """Return whether DeepSpeed has gathered a weight for a module that is called.
+        """Return whether DeepSpeed has gathered a weight for a running module.
 
-        In a training step, which is looked into, small ones also count that DeepSpeed keeps whole.
+        In an examined training step, small weights that DeepSpeed always holds whole also count.
         """
         parameter: Any = self._parameters[name]
         is_there = _is_there(parameter) if is_step else bool(parameter.ds_active_sub_modules)
@@ -239,20 +239,25 @@ class EngineWrites:
                 )
 
     def _let_go(self) -> None:
-        """Carry what was touched, and free what was gathered."""
-        if self._looks.is_at_work:  # these are whole on every rank, whichever has touched them
+        """Carry over writes to touched weights, and free the gathered ones."""
+        if self._looks.is_at_work:  # these are whole on every rank, no matter which rank touched them
             self._share([name for name in sorted(self._gathered | self._of_root) if _is_there(self._parameters[name])])
         self._carry(sorted(self._touched))
         for name in sorted(self._gathered):
             parameter: Any = self._parameters[name]
-            if _is_there(parameter) and not parameter.ds_active_sub_modules:  # else DeepSpeed frees it, at their end
+            if _is_there(parameter) and not parameter.ds_active_sub_modules:  # else DeepSpeed frees it later
                 parameter.partition()
         self._touched.clear()
         self._gathered.clear()
 
     @torch.no_grad()
     def _carry(self, names: Iterable[str], tells: bool = False) -> set[str]:
-        """Carry writes to what is stepped, and return which these are, on any rank, if that is asked for."""
+        """Carry writes over to the optimizer's copy.
+
+        Args:
+            names: parameters that may have been written.
+            tells: return the names of those that were written on any rank; collective. Otherwise, return none.
+        """
         names = [name for name in names if name in self._parts]
         changed = [self._carry_one(self._parameters[name], self._parts[name], self._views.get(name)) for name in names]
         if not tells or not changed:
@@ -262,23 +267,23 @@ class EngineWrites:
         return {name for name, one in zip(names, on_any.tolist(), strict=True) if one}
 
     def _carry_one(self, parameter: nn.Parameter, part: Part, view: Tensor | None) -> Tensor:
-        if view is not None and parameter.data_ptr() != view.data_ptr():  # it was assigned other `data`
+        if view is not None and parameter.data_ptr() != view.data_ptr():  # other `data` was assigned
             view.copy_(parameter)
             parameter.data = view
         if not self._is_in_parts:
             return carried(part.of_whole(parameter.detach()), part.of(part.flat.detach()))
         own: Tensor = parameter.ds_tensor.narrow(0, 0, part.elements)  # type: ignore[attr-defined]  # DeepSpeed's
-        if _is_there(parameter):  # else a hook has gathered it itself, and let go of it
+        if _is_there(parameter):  # else the hook gathered and freed it itself
             own.copy_(part.of_whole(parameter.detach()))
         return carried(own, part.of(part.flat.detach()))
 
 
 class _Touches(TorchFunctionMode):
-    """Tells of parameters that torch's functions are called with, before they are.
+    """Mode that reports the parameters among the arguments of torch's functions, before each call.
 
     Args:
-        names: by the id of a parameter.
-        touch: called with a name.
+        names: parameter names by the parameter's `id`.
+        touch: called with the name of each such parameter.
     """
 
     def __init__(self, names: Mapping[int, str], touch: Callable[[str], None]) -> None:
@@ -290,7 +295,7 @@ class _Touches(TorchFunctionMode):
     ) -> Any:
         if func not in _METADATA:
             names = self._names
-            for value in (*args, *kwargs.values()) if kwargs else args:  # for each operation of a hook: kept short
+            for value in (*args, *kwargs.values()) if kwargs else args:  # runs for each operation of a hook
                 if id(value) in names:
                     self._tell(names[id(value)], sys._getframe(1))
                 elif type(value) in (list, tuple):
@@ -300,17 +305,17 @@ class _Touches(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _tell(self, name: str, frame: FrameType) -> None:
-        """Tell of a parameter, unless DeepSpeed itself is at work, which gathers and frees it."""
+        """Report a parameter, unless the caller is DeepSpeed, which gathers and frees it itself."""
         if not frame.f_globals.get("__name__", "").startswith("deepspeed."):
             self._touch(name)
 
 
 class _Rounds:
-    """Rounds in which ranks tell each other what they touch, by way of the store where they met.
+    """Rounds in which ranks exchange the names of the weights that they touch, through the rendezvous store.
 
     Args:
-        key: the same on all ranks.
-        timeout_seconds: to wait for a rank that is at work in the same hook.
+        key: prefix of keys in the store, equal on all ranks.
+        timeout_seconds: how long to wait for a rank that is in the same hook.
     """
 
     def __init__(self, key: str, timeout_seconds: float) -> None:
@@ -319,26 +324,27 @@ class _Rounds:
         self._round = 0
 
     def agree(self, hook: str, wanted: str | None, seconds: float) -> set[str]:
-        """Return what any rank wants to touch in a hook.
+        """Return the names of the weights that any rank wants to touch in a hook.
 
         Args:
-            wanted: by this rank; None once its hook is over.
+            wanted: name that this rank wants; None after its hook has ended.
+            seconds: how long to wait for each other rank.
 
         Raises:
-            Refused: another rank is not in the hook.
+            Refused: another rank is in another hook, or did not answer in time.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1:
             return {wanted} if wanted is not None else set()
         self._round += 1
         self._store.set(f"{self._round}/{rank}", json.dumps([hook, wanted]))
-        self._store.delete_key(f"{self._round - 2}/{rank}")  # no rank is so far behind
+        self._store.delete_key(f"{self._round - 2}/{rank}")  # no rank is that far behind
         found: set[str] = set()
         for other in range(world_size):
             key = f"{self._round}/{other}"
             try:
                 self._store.wait([key], timedelta(seconds=seconds))
-            except Exception as error:  # torch's classes for it differ by version
+            except Exception as error:  # torch's exception classes differ by version
                 raise _refusal(hook, wanted, rank, other) from error
             its_hook, its_wanted = json.loads(self._store.get(key))
             if its_hook != hook:

@@ -1,1 +1,1 @@
-"""Examination of a machine, or of all nodes of a job, and what is wrong with them: `python -m lightswitch.doctor`."""
+"""Diagnosis of a machine, or of all nodes of a job: `python -m lightswitch.doctor`."""

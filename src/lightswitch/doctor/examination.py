@@ -29,23 +29,24 @@ from lightswitch.errors import ExitCode
 
 RUNS = Path("runs")
 CODE = ("train.py", "conf", "src")
-_REACH_SECONDS = 20.0  # for a node to answer, which may be busy starting Python
-_QUESTION_SECONDS = 5.0  # for one that has connected to ask
-_TIMES = {8: 50, 2**20: 10, 2**24: 3}  # bytes: how often they are reduced
+_REACH_SECONDS = 20.0  # for an answer of a node, which may be busy starting Python
+_QUESTION_SECONDS = 5.0  # for a connected peer to send its byte
+_TIMES = {8: 50, 2**20: 10, 2**24: 3}  # size in bytes: number of all-reduces
 _TIMES_ON_GPU = {**_TIMES, 2**28: 10}
 
 
 def examine(report: Report, timeout_seconds: float) -> None:
-    """Look at this machine and, in a job of several processes, at all of them and at the ways between them.
+    """Examine this machine and, in a job of several processes, all of its nodes and the network between them.
 
     Collective.
 
     Args:
-        report: gets lines and problems.
-        timeout_seconds: of each step.
+        report: receives lines and problems.
+        timeout_seconds: limit for each step.
 
     Raises:
-        Refused: what the environment says of the processes is wrong, or they can't meet.
+        Refused: the processes can't connect.
+        ValueError: some variables of the rendezvous are not exported.
     """
     environment = environments.detect()
     rank, local_rank, world_size = environment.global_rank(), environment.local_rank(), environment.world_size()
@@ -74,7 +75,7 @@ def examine(report: Report, timeout_seconds: float) -> None:
 
 
 def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
-    """Return the back-ends that all processes can use, the same in each of them."""
+    """Return the backends that all processes can use; the list is the same in each of them."""
     if without := without_nccl(everyone):
         if len(without) < len(everyone) and report.is_first:
             fix = "start as many processes on a node as it has GPUs, each of which sees all of them"
@@ -84,7 +85,7 @@ def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
 
 
 def _gathered(store: Store, point: MeetingPoint, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
-    """Return what each process that came in time has found on its machine, with the address it listens at."""
+    """Return the findings of each process that joined in time, with the address at which it listens."""
     listener = Listener(point.address)
     store.set(str(point.rank), json.dumps({**own, "address": listener.address}))
     if point.rank == 0:
@@ -97,7 +98,7 @@ def _gathered(store: Store, point: MeetingPoint, own: dict[str, Any], report: Re
 def _unreached(
     store: Store, point: MeetingPoint, everyone: list[dict[str, Any]], node: str, report: Report
 ) -> list[str]:
-    """Return the pairs of nodes without a way from the first to the second; one process of each node tries it."""
+    """Return the pairs of nodes of which the first can't connect to the second; one process of each node tries."""
     firsts = {one["node"]: one for one in reversed(everyone)}
     is_first = firsts[node]["rank"] == point.rank
     ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}
@@ -138,10 +139,10 @@ def _give_up(report: Report, backend: str, timeout_seconds: float) -> NoReturn:
 
 
 class Listener:
-    """Socket that answers a byte with the same byte, as long as the process lives.
+    """Socket that answers each connection's first byte with the same byte, until the process ends.
 
     Args:
-        main_address: of rank 0; the socket listens on the interface that leads there.
+        main_address: address of rank 0; the socket listens on the interface that routes there.
     """
 
     def __init__(self, main_address: str) -> None:
@@ -160,7 +161,7 @@ class Listener:
 
 
 def reach(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Return for each node what went wrong on the way to it; empty where nothing did."""
+    """Return the connection error for each node; an empty string if the node answered."""
     with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
         return dict(zip(others, pool.map(_fault, others.values()), strict=True))
 
@@ -176,7 +177,7 @@ def _fault(address: tuple[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurement of an all-reduce; its bus bandwidth compares between world sizes (NVIDIA's nccl-tests,
+    """Measurement of an all-reduce; bus bandwidths are comparable between world sizes (NVIDIA's nccl-tests,
     PERFORMANCE.md)."""
 
     size_bytes: int
@@ -193,14 +194,14 @@ class Measured:
 
 
 def measure(backend: str, store: Store, point: MeetingPoint, local_rank: int) -> Iterator[Measured]:
-    """Yield the speed of all-reduces of growing sizes over a group of its own. Collective.
+    """Yield the speed of all-reduces of growing sizes in a new process group. Collective.
 
     Args:
         backend: gloo or nccl.
-        store: where the processes of the group meet.
+        store: the store for the rendezvous of the group.
 
     Raises:
-        RuntimeError: a process failed, or did not come in time.
+        RuntimeError: a process failed, or did not join in time.
     """
     on_gpu = backend == "nccl"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -231,11 +232,11 @@ def _finish(tensor: torch.Tensor) -> None:
 
 @dataclass
 class Report:
-    """Report that one process prints and the others keep to themselves.
+    """Report of one process, which prints its problems and, on rank 0, its lines.
 
     Attributes:
-        is_first: whether this process is rank 0, which prints.
-        problems: a line each, printed at the end.
+        is_first: whether this process is rank 0.
+        problems: one line each, printed at the end.
     """
 
     is_first: bool = True
@@ -247,7 +248,7 @@ class Report:
             print(f"{label:<11} {text}", flush=True)
 
     def machines(self, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Print what each node has, and take over its problems."""
+        """Print the resources of each node, and add its problems to the report."""
         for one in everyone:
             for number, holding in enumerate(one["holdings"]):
                 self.line(one["node"] if number == 0 else "", holding)

@@ -1,4 +1,4 @@
-"""What one process finds on its machine: memory, disk, operators, network interfaces, and its GPUs."""
+"""Inspection of a machine by one process: memory, disk, operators, network interfaces and GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightswitch.cluster import variables
 from lightswitch.deepspeed.config import operator_problems
 
 _OPS = ("cpu_adam", "fused_adam", "async_io")
-_LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB where nobody asked for more
+_LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB by default
 _LEAST_DISK_BYTES = 2**30
 _LEAST_FREE_SHARE = 0.5  # of a GPU's memory
 
@@ -29,20 +29,20 @@ class Machine:
     """Findings of one process on its machine.
 
     Attributes:
-        node: its hostname.
-        local_rank: of the process among those of its node.
-        gpus_for_nccl: how many it sees: NVIDIA's, or AMD's in a torch for ROCm.
-        holdings: what it has, a line each: cores, memory, disk, GPUs, network interfaces.
-        backends: of torch.distributed.
+        node: hostname of the machine.
+        local_rank: rank of the process within its node.
+        gpus_for_nccl: number of visible GPUs, of NVIDIA or, in a torch for ROCm, of AMD.
+        holdings: cores, memory, disk, GPUs and network interfaces, one line each.
+        backends: available backends of torch.distributed.
         ops: operators of DeepSpeed, and whether they are built.
         environment: variables that are safe to show.
-        problems: a line each, with what to do.
+        problems: one line each, with what to do.
     """
 
     node: str
     local_rank: int
     gpus_for_nccl: int
-    holdings: list[str]  # a line each
+    holdings: list[str]
     backends: list[str]
     ops: list[str]
     environment: dict[str, str]
@@ -50,13 +50,13 @@ class Machine:
 
 
 def look_at_machine(local_rank: int, folder: Path) -> Machine:
-    """Return what this process finds on its machine. What all processes of a node share is told by the first of them.
+    """Return the findings of this process. Only the first process of a node reports what all of its processes share.
 
     Args:
-        folder: where the runs go.
+        folder: the folder of the runs.
     """
     node = socket.gethostname()
-    first = local_rank == 0  # what all processes of a node share is reported by one
+    first = local_rank == 0
     holdings: list[str] = []
     problems: list[str] = []
     if first:
@@ -121,8 +121,8 @@ class GPU:
     """A GPU that torch finds.
 
     Attributes:
-        total_bytes: of its memory; 0 where it has none of its own.
-        fault: what its driver says in place of all others.
+        total_bytes: size of its memory; 0 if it has no memory of its own.
+        fault: the driver's error; if there is one, the other fields are unset.
     """
 
     name: str = ""
@@ -136,8 +136,8 @@ class Accelerators:
     """Accelerators that a process sees.
 
     Attributes:
-        platform: what torch was built for, as `CUDA 13.0`, `ROCm 7.0` or `MPS`; empty where for CPUs alone.
-        nvidia_driver: its version; None where there is none.
+        platform: the platform that torch was built for, such as `CUDA 13.0`, `ROCm 7.0` or `MPS`; empty for CPUs only.
+        nvidia_driver: version of NVIDIA's driver; None if there is none.
     """
 
     platform: str = ""
@@ -146,7 +146,7 @@ class Accelerators:
 
 
 def look_for_gpus() -> Accelerators:
-    """Return what torch finds; a GPU that is out of memory, or broken, with its fault. Opens each GPU."""
+    """Initialize and return all GPUs that torch finds; one that is out of memory, or broken, has a fault."""
     if torch.backends.mps.is_available():
         return Accelerators("MPS", gpus=[GPU("Apple's GPU")])
     platforms = {"ROCm": torch.version.hip, "CUDA": torch.version.cuda}
@@ -157,7 +157,7 @@ def look_for_gpus() -> Accelerators:
 def _gpu(index: int) -> GPU:
     try:
         return GPU(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index))
-    except RuntimeError as error:  # CUDA needs some memory of its own, which a busy GPU lacks
+    except RuntimeError as error:  # CUDA itself needs some memory, which a busy GPU lacks
         return GPU(fault=str(error).splitlines()[0])
 
 
@@ -168,7 +168,7 @@ def _nvidia_driver() -> str | None:
 
 
 def gpu_lines(found: Accelerators) -> Iterator[str]:
-    """Yield what there is, a line each."""
+    """Yield a line each for driver, platform and GPUs."""
     if found.nvidia_driver is not None:
         yield f"NVIDIA driver {found.nvidia_driver}"
     if found.platform and (found.gpus or found.nvidia_driver):
@@ -181,7 +181,7 @@ def gpu_lines(found: Accelerators) -> Iterator[str]:
 
 
 def gpu_problems(found: Accelerators) -> Iterator[str]:
-    """Yield what is wrong with them, a line each."""
+    """Yield the problems of driver, torch and GPUs, one line each."""
     if found.nvidia_driver is not None and not found.platform:
         yield "there is an NVIDIA driver, and torch was built for CPUs alone; install a torch for CUDA"
     elif found.nvidia_driver is not None and not found.gpus:
@@ -195,9 +195,9 @@ def gpu_problems(found: Accelerators) -> Iterator[str]:
 
 
 def without_nccl(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the processes that can't reduce over NCCL, and why, by what each of them all has told.
+    """Return the processes that can't use NCCL, and why, from the findings of all processes.
 
-    Each takes the GPU of its local rank. If one has none, none may form a group: the others would wait for it.
+    Each process uses the GPU of its local rank. If one has none, none may form a group: the others would wait for it.
     """
     return [f"rank {one['rank']} on {one['node']} {fault}" for one in everyone if (fault := _nccl_fault(one))]
 

@@ -1,1 +1,1 @@
-"""Weights for inference: written as safetensors or .pt, and read into a model (`lightswitch.load`)."""
+"""Weights for inference: export to safetensors, .pt or .ckpt files, and loading into a model (`lightswitch.load`)."""

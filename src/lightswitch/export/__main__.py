@@ -1,4 +1,4 @@
-"""Write the weights of a run as safetensors, as a state dict of torch's, or as a checkpoint file of Lightning's.
+"""Write the weights of a run as safetensors, as a torch state dict, or as a Lightning checkpoint file.
 
 python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
 python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
@@ -6,11 +6,11 @@ python -m lightswitch.export runs/NAME/RUN_ID -o model.ckpt
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf
 
--o names a file of safetensors, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, which gets
-model.safetensors. Beside it goes FILE.yaml, the model's config: lightswitch.load("model.safetensors") gives the model
-back. Safetensors above the shard size are cut into several files with an index, as Hugging Face does; memory holds one
-of them at a time. A .pt or .ckpt file is held whole.
---format hf writes a folder for transformers' from_pretrained, of a model that has to_hf.
+-o names a .safetensors file, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, in which
+model.safetensors is written. The model's config is written beside it as FILE.yaml, so that
+lightswitch.load("model.safetensors") returns the model. Safetensors above the shard size are split into several files
+with an index, as Hugging Face does; memory holds one of them at a time. A .pt or .ckpt file is held in memory whole.
+--format hf writes a folder for transformers' from_pretrained; the model must have a method to_hf.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightswitch.monitoring.display import Line
 if TYPE_CHECKING:
     pass
 
-FOLDER_FILE = "model.safetensors"  # of a folder that is named without any file
+FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
+    """Run the command. A problem that the user can fix ends it with exit code 2 and a line on stderr."""
     parser = _parser()
     arguments = parser.parse_args(words)
     try:
@@ -139,7 +139,7 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
 
 def _call(file: Path) -> str:
-    """Return the call that gives the model back, with the argument that it needs where it would be refused without."""
+    """Return the call that loads the model, with the argument that is required if the config is not trusted."""
     from lightswitch.checkpoints import weight_files
     from lightswitch.export.models import read_config, untrusted
 
@@ -154,7 +154,7 @@ def _call(file: Path) -> str:
 
 
 class _Progress:
-    """Progress bar in a terminal, and nothing elsewhere."""
+    """Progress bar in a terminal; prints nothing elsewhere."""
 
     def __init__(self, total_bytes: int) -> None:
         self._line = Line(sys.stderr) if sys.stderr.isatty() else None

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face's libraries read it, of a model that can make its equal of theirs (`to_hf`)."""
+"""Export to a folder for Hugging Face's libraries, of a model that can convert itself to theirs (`to_hf`)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ CARD = "README.md"
 
 
 def write(checkpoint: Path, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
-    """Write the model of a checkpoint beside its place, compare what was written, and rename it.
+    """Write the model of a checkpoint to a temporary folder, compare the written files with it, and rename the folder.
 
-    It is held whole in memory, and once more while it is compared.
+    The whole model is in memory, twice during the comparison.
 
     Args:
-        folder: must not exist.
-        dtype: what floating-point tensors are rounded to; None for their own.
-        shard_bytes: of one file at most, unless a single tensor is larger.
+        folder: the folder to write, which must not exist.
+        dtype: the dtype to round floating-point tensors to; None for their own.
+        shard_bytes: maximum size of one file, unless a single tensor is larger.
 
     Returns:
-        the files, in the order of their names.
+        the files, sorted by name.
 
     Raises:
-        OSError: the disk is full, or does not give back what was written.
-        Refused: the model has no equal, or a value is beyond the range of ``dtype``.
+        OSError: the disk is full, or returns other data than was written.
+        Refused: the model can't be converted, or a value is beyond the range of ``dtype``.
     """
     parts = _parts(load(checkpoint))
     if dtype is not None:
@@ -58,7 +58,7 @@ def write(checkpoint: Path, folder: Path, dtype: torch.dtype | None, shard_bytes
 
 
 def _parts(model: LightningModule) -> list[Any]:
-    """Return what is saved: a model of transformers, and what goes with it, as its tokenizer."""
+    """Return the objects to save: a model of transformers, and its companions such as a tokenizer."""
     name = type(model).__name__
     to_hf: Any = getattr(model, "to_hf", None)
     if to_hf is None:
@@ -78,7 +78,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 
 
 def _compare(model: Any, folder: Path) -> None:
-    """Read the folder as its users will, and compare every tensor."""
+    """Read the folder with `from_pretrained`, as its users do, and compare every tensor."""
     read: Any = type(model).from_pretrained(folder, local_files_only=True).state_dict()
     for name, value in model.state_dict().items():
         if name not in read or not weight_files.same_bits(read[name], value):
@@ -86,7 +86,7 @@ def _compare(model: Any, folder: Path) -> None:
 
 
 def _card(checkpoint: Path, model: Any) -> str:
-    """Return the model card: what it is, how it was trained, what it reached."""
+    """Return the model card: the class, the training command and the last metrics."""
     run_dir = next((up for up in checkpoint.resolve().parents[:2] if (up / "run.json").is_file()), None)
     record, results = (_read(run_dir / name) if run_dir else {} for name in ("run.json", "results.json"))
     return "\n".join(_lines(type(model).__name__, record, results)) + "\n"

@@ -1,8 +1,8 @@
-"""A checkpoint and its model config, the code that it may name, and models with their weights, for inference.
+"""Loading of models for inference: their checkpoint, their config, and a check of the code that the config names.
 
 Weights may come from anywhere, and Hydra's `instantiate` calls whatever the config beside them names, at any depth.
-What passes is what models are made of: a LightningModule of the user's own, and in it classes of the user's own, and
-optimizers, schedules and layers of torch.
+Without the user's consent, a config may only name a LightningModule in the user's code and, for its arguments, classes
+in the user's code and torch's optimizers, schedules and layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
 
 CONFIG = "config.yaml"
-_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # as a run writes what it has taken from there
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # environment variables in a run's config
 _ENGINE = __name__.partition(".")[0]
 _PARTS = (Optimizer, LRScheduler, nn.Module)
 _OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
@@ -48,9 +48,9 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     It is on the CPU, in the dtype of the saved weights, in evaluation mode and frozen (`freeze()`).
 
     Args:
-        path: a run directory, a checkpoint, or what `python -m lightswitch.export` has written.
-        model: takes the weights, and no config is read.
-        trust: build the model whatever its config calls. Without it, that is code of your own, and torch's optimizers,
+        path: a run directory, a checkpoint, or a file or folder that `python -m lightswitch.export` has written.
+        model: a model to load the weights into; no config is read then.
+        trust: allow the config to call any code. Without it, it may call only your own code, and torch's optimizers,
             schedules and layers.
 
     Raises:
@@ -70,7 +70,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         model = (
             _configured(model) if model else build_model(model_config(checkpoint, trust), trust, filled=bool(left_out))
         )
-        model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as when a run is resumed
+        model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as on a resume
         own = names.parameters(model)
         brought = {name: own[name].detach() for name in left_out if name in own}
         state = {**brought, **weights.read(weights.like), **weights.extra_state}
@@ -85,15 +85,16 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
 
 
 def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> LightningModule:
-    """Return a model built from its config as a run builds it, but with parameters that hold no values yet.
+    """Return a model built from its config as in a run, but with uninitialized parameters.
 
-    With ``filled`` they hold those that the model brings itself.
+    With ``filled``, the constructor initializes the parameters, for those that the checkpoint leaves out.
 
-    Not on the meta device: what a constructor computes and does not save, as a table of angles, has to have values.
+    The model is not on the meta device: values that a constructor computes and that are not saved, such as a table of
+    angles, are needed.
 
     Raises:
         UnfitCheckpoint: its class is not found, does not take its arguments, or builds something else.
-        UntrustedConfig: it names code that is not the user's own.
+        UntrustedConfig: the config names code that is not the user's own.
     """
     try:
         if not trust and (called := untrusted(config.node, config.file.resolve().parent)):
@@ -110,7 +111,7 @@ def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> Light
         InstantiationException,
         OmegaConfBaseException,
         RuntimeError,
-    ) as error:  # RuntimeError: of a model that asks for its Trainer
+    ) as error:  # RuntimeError: from a model that uses its Trainer
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UnfitCheckpoint(f"{config.target} can't be built from its config: {reason}") from error
     raise UnfitCheckpoint(f"{config.target} builds a {type(model).__name__}, not a LightningModule")
@@ -122,7 +123,7 @@ def _configured(model: LightningModule) -> LightningModule:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Mode in which parameters are allocated and not filled: nothing is drawn for them, no page of memory touched."""
+    """Mode in which in-place functions do not fill parameters: no random numbers, and no memory page is touched."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -139,7 +140,7 @@ def _writes(function: str) -> bool:
 
 
 def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state for `load_state_dict` of a model that may be compiled inside, and may tie parameters."""
+    """Return a state for `load_state_dict` of a model that may have compiled submodules and tied parameters."""
     live = model.state_dict(keep_vars=True)
     names = _names(live)
     fitting: dict[str, Any] = {}
@@ -158,7 +159,7 @@ def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return all own names of each tensor of a state dict with its variables, by the tensor's identity."""
+    """Return all names of each tensor in a state dict without wrappers' prefixes, by the tensor's identity."""
     names: dict[int, list[str]] = {}
     for name, value in live.items():
         if isinstance(value, Tensor):
@@ -167,14 +168,15 @@ def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
 
 
 def _convert(model: LightningModule, dtypes: set[torch.dtype]) -> None:
-    """Cast computed buffers to the one dtype of weights that are not in 32 bits, as in a run of that precision."""
+    """Cast computed buffers to the dtype of the weights, if it is a single one other than float32, as a run in that
+    precision does."""
     floating = {dtype for dtype in dtypes if dtype.is_floating_point}
     if len(floating) == 1 and floating != {torch.float32}:
         model.to(*floating)
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint that a path stands for: itself, or the best of a run directory, else its last.
+    """Return the checkpoint for a path: the path itself or, for a run directory, its best checkpoint, else its last.
 
     Raises:
         UnfitCheckpoint: there is none.
@@ -190,7 +192,7 @@ def checkpoint_at(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Config that a model is built from: its file, and the node in plain types."""
+    """Config of a model: its file, and its node in plain types."""
 
     file: Path
     node: dict[str, Any]
@@ -202,13 +204,13 @@ class ModelConfig:
 
 
 def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
-    """Return the model's node in the resolved config of the run that a checkpoint lies in.
+    """Return the model's node in the config of the run whose directory contains a checkpoint.
 
     Args:
-        trust: resolve interpolations, which may call whatever is registered as a resolver.
+        trust: resolve interpolations, which may call any registered resolver.
 
     Raises:
-        UnfitCheckpoint: it lies in no run directory.
+        UnfitCheckpoint: the checkpoint is not in a run directory, or the config can't be read or has no model.
     """
     folders = checkpoint.resolve().parents[:2]
     for folder in folders:
@@ -220,10 +222,10 @@ def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
 
 
 def read_config(path: Path, key: str | None = None, trust: bool = False) -> ModelConfig:
-    """Return a model's node: the whole file, or what is under a key of it.
+    """Return a model's node: the whole file, or the value of a key in it.
 
     Args:
-        trust: resolve interpolations, which may call whatever is registered as a resolver.
+        trust: resolve interpolations, which may call any registered resolver.
 
     Raises:
         UnfitCheckpoint: the file can't be read, or has no such node.
@@ -240,14 +242,14 @@ def read_config(path: Path, key: str | None = None, trust: bool = False) -> Mode
 
 
 def untrusted(node: Any, folder: Path) -> str | None:
-    """Return the first thing a config names that must not be called without the user's consent; None if there is none.
+    """Return the first target in a config that must not be called without the user's consent; None if there is none.
 
     Args:
-        node: of plain types, with interpolations as they are written: one may call a resolver, or hide a target.
-        folder: where the config lies.
+        node: the config in plain types, with unresolved interpolations: one may call a resolver, or hide a target.
+        folder: the folder of the config.
 
     Raises:
-        ImportError: it names code of the user's own that is not there.
+        ImportError: a target can't be imported.
     """
     outermost = str(node.get("_target_"))
     if not _is_trusted(outermost, folder.resolve(), (LightningModule,)):
@@ -269,12 +271,12 @@ def _called(node: Any) -> Iterator[str]:
 
 
 def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
-    """Return whether a dotted path leads to a class or function that may be called.
+    """Return whether a dotted path names a class or function that may be called.
 
-    It is judged by where the object is defined, not by the path: modules import others.
+    Besides the path, this checks the module that defines the object, as modules import objects of others.
 
     Args:
-        kinds: base classes, one of which it must be a subclass of, or make an object of.
+        kinds: base classes: a function must return a subclass of one; a class must be one, unless kinds is `_PARTS`.
     """
     first = target.partition(".")[0]
     if first != "torch" and not _is_own(first, folder):
@@ -283,7 +285,7 @@ def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
         return False
     try:
         found = get_object(target)
-    except Exception as error:  # what a module raises when it is imported
+    except Exception as error:  # raised by a module's import
         raise ImportError(str(error).partition("\n")[0]) from error
     made = found if inspect.isclass(found) else _made_by(found)
     if made is None or not (issubclass(made, kinds) or (kinds == _PARTS and made is found)):
@@ -293,18 +295,18 @@ def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
 
 
 def _made_by(function: Any) -> type | None:
-    """Return the class that a function is annotated to return; None where anything may happen to its arguments."""
+    """Return the class in a function's return annotation; None if there is none, or for a callable of another kind."""
     if not inspect.isfunction(function):
         return None
     try:
         made = get_type_hints(function).get("return")
-    except Exception:  # a name that is not there, of which Python has not asked so far
+    except Exception:  # an undefined name in an annotation that Python has not evaluated so far
         return None
     return made if inspect.isclass(made) else None
 
 
 def _is_of_torch(found: Any, home: str) -> bool:
-    """Return whether it is one of torch's optimizers, schedules or layers; torch's functions may read files."""
+    """Return whether an object is a torch optimizer, schedule or layer class; torch's functions may read files."""
     return inspect.isclass(found) and any(
         (home == module or home.startswith(f"{module}.")) and issubclass(found, kinds)
         for module, kinds in _OF_TORCH.items()
@@ -312,7 +314,8 @@ def _is_of_torch(found: Any, home: str) -> bool:
 
 
 def _is_own(package: str, folder: Path) -> bool:
-    """Return whether a package lies on Python's path, not installed, and neither around the config nor beside it."""
+    """Return whether a package is the user's: on Python's path, not installed, not the engine, and neither beside the
+    config nor in a folder that contains it."""
     locations = list(_locations(package)) if package != _ENGINE else []
     return bool(locations) and not any(
         place in (folder, *folder.parents) or place.parent == folder or _is_installed(place) for place in locations
@@ -320,10 +323,10 @@ def _is_own(package: str, folder: Path) -> bool:
 
 
 def _locations(package: str) -> Iterator[Path]:
-    """Yield the folders of a package, or a module's file, as the import system finds them without running it."""
+    """Yield the folders of a package, or a module's file, as the import system finds them without importing it."""
     try:
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # of `__main__`, or no name at all
+    except (ImportError, ValueError):  # for `__main__`, or an invalid name
         return
     if spec is None:
         return

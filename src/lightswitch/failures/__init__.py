@@ -1,1 +1,1 @@
-"""Failures and preemption of runs: mistakes and bugs, the save before the end, the watchdog, and the crash report."""
+"""Failures and preemption of runs: error classification, saving on a signal, the watchdog, and crash reports."""

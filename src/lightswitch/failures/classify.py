@@ -1,6 +1,6 @@
-"""Errors as failures of a rank: what the user can fix is reported in a line, and a bug keeps its traceback.
+"""Classification of errors: a problem that the user can fix is reported in one line, a bug with its traceback.
 
-The process that raises an error decides, by the error's class and by where it was raised.
+The process that raises an error classifies it by its class and by the code that raised it.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
 from lightswitch.process import Process, ended_by
 
-_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters of what is sent: a message's text can be of any length
-# Errors of a rank that has lost its connection to another one: of gloo, NCCL, and the store that ranks connect to
+_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: an error message can have any length
+# Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
-_MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, of a sharded parameter beside a whole tensor
-_NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # torch's, in a name that a module looks up
-# Errors of memory that could not be allocated: torch's on a GPU, CUDA's and HIP's, also within NCCL's, those of their
-# libraries as cuBLAS, torch's on the CPU, Python's
+_MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, for a sharded parameter and a plain tensor
+_NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # FSDP1 adds it to parameter names
+# Failed memory allocations: torch on a GPU; CUDA and HIP, also inside NCCL errors; libraries such as cuBLAS; torch on
+# the CPU; Python
 _LACKS_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|_STATUS_ALLOC_FAILED|Cuda failure 2\b|can't allocate memory|^MemoryError"
 )
-_OF_DISKS = {  # errors of what a run writes or reads, which the user can fix
+_OF_DISKS = {  # errors of reading and writing files that the user can fix
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EIO: "the disk fails",
     errno.EROFS: "the disk takes no writes",
     errno.EACCES: "a permission is missing",
 }
-_SAMPLER = "torch.utils.data.sampler"  # refuses to shuffle nothing, where a DataLoader is made
-_SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # of Lightning, which steps one by itself
-_INTERVAL = "val_check_interval"  # of Lightning's loop, once it knows how many batches there are
-_SCHEDULES = "torch.optim.lr_scheduler"  # of which some have a length
+_SAMPLER = "torch.utils.data.sampler"  # raises for an empty dataset when a shuffling DataLoader is created
+_SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # Lightning's: it steps only one by itself
+_INTERVAL = "val_check_interval"  # checked by Lightning's fit loop once it knows the number of batches
+_SCHEDULES = "torch.optim.lr_scheduler"  # some schedulers have a fixed number of steps
 _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _LIBRARIES = (_RESTORING.partition(".")[0], "torch", "packaging", __name__.partition(".")[0])
 _OF_ODD_STATE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -66,7 +66,7 @@ _LAST_FRAME = re.compile(r'.*^  File "(.+?)", line (\d+), in ', re.MULTILINE | r
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a run, named in messages as `rank 1 of 2 on node3`."""
+    """One process of a run, shown in messages as `rank 1 of 2 on node3`."""
 
     number: int
     world_size: int | None  # None: not known yet
@@ -78,27 +78,27 @@ class Rank:
 
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun: bool) -> Failure:
-    """Return an error as a Failure: exit code 2 and a line per problem if the user can fix it, otherwise exit code 1.
+    """Convert an error to a Failure: exit code 2 and a line per problem if the user can fix it, otherwise exit code 1.
 
-    Values that the config takes from the environment are replaced in its text.
+    In its text, interpolations replace the values that the config takes from the environment.
     """
-    whole: Any = HydraConfig.instance().cfg or cfg  # with Hydra's own part: hydra.run.dir
+    whole: Any = HydraConfig.instance().cfg or cfg  # includes the hydra node, such as hydra.run.dir
     cleaned = Cleaner.of(whole).cleaned
     if not (problems := problems_of(error, cfg, steps_have_begun)):
         bug = Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
     lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
-    # the engine's own messages need no traceback
+    # the engine's messages need no traceback
     details = error.details if isinstance(error, Refused) else full_traceback(error)
     return Failure(lines, cleaned(details), ExitCode.REFUSED, rank=rank.number)
 
 
 def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:
-    """Return a line for each problem that the user can fix; none for a bug.
+    """Return a line for each problem that the user can fix, or an empty list for a bug.
 
-    The engine raises `Refused`. The model's and the data's own code addresses the user by a `raise` statement, of a
-    ValueError or a missing file: before the first step, and the data's code also later, about a file it reads then.
-    Anything else, also an error that the model raises in a later step, is a bug.
+    The engine reports such problems by `Refused`. The code of the model and the data reports them by a `raise`
+    statement with a ValueError, FileNotFoundError or ModuleNotFoundError: the model's before the first step, the data's
+    at any time, since it may read files later. Every other error is a bug.
     """
     if isinstance(error, Refused):
         return error.problems
@@ -142,14 +142,14 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return whether an error is the disk's and names its file; other refusals of the system may be bugs."""
+    """Return whether an error comes from the disk and its file is known; other OSErrors may be bugs."""
     return isinstance(error, OSError) and error.errno in _OF_DISKS and _file_of(error) is not None
 
 
 def keep_disk_errors_of_threads(process: Process) -> None:
     """Store disk errors of library threads, such as TensorBoard's, instead of letting Python print their traceback.
 
-    The main thread may meet the same error; otherwise it is raised where the run ends.
+    If the main thread does not raise the same error, the stored one is raised at the end of the run.
     """
     report = threading.excepthook
 
@@ -163,7 +163,7 @@ def keep_disk_errors_of_threads(process: Process) -> None:
 
 
 def _file_of(error: OSError) -> str | None:
-    """Return the file that an error is of: its own, or the open one of the innermost call that has one."""
+    """Return the file that an error concerns: the file it names, or an open file of the innermost frame with one."""
     if error.filename:
         return str(error.filename)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -182,9 +182,9 @@ def _stdout_has_no_reader() -> bool:
 
 
 def _restored_by_libraries(error: BaseException) -> str | None:
-    """Return the checkpoint in which Lightning, torch or the engine met what they did not expect; None elsewhere.
+    """Return the checkpoint that Lightning, torch or the engine failed to restore; None for any other error.
 
-    An error raised by code that receives its own state, such as the module's `on_load_checkpoint`, is not counted.
+    Errors of user code that restores its state, such as the module's `on_load_checkpoint`, do not count.
     """
     if not isinstance(error, _OF_ODD_STATE):
         return None
@@ -199,7 +199,7 @@ def _restored_by_libraries(error: BaseException) -> str | None:
 
 
 def raised_in(error: BaseException) -> FrameType | None:
-    """Return the frame whose `raise` statement raised an error; None if Python raised it, or a function in C."""
+    """Return the frame whose `raise` statement raised an error; None if Python itself or a C function raised it."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -208,7 +208,7 @@ def raised_in(error: BaseException) -> FrameType | None:
 
 
 def _owner(module: str, cfg: DictConfig) -> str | None:
-    """Return the config node (model or data) whose package a module belongs to: the one with the longer common path."""
+    """Return the config node (model or data) whose `_target_` shares the longer dotted prefix with a module, if any."""
     shared = {}
     for node in ("model", "data"):
         target = str(OmegaConf.select(cfg, f"{node}._target_", default="")).split(".")
@@ -219,7 +219,7 @@ def _owner(module: str, cfg: DictConfig) -> str | None:
 
 
 def failure_of(rank: Rank, error: BaseException) -> Failure:
-    """Return an error as a rank's failure, which `follows` if it looks as if another rank had failed before."""
+    """Convert an error to a rank's failure; `follows` is set if the error suggests that another rank failed first."""
     cause = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
         cause = cause.__cause__
@@ -237,18 +237,19 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
 
 
 def one_line(error: BaseException) -> str:
-    """Return class and message of an error in one line; a SyntaxError has its location before it, indented."""
+    """Return the class and the first message line of an error."""
+    # a SyntaxError is preceded by indented lines with its location
     first = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
     return first.strip().splitlines()[0]
 
 
 def full_traceback(error: BaseException) -> str:
-    """Return the traceback with causes, as Python prints it."""
+    """Return the traceback, including causes, as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
 def shortened(failure: Failure) -> Failure:
-    """Return a failure that fits into a message to the hub, with the middle of long texts cut out."""
+    """Return a failure that fits into a message to the hub: the middle of long texts is cut out."""
     return replace(failure, line=_cut(failure.line, _LONGEST_LINE), details=_cut(failure.details, _LONGEST_DETAILS))
 
 
@@ -257,44 +258,44 @@ def _cut(text: str, longest: int) -> str:
 
 
 def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
-    """Return this process's rank, as far as it is known before the processes have connected."""
+    """Return this process's rank from its environment, before the process group exists."""
     if placement.is_external:
         return Rank(placement.rank, placement.nodes * (placement.devices_per_node or 1), node_name(), os.getpid())
     world, node, local = (
         int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
     )
-    per_node = world // cfg.trainer.num_nodes if world > 1 else 0  # of one that rank 0 has started, its config is right
+    per_node = world // cfg.trainer.num_nodes if world > 1 else 0  # a rank that rank 0 started has the final config
     return Rank(node * per_node + local, world, node_name(), os.getpid())
 
 
 def node_name() -> str:
-    """Return the name of this machine in messages."""
+    """Return this machine's host name, as shown in messages."""
     return socket.gethostname()
 
 
 def _cause_of_worker(error: BaseException) -> str | None:
-    """Return a worker's own error, or how it ended, in a line; None if the error came from no worker.
+    """Describe a DataLoader worker's error, or how the worker ended, in one line; None if no worker caused the error.
 
-    torch raises a worker's error again, with a text that begins with where it was caught; of a worker that was killed
-    it knows only the process id.
+    torch re-raises a worker's error with a text that begins with the place where it was caught; for a killed worker,
+    torch knows only the process ID.
     """
     if (wrapper := _wrapper_of_worker(error)) is not None:
         *_, last = str(wrapper.exc_msg).strip().splitlines()
         return f"{last} ({wrapper.where})"
     workers = _workers(_owners(error))
-    if isinstance(error, EOFError | ConnectionError):  # a process that ends closes its pipes before it has ended
+    if isinstance(error, EOFError | ConnectionError):  # an ending process closes its pipes first
         wait([worker.sentinel for worker in workers], _WORKER_END_SECONDS)
     dead = [f"DataLoader worker process {one.pid} {ended_by(one.exitcode)}" for one in workers if one.exitcode]
     return ", ".join(dead) or None
 
 
 def _raised_by_worker(error: BaseException) -> tuple[str, str] | None:
-    """Return the module whose `raise` statement raised a worker's error, of a class that Python has, and its text.
+    """Return the module whose `raise` statement raised a worker's error of a builtin class, and the error's text.
 
-    torch passes on the worker's traceback as text only; the worker has the same modules as this process.
+    torch passes on the worker's traceback only as text; the worker has the same modules as this process.
 
     Returns:
-        None for an error of no worker, and for one that Python raised, or a function in C.
+        None if no worker raised the error, or if Python itself or a C function raised it.
     """
     wrapper = _wrapper_of_worker(error)
     frame = _LAST_FRAME.match(str(wrapper.exc_msg)) if wrapper is not None else None
@@ -306,18 +307,18 @@ def _raised_by_worker(error: BaseException) -> tuple[str, str] | None:
 
 
 def worker_was_killed(error: BaseException) -> bool:
-    """Return whether the error came from a worker killed by SIGKILL, as the kernel kills if memory runs out."""
+    """Return whether a worker behind the error was killed by SIGKILL, the kernel's signal when memory runs out."""
     return any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
 
 
 def _wrapper_of_worker(error: BaseException) -> Any:
-    """Return torch's wrapper around a worker's error; None if the error came from no worker."""
+    """Return torch's wrapper around a DataLoader worker's error; None if no worker raised the error."""
     owners = _owners(error)
     return owners[-1] if owners and type(owners[-1]).__name__ == "ExceptionWrapper" else None
 
 
 def _owners(error: BaseException) -> list[Any]:
-    """Return the objects whose methods the error passed through, the outermost first; None for a function."""
+    """Return `self` of each frame that the error passed through, outermost first; None for a plain function."""
     return [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 

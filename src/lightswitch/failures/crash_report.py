@@ -1,6 +1,6 @@
-"""How a failure is reported: once on the terminal for all processes of a start, and in the crash report.
+"""Reports of a failure: one message on the terminal for all processes of a start, and the crash report.
 
-The crash report is a folder in the run's directory, with the first failure, and each rank's stacks and environment.
+The crash report is a folder in the run directory with the first failure and each rank's stacks and environment.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightswitch.runs import log as run_log
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
-_OTHERS_SECONDS = 15.0  # to wait for the processes that were started together with this one
+_OTHERS_SECONDS = 15.0  # to wait for the processes started together with this one
 _POLL_SECONDS = 0.02
 
 
 class CrashReport:
-    """The folder `crash/<time of the start>/`, written when a run fails by a bug or a lost machine.
+    """The folder `crash/<start time>/`, written when a run fails because of a bug or a lost node.
 
-    Only its owner may read it.
+    Only its owner can read it.
 
     Attributes:
-        logs: the run's log files. Rank 0 writes them; the rank that reports the failure appends it.
+        logs: the run's log files. Rank 0 writes them; the rank that reports the failure appends to them.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -51,7 +51,7 @@ class CrashReport:
 
     @property
     def folder(self) -> Path:
-        """The report's folder, the same for all ranks once they have connected."""
+        """The report's folder, the same for all ranks once they have connected to one another."""
         assert self.run.process.crash_folder is not None
         return self.run.process.crash_folder
 
@@ -64,7 +64,7 @@ class CrashReport:
             text += f"crash report: {os.path.relpath(self.folder)}\n"
         except FileExistsError:  # another process was first
             return failure.exit_code
-        except OSError as error:  # as on a full disk: several ranks may print it then
+        except OSError as error:  # for example a full disk: several ranks may then print the failure
             text += f"no crash report could be written: {error}\n"
         print(text, end="", file=sys.stderr, flush=True)
         self.log(text)
@@ -72,7 +72,7 @@ class CrashReport:
 
     @property
     def _is_of_earlier_run(self) -> bool:
-        """Whether the directory holds a run's record, of this start or an earlier one."""
+        """Whether the run directory holds a run's record, from this start or an earlier one."""
         return (self.folder.parent.parent / "config.yaml").exists()
 
     @property
@@ -81,14 +81,14 @@ class CrashReport:
         return (self.folder / "failure.txt").exists()
 
     def log_details(self, traceback: str) -> None:
-        """Log the traceback behind a problem, unless the log is of an earlier run that this start does not resume."""
+        """Log the traceback behind a problem, unless the log belongs to an earlier run that is not resumed."""
         if traceback and (run_log.has_begun() or not self._is_of_earlier_run):
             self.log(traceback)
 
     def log(self, text: str) -> None:
-        """Write text to the run's log files only, even before the run has begun."""
+        """Write text to the run's log files but not to the terminal, even before the run has begun."""
         for path in self.logs:
-            with contextlib.suppress(OSError):  # another rank, which leaves, has removed an empty run directory
+            with contextlib.suppress(OSError):  # an exiting rank has removed the empty run directory
                 path.parent.mkdir(parents=True, exist_ok=True)
         run_log.begin()
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text.rstrip(), (), None)
@@ -99,7 +99,7 @@ class CrashReport:
                     file.write(_FORMAT.format(record) + "\n")
 
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
-        """Write a rank's file: its location in training, its own error, stacks and environment; and NCCL's trace."""
+        """Write a rank's file (its location in training, error, stacks and environment) and its NCCL trace, if any."""
         parts = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
         text = "\n".join([*parts, all_stacks(), _environment()])
         self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
@@ -113,7 +113,7 @@ class CrashReport:
             folder.chmod(0o700)
         descriptor = regular_files.open_own(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o600)
         with open(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o600)  # whatever the umask
+            os.fchmod(file.fileno(), 0o600)  # regardless of the umask
             file.write(content)
 
 
@@ -134,21 +134,21 @@ def _environment() -> str:
 
 
 def _flight_recorder() -> bytes | None:
-    """Return the last collectives of this rank in the form that `torchfrtrace` reads; None without NCCL."""
+    """Return this rank's last collectives in the format that `torchfrtrace` reads; None without NCCL."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_nccl_trace", None)
     return dump() if dump is not None else None
 
 
 def add_report(error: BaseException, own: Failure, rank: Rank, location: str, report: CrashReport) -> None:
-    """Write the crash report of a run of one process, whose traceback Python prints.
+    """Write the crash report of a rank without a watchdog, and add the report's path to the error as a note.
 
     Args:
-        location: where in training the run was, in words.
+        location: the position in training, in words.
     """
     if report.folder.exists():
         return
-    with contextlib.suppress(OSError):  # a full disk: the error itself is what counts
+    with contextlib.suppress(OSError):  # for example a full disk: the original error matters more
         report.add_rank(rank, location, own)
         if sys.version_info >= (3, 11):  # printed below the traceback
             if one_line(error) not in own.line or own.lacks_memory:
@@ -157,10 +157,10 @@ def add_report(error: BaseException, own: Failure, rank: Rank, location: str, re
 
 
 def print_once(lines: str) -> bool:
-    """Print lines to standard error unless another process of the same start has, and return whether this one did.
+    """Print lines to stderr unless another process of the same start has printed them; return whether this one did.
 
-    The first process makes a folder in the working directory, and waits until the others have seen it: once a process
-    ends, its launcher kills the rest, and their exit codes are lost.
+    The first process creates a folder in the working directory and waits until the others have seen it: as soon as a
+    process ends, its launcher kills the others, and their exit codes are lost.
     """
     lines, processes = printable(lines), _started_together(os.environ)
     if processes is None:
@@ -170,12 +170,12 @@ def print_once(lines: str) -> bool:
     together, count = processes
     folder = Path(f".lightswitch_{blake2b(together.encode(), digest_size=8).hexdigest()}")
     end = time.monotonic() + _OTHERS_SECONDS
-    with contextlib.suppress(OSError):  # no permission to write here: each process prints it
+    with contextlib.suppress(OSError):  # no write permission here: each process prints the lines
         if not _is_first(folder) and _has_printed(folder, end):
             return False
     print(lines, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError, Refused):
-        # the mark that make_tree leaves counts for this process
+        # the marker file of make_tree counts for this process
         while len(list(folder.iterdir())) < count and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         remove_tree(folder)
@@ -191,7 +191,7 @@ def _is_first(folder: Path) -> bool:
 
 
 def _has_printed(folder: Path, end: float) -> bool:
-    """Return whether the first process removes its folder in time; else it was killed, and may have printed nothing."""
+    """Return whether the first process removes its folder in time; if not, it was killed and may not have printed."""
     (folder / str(os.getpid())).touch()
     while folder.exists():
         if time.monotonic() > end:
@@ -201,7 +201,7 @@ def _has_printed(folder: Path, end: float) -> bool:
 
 
 def _started_together(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return a text shared by all processes of one command, and their number; None for a single process."""
+    """Return a text that identifies the processes started by one command, and their number; None for one process."""
     if "TORCHELASTIC_RUN_ID" in environ:
         together, count = f"{socket.gethostname()} {os.getppid()}", environ.get("LOCAL_WORLD_SIZE", "")
     elif "SLURM_STEP_ID" in environ:

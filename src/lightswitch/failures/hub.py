@@ -1,4 +1,4 @@
-"""The hub of the watchdog, in rank 0: it hears from each rank, decides which failed first, and tells all of them.
+"""The watchdog's hub in rank 0: it receives each rank's messages, decides which rank failed first, and notifies all.
 
 Connections without the run's token are dropped.
 """
@@ -23,24 +23,25 @@ from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank
 from lightswitch.failures.stacks import ThreadPosition
 
-LONGEST_LINE_BYTES = 1 << 20  # of a message, which is one line of JSON
+LONGEST_LINE_BYTES = 1 << 20  # of a message: a message is one line of JSON
 _TICK_SECONDS = 0.2
-_SPARE_STRANGERS = 256  # connections without the token, beside one for each rank; beyond, the oldest is dropped
+_SPARE_STRANGERS = 256  # unauthenticated connections beyond one per rank; above this limit, the oldest is dropped
 TOKEN_SECONDS = 10.0
-_PAUSE_SECONDS = 0.001  # between strangers if there are too many: training shares this process
-_SPARE_FILES = 1024  # beside a socket for each rank
+_PAUSE_SECONDS = 0.001  # between accepted connections above that limit: training runs in this process too
+_SPARE_FILES = 1024  # file descriptors beyond one socket per rank
 
-_SETTLE_SECONDS = 0.5  # the hub learns one by one of ranks that end together
-ANSWER_SECONDS = 15.0  # for a live rank to answer: on a busy machine, or while a call holds Python's lock
+_SETTLE_SECONDS = 0.5  # ranks that end together reach the hub one by one
+ANSWER_SECONDS = 15.0  # within which a live rank answers, even on a busy machine or while a call holds the GIL
 WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
 
 
 class Hub:
-    """The server that ranks send their progress to. It accepts no connection after every rank's.
+    """Server to which the ranks send their progress. It stops accepting connections once all ranks have joined.
 
     Args:
-        how_ended: returns, in words, how a process that this one has started ended, by its id; None for any other.
-        own: the sockets of this process.
+        how_ended: takes a process ID and returns, in words, how that child of this process ended; None while it runs,
+            and for any process that this one did not start.
+        own: the watchdog's sockets in this process.
     """
 
     def __init__(
@@ -55,25 +56,25 @@ class Hub:
         self._asked: float | None = None
 
     async def open(self, listener: socket.socket) -> None:
-        """Serve, and judge the ranks, in the running event loop."""
+        """Start serving and checking the ranks in the running event loop."""
         self.auth.open(listener)
         self._judging = asyncio.create_task(self._judge())
 
     async def all_left(self) -> None:
-        """Wait until each rank has finished, then let all of them end."""
+        """Wait until every rank has finished, then let all of them end."""
         while not all(rank.left for rank in self._ranks.values()):
             await asyncio.sleep(_TICK_SECONDS)
         self.close()
 
     def close(self) -> None:
-        """Notify the ranks that the watchdog is over, and stop serving."""
+        """Notify the ranks that the watchdog ends, and stop serving."""
         for writer in self._writers.values():
             _send(writer, over=True)
         self._judging.cancel()
         self.auth.close()
 
     async def _serve(self, peer: socket.socket) -> None:
-        """Read a rank's messages, of which the first says which rank it is."""
+        """Read a rank's messages; the first one identifies the rank."""
         reader, writer = await asyncio.open_connection(sock=peer, limit=LONGEST_LINE_BYTES)
         state: RankState | None = None
         try:
@@ -83,7 +84,7 @@ class Hub:
                     state = self._welcome(message, writer)
                 else:
                     self._hear(state, message)
-        except (OSError, ValueError):  # the node or the network is gone, or the line is no message
+        except (OSError, ValueError):  # the node or the network is down, or the line is not a message
             pass
         finally:
             if state is not None and not state.left:
@@ -139,12 +140,12 @@ def _send(writer: asyncio.StreamWriter, **message: Any) -> None:
 
 
 class Authenticator:
-    """Listener that accepts the connections that send the run's token, and reads nothing else from others.
+    """Listener that passes on connections that send the run's token, and drops all others.
 
     Args:
-        world_size: of the run, whose ranks may all connect at once.
-        admit: called with each connection that has sent the token; the bytes after it are still to be read.
-        own: the sockets of this process, to which each connection is added.
+        world_size: number of ranks, which may all connect at once.
+        admit: called with each connection that has sent the token; the bytes after the token are not yet read.
+        own: the watchdog's sockets in this process; each connection is added to them.
     """
 
     def __init__(
@@ -154,18 +155,18 @@ class Authenticator:
         self._most_strangers = world_size + _SPARE_STRANGERS
         self._admit = admit
         self._own = own
-        self._strangers: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}  # the oldest first
+        self._strangers: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}  # oldest first, with their timeouts
         self._admitted: set[asyncio.Task[None]] = set()
 
     def open(self, listener: socket.socket) -> None:
-        """Accept connections, in the running event loop."""
+        """Start accepting connections in the running event loop."""
         listener.setblocking(False)
         self._own.keep(listener)
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Accept no more connections, and drop those that have not sent the token."""
+        """Stop accepting connections, and drop those that have not sent the token."""
         self._accepting.cancel()
         for stranger in list(self._strangers):
             stranger.cancel()
@@ -175,11 +176,11 @@ class Authenticator:
         while True:
             try:
                 peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError:  # the peer is gone, or this process has too many files open
+            except OSError:  # the peer has disconnected, or this process has too many open files
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             self._hear(peer)
-            await asyncio.sleep(_PAUSE_SECONDS if self._is_crowded() else 0)  # tokens that are there are read now
+            await asyncio.sleep(_PAUSE_SECONDS if self._is_crowded() else 0)  # the tasks read arrived tokens
             if self._is_crowded():
                 next(iter(self._strangers)).cancel()
 
@@ -203,7 +204,7 @@ class Authenticator:
         admitted.add_done_callback(self._admitted.discard)
 
     async def _has_token(self, peer: socket.socket) -> bool:
-        """Read as many bytes as the token has, and no more."""
+        """Read exactly as many bytes as the token has, and compare them with it."""
         shown = b""
         while len(shown) < len(self.token):
             if not (more := await asyncio.get_running_loop().sock_recv(peer, len(self.token) - len(shown))):
@@ -214,19 +215,19 @@ class Authenticator:
 
 class _Socket(Protocol):
     def fileno(self) -> int:
-        """Return the descriptor; -1 once it is closed."""
+        """Return the file descriptor; -1 once the socket is closed."""
         ...
 
 
 class OwnSockets:
-    """Sockets of a rank, closed in processes that it forks: left open in a loader worker, they would hide its end."""
+    """Sockets of a rank, closed in the processes that it forks: a copy in a loader worker would hide the rank's end."""
 
     def __init__(self) -> None:
         self._open: set[_Socket] = set()
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def keep(self, own: _Socket) -> None:
-        """Close a socket in children that are forked from now on."""
+        """Register a socket to be closed in processes that are forked from now on."""
         self._open.add(own)
 
     def close(self, own: socket.socket) -> None:
@@ -245,11 +246,11 @@ class OwnSockets:
 
 @dataclass(frozen=True)
 class Route:
-    """The address by which a rank reaches rank 0.
+    """Address at which a rank reaches rank 0.
 
     Args:
-        address: of rank 0, as this rank sees it.
-        is_local: whether both are on one machine.
+        address: of rank 0, as seen from this rank.
+        is_local: whether both ranks are on the same machine.
     """
 
     address: str
@@ -257,7 +258,7 @@ class Route:
 
 
 def route_to(address: str, port: int, timeout_seconds: float) -> Route | None:
-    """Return the route that a connection to the store of the ranks takes; None if it can't be made."""
+    """Return the route of a connection to the rendezvous store; None if the connection fails."""
     try:
         with socket.create_connection((address, port), timeout_seconds) as there:
             peer, own = there.getpeername()[0], there.getsockname()[0]
@@ -267,20 +268,20 @@ def route_to(address: str, port: int, timeout_seconds: float) -> Route | None:
 
 
 def listen(routes: Sequence[Route | None]) -> tuple[socket.socket, str | None]:
-    """Listen at the one address of this node that all ranks reach; return the socket, and the address.
+    """Listen at the address of this node that all ranks can reach; return the socket and the address.
 
-    The address is None if there is no such one, and the socket listens at all addresses.
+    If there is no single such address, the socket listens at all addresses, and the returned address is None.
 
     Args:
         routes: from every other rank to this one.
     """
-    backlog = max(128, len(routes))  # all may connect at once
+    backlog = max(128, len(routes))  # all ranks may connect at once
     _allow_files(len(routes) + _SPARE_FILES)
     remote = {route.address for route in routes if route and not route.is_local}
     if None not in routes and len(remote) < 2:
         address = remote.pop() if remote else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError):  # not an address of this node: translated by the network
+        with contextlib.suppress(OSError):  # the network translates it (NAT): not an address of this node
             return socket.create_server((address, 0), family=family, backlog=backlog), address
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -288,7 +289,7 @@ def listen(routes: Sequence[Route | None]) -> tuple[socket.socket, str | None]:
 
 
 def _allow_files(count: int) -> None:
-    """Raise the limit of open files, which is 1024 by default on many systems."""
+    """Raise the limit on open files, 1024 by default on many systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -297,12 +298,12 @@ def _allow_files(count: int) -> None:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The times after which a silent rank, or a run without progress, has failed.
+    """Times after which a silent rank, or a run without progress, counts as failed.
 
     Args:
-        lost_after_seconds: a rank that sends nothing for so long is lost: its node, or the network to it.
-        hung_after_seconds: a run in which no rank begins a batch for so long hangs. It must be shorter than the timeout
-            of the process group, after which torch ends the ranks that wait, not the one they wait for.
+        lost_after_seconds: after so many seconds without a message, a rank is lost: its node or network is down.
+        hung_after_seconds: after so many seconds in which no rank begins a batch, the run hangs. It must be shorter
+            than the process group's timeout, after which torch ends the waiting ranks, not the rank they wait for.
     """
 
     lost_after_seconds: float
@@ -311,28 +312,30 @@ class Timeouts:
 
 @dataclass
 class RankState:
-    """A rank's state as the hub knows it; times are in seconds of the hub's monotonic clock."""
+    """State of a rank as known to the hub; times are in seconds of the hub's monotonic clock."""
 
     rank: Rank
-    at: float  # of the last message
+    at: float  # time of the last message
     progress: int = 0  # batches begun
     moved: float = 0  # when `progress` last changed
-    oom_kills: int = 0  # on its node, when it joined
+    oom_kills: int = 0  # on its node when it joined
     failure: Failure | None = None
     failed: float = 0
-    gone: float | None = None  # when its socket was closed without a message
-    ended: str | None = None  # how it ended, in words, if this process started it
+    gone: float | None = None  # when its connection closed before the rank had finished
+    ended: str | None = None  # how its process ended, in words, if this process started it
     left: bool = False  # it has finished
-    position: ThreadPosition | None = None  # as it has answered since it was asked
+    position: ThreadPosition | None = None  # its answer to the last request
 
 
 def suspicious(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
-    """Return whether it is time to ask each rank for its position in the code."""
+    """Return whether to ask the ranks for their positions in the code."""
     return any(rank.failure or rank.gone is not None for rank in ranks) or _hang(ranks, now, timeouts)
 
 
 def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeouts: Timeouts) -> Failure | None:
-    """Return the first failure once it is known; a rank's own error at once, unless it may follow from another's.
+    """Return the first failure once it is known; None until then.
+
+    A rank's reported error is returned at once, unless it may be the consequence of another rank's failure.
 
     Args:
         asked: when the ranks were asked for their positions; None if they were not.
@@ -359,7 +362,7 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
 
 
 def _hang(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
-    """Return whether the run hangs: a rank left alone, as to export the weights, keeps no other waiting."""
+    """Return whether the run hangs. A single remaining rank, which may export the weights, does not count."""
     moved = [rank.moved for rank in ranks if not rank.left and rank.gone is None]
     return len(moved) > 1 and now - max(moved) > timeouts.hung_after_seconds
 
@@ -386,9 +389,9 @@ def _lost(silent: Sequence[RankState], seconds: float) -> Failure:
 
 
 def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
-    """Return the failure of the first rank to blame: behind the others in batches, then collectives, and not waiting.
+    """Return the failure that blames one rank: the first with the fewest batches, late in collectives, and not waiting.
 
-    A criterion that fits none of the remaining ranks is skipped.
+    The criteria apply in this order; a criterion that no remaining rank meets is skipped.
     """
     fewest = min(rank.progress for rank in present)
     blamed = [rank for rank in present if rank.progress == fewest]
@@ -399,9 +402,9 @@ def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
 
 
 def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
-    """Return those of some ranks that have entered fewer collectives of a process group than another of its ranks.
+    """Return those of `some` that have entered fewer collectives of a process group than another rank.
 
-    A rank that has not reported counts as having entered none.
+    A rank that has not reported its position counts as late.
     """
     most: dict[str, int] = {}
     for rank in present:

@@ -1,4 +1,4 @@
-"""Launchers of the ranks that a plain `python train.py` starts, which report failures that the watchdog cannot see."""
+"""Launchers for a plain `python train.py`, which start its ranks and report failures that the watchdog cannot see."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from lightswitch.mixins import callbacks_of
 from lightswitch.process import Process, ended_by, stopped_with
 from lightswitch.runs import log as run_log
 
-_SIGNAL_SECONDS = 2  # for a signal that has ended another rank to reach this one, which may be in C code
+_SIGNAL_SECONDS = 2  # for a signal that ended another rank to arrive here, even if this rank is in C code
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
 
 class Scripts(_SubprocessScriptLauncher):
-    """Lightning's script launcher without its observer, which kills this process silently when a rank fails."""
+    """Lightning's script launcher without its observer, which silently kills this process when a rank fails."""
 
     def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int, run: RunContext) -> None:
         super().__init__(cluster, num_processes, num_nodes)
@@ -59,7 +59,7 @@ class Scripts(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
     def _call_children_scripts(self) -> None:
-        """Start this command again for each of the other ranks, as Lightning does, but in this run's directory."""
+        """Start this command for each of the node's other ranks, as Lightning does, but in this run's directory."""
         self._check_can_spawn_children()
         cluster, world_size = self.cluster_environment, self.num_processes * self.num_nodes
         os.environ.update(MASTER_ADDR=cluster.main_address, MASTER_PORT=str(cluster.main_port))
@@ -74,7 +74,7 @@ class Scripts(_SubprocessScriptLauncher):
 
     def _observe(self) -> None:
         while not self.run.process.is_watched.wait(0.2):
-            if self.run.signals.received is not None:  # this process ends by it, and has asked the ranks to
+            if self.run.signals.received is not None:  # this process ends by that signal, and has signalled its ranks
                 return
             for local_rank, process in enumerate(self.procs, start=1):
                 if code := process.poll():
@@ -86,9 +86,9 @@ class Scripts(_SubprocessScriptLauncher):
         if stopped := stopped_with(code):
             time.sleep(_SIGNAL_SECONDS)
             if self.run.signals.received is None and not process.is_watched.is_set():
-                os.kill(os.getpid(), stopped.by)  # which this process passes on to the other ranks
+                os.kill(os.getpid(), stopped.by)  # this process passes it on to its other ranks
             return
-        if code < 0:  # else it has printed its error itself
+        if code < 0:  # otherwise the rank has printed its error
             line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
             process.note_failure(line)
             print(line, file=sys.stderr, flush=True)
@@ -96,15 +96,15 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 def _script() -> list[str]:
-    module = sys.modules["__main__"].__spec__  # where it was started by `python -m`
+    module = sys.modules["__main__"].__spec__  # None unless started by `python -m`
     return [os.path.abspath(sys.argv[0])] if module is None else ["-m", module.name]
 
 
 class Workers(_MultiProcessingLauncher):
-    """Lightning's multiprocessing launcher, with ranks that report their own failures.
+    """Lightning's multiprocessing launcher, with ranks that report their failures.
 
-    torch passes on only the text of a traceback. A rank that fails knows more: it leaves a record in a folder, which
-    this process, its parent, reads.
+    torch passes on only the text of a traceback, so a failing rank also writes its `Failure` to a file, which this
+    process, its parent, reads.
     """
 
     def __init__(self, strategy: ParallelStrategy, start_method: StartMethod, process: Process) -> None:
@@ -112,7 +112,7 @@ class Workers(_MultiProcessingLauncher):
         self._process = process
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the ranks, and run a function in each.
+        """Start the ranks, and run the function in each of them.
 
         Raises:
             RanksFailed: a rank failed.
@@ -134,7 +134,7 @@ class Workers(_MultiProcessingLauncher):
         return results
 
     def _unsendable(self, trainer: Trainer | None) -> Refused | None:
-        """Return why the model or its data cannot be pickled; None if they can, or the ranks have started."""
+        """Return why the model or the data cannot be pickled; None if they can, or if the ranks have started."""
         if self._start_method == "fork" or self.procs or trainer is None:
             return None
         owners = {"model": trainer.lightning_module, "data": getattr(trainer, "datamodule", None)}
@@ -156,7 +156,7 @@ class Workers(_MultiProcessingLauncher):
         *rest: Any,
     ) -> None:
         self._process.end_with_parent()
-        if self._already_fit:  # by other processes
+        if self._already_fit:  # in other processes, by an earlier launch
             self._process.steps_have_begun.set()
         if self._start_method != "fork" and trainer is not None:
             _unshare(trainer.lightning_module)
@@ -171,7 +171,7 @@ class Workers(_MultiProcessingLauncher):
             watchdog = next(callback for callback in callbacks_of(trainer) if isinstance(callback, Watchdog))
             first = watchdog.failure(error, trainer)
             self._leave_record(process_idx, first)
-            self._process.leave_now(first.exit_code)  # torch would report the error to the other process once more
+            self._process.leave_now(first.exit_code)  # torch would report the error again
 
     def _leave_record(self, process_idx: int, failure: Failure) -> None:
         record = {"failure": asdict(failure), "is_told": self._process.has_failed.is_set(), "seconds": time.time()}
@@ -189,15 +189,15 @@ class Workers(_MultiProcessingLauncher):
         rank = cluster.node_rank() * len(devices) + error.error_index
         how = ended_by(exit_code or ExitCode.FAILED)
         line = f"rank {rank} on {node_name()} failed: process {error.error_pid} {how}"
-        details = "" if isinstance(error, ProcessExitedException) else error.msg  # the record could not be written
+        details = "" if isinstance(error, ProcessExitedException) else error.msg  # the rank could not write its record
         return RanksFailed(Failure(line, details), False, exit_code)
 
 
 def _unshare(module: nn.Module) -> None:
-    """Copy shared tensors that are neither parameters nor buffers, such as the states of metrics, into this process.
+    """Copy shared tensors that are neither parameters nor buffers, such as metric states, to this process's memory.
 
-    torch sends tensors to a process as shared memory, in which ranks would add to each other's metrics. Lightning
-    copies parameters and buffers only.
+    torch sends tensors to a process in shared memory, so ranks would update one another's metrics. Lightning copies
+    only parameters and buffers.
     """
     for part in module.modules():
         tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
@@ -206,7 +206,7 @@ def _unshare(module: nn.Module) -> None:
 
 
 def install_launcher(strategy: HookedStrategy, run: RunContext) -> None:
-    """Use a launcher that reports which rank failed, in place of Lightning's of the same kind."""
+    """Replace Lightning's launcher by one of the same kind that reports which rank failed."""
     launcher = strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
         cluster = launcher.cluster_environment
@@ -217,13 +217,13 @@ def install_launcher(strategy: HookedStrategy, run: RunContext) -> None:
 
 
 def first_unpicklable(owners: dict[str, object]) -> str | None:
-    """Return the path of the first value that can't be pickled, and the reason; None if all can be.
+    """Return the path of the first value that can't be pickled, and the reason; None if all can.
 
     Args:
-        owners: objects by name; of a module, the attributes of every submodule are tried.
+        owners: objects by name; for an nn.Module, the attributes of every submodule are checked.
     """
     for name, owner in owners.items():
-        if _reason(owner) is None:  # a class may leave out of its state what can't be pickled
+        if _reason(owner) is None:  # its __getstate__ may leave out what can't be pickled
             continue
         for path, value in _parts_of(name, owner):
             if (reason := _reason(value)) is not None:
@@ -236,14 +236,14 @@ def _parts_of(name: str, owner: object) -> Iterator[tuple[str, Any]]:
     for path, part in parts:
         yield path, type(part)
         for attribute, value in vars(part).items():
-            if attribute not in ("_modules", "_trainer", "trainer"):  # tried by themselves, or not sent
+            if attribute not in ("_modules", "_trainer", "trainer"):  # checked separately, or not sent
                 yield f"{path}.{attribute}", value
 
 
 def _reason(value: object) -> str | None:
     try:
         ForkingPickler.dumps(value)
-    except Exception as error:  # each class pickles in its own way, and fails in its own way
+    except Exception as error:  # pickling a user's class can raise anything
         return str(error).partition("\n")[0] or type(error).__name__
     return None
 

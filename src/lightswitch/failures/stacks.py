@@ -1,4 +1,4 @@
-"""Where a rank stands: its threads' stacks, whether it waits for other ranks, the collectives that it has entered."""
+"""Position of a rank: its threads' stacks, whether it waits for other ranks, and the collectives it has entered."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from types import FrameType
 
 _ENGINE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")})
-_WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for the other ranks
-_WAIT = {  # calls of C that copy to the host, or have a size that follows from values (torch.cuda.set_sync_debug_mode)
+_WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for other ranks
+_WAIT = {  # C functions that copy to the host, or whose output size depends on values (torch.cuda.set_sync_debug_mode)
     *("item", "tolist", "cpu", "numpy", "to", "copy_", "synchronize", "wait", "bool", "int", "float"),
     *("any", "all", "equal", "allclose", "is_nonzero", "nonzero", "masked_select", "unique", "unique_consecutive"),
     *("bincount", "repeat_interleave"),
@@ -29,13 +29,15 @@ _WAIT = {  # calls of C that copy to the host, or have a size that follows from 
 
 @dataclass(frozen=True)
 class ThreadPosition:
-    """The line of code that a rank's main thread is at.
+    """Line of code that a rank's main thread is executing.
 
     Args:
-        location: file, line and function, of the user's own code if the stack holds any.
-        waits: whether it is in a collective, or in a call that ends with one, or waits for its device to do so.
-        oom_kills: how many processes the node's kernel has killed for lack of memory since it booted.
-        collectives: how many the rank has entered, by process group.
+        location: file, line, function and source line: of the user's code if the stack contains any and the rank does
+            not wait, else of the innermost frame.
+        waits: whether the rank is in distributed, autograd or CUDA code of torch, or in a call that waits for a device:
+            it may wait for other ranks.
+        oom_kills: number of processes that the node's kernel has killed for lack of memory since boot.
+        collectives: number of collectives that the rank has entered, by process group.
     """
 
     location: str
@@ -45,7 +47,7 @@ class ThreadPosition:
 
 
 def thread_position() -> ThreadPosition:
-    """Return the main thread's position, from any thread."""
+    """Return the main thread's position. Can be called in any thread."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     stack, waits = traceback.extract_stack(frame), is_waiting(frame)
     others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
@@ -57,12 +59,12 @@ def thread_position() -> ThreadPosition:
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Return whether the innermost frame of a stack stands where it waits for other ranks."""
+    """Return whether a frame, the innermost of its stack, is in code that may wait for other ranks."""
     return any(part in frame.f_code.co_filename for part in _WAITING) or waits_for_device(frame)
 
 
 def all_stacks() -> str:
-    """Return the stacks of all threads, the main thread's first."""
+    """Return the stacks of all threads as text, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     return "\n".join(
@@ -71,7 +73,7 @@ def all_stacks() -> str:
 
 
 def oom_kills() -> int:
-    """Return how many processes Linux has killed for lack of memory, in any control group; 0 on other systems."""
+    """Return how many processes Linux has killed for lack of memory, in any cgroup; 0 on other systems."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:
@@ -80,26 +82,26 @@ def oom_kills() -> int:
 
 
 def waits_for_device(frame: FrameType) -> bool:
-    """Return whether the innermost frame of a stack stands in a call that waits for a device, or asks a tensor's truth.
+    """Return whether a frame, the innermost of its stack, is in a call that waits for a device or in a truth test.
 
-    Such calls are C's, and have no frame of their own.
+    Such calls run in C and have no Python frame.
     """
     instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     if instruction.startswith(("TO_BOOL", "UNARY_NOT")):
         return True
-    if re.search("JUMP.*_IF_", instruction):  # as in `if loss > 3`; Python looks for signals where it jumps back
+    if re.search("JUMP.*_IF_", instruction):  # as in `if loss > 3`; at backward jumps, Python handles signals
         return "BACKWARD" not in instruction
     return not _WAIT.isdisjoint(_called(frame))
 
 
 def _called(frame: FrameType) -> set[str]:
-    """Return the name of the function that a frame is calling; before Python 3.11, all that its line calls."""
+    """Return the name of the function that a frame is calling; before Python 3.11, all functions called in its line."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     if sys.version_info < (3, 11):
         return set(re.findall(r"(\w+)\(", "".join(lines[frame.f_lineno - 1 : frame.f_lineno])))
     try:
         call = ast.parse(f"({_source(frame, lines)})", mode="eval").body
-    except (SyntaxError, ValueError):  # the file has changed since
+    except (SyntaxError, ValueError):  # the file has changed since it was imported
         return set()
     function = call.func if isinstance(call, ast.Call) else None
     return {getattr(function, "attr", getattr(function, "id", ""))}
@@ -117,17 +119,17 @@ def _source(frame: FrameType, lines: list[str]) -> str:
 
 
 def collectives_entered() -> dict[str, int]:
-    """Return how many collectives this process has entered in each of its process groups, by the group's name.
+    """Return the number of collectives that this process has entered, by the name of the process group.
 
-    NCCL is asynchronous: a rank enters a collective and goes on until something needs its result. So the rank that the
-    others wait for has entered fewer collectives than they have. Reading the numbers waits for no device. They are
-    those of torch's flight recorder.
+    NCCL is asynchronous: a rank enters a collective and continues until an operation needs the result. So a rank that
+    the others wait for has entered fewer collectives than they have. The numbers are those of torch's flight recorder;
+    reading them does not wait for a device.
     """
-    from torch.distributed.distributed_c10d import _world  # here: a start that is refused imports no torch
+    from torch.distributed.distributed_c10d import _world  # here: a refused start does not import torch
 
     found: dict[str, int] = {}
     for group in list(_world.pg_map):
-        with contextlib.suppress(RuntimeError):  # a back-end that does not count
+        with contextlib.suppress(RuntimeError):  # a backend that does not count collectives
             backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
             counts = [one._get_sequence_number_for_group() for one in backends.values()]  # type: ignore[attr-defined]  # torch's stub lacks it
             found[group.group_name] = sum(counts)

@@ -1,4 +1,4 @@
-"""Callbacks that end a run at the end of a step: on a signal, or for a loss that is not finite."""
+"""Callbacks that end a run after a step: on a signal, or because a loss is not finite."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from lightswitch.process import REQUEUED, Signals
 from lightswitch.strategies.writes import CarriesWrites
 
 log = logging.getLogger(__name__)
-# if ranks received different signals, the last of these counts: notice of a time limit asks to requeue
+# if ranks received different signals, the last of these counts: notice of a time limit requests a requeue
 _RANKING = (None, signal.SIGINT, signal.SIGTERM, *REQUEUED)
 _ROUND_SECONDS = 0.25
-_MOST_STEPS = 16  # of a round: the next steps may be longer
+_MOST_STEPS = 16  # in a round: later steps may take longer
 
 
 class Preemption(Callback):
-    """End training with `Stopped` once any rank has received a signal, between optimizer steps or validation batches.
+    """Callback that saves a checkpoint and ends training with `Stopped` once any rank has received a signal.
 
-    All ranks agree on the step and the signal, as they save the checkpoint together: after the step in which the signal
-    came, or the next one, or within half a second where steps are shorter; one more where the strategy would lose what
-    a training step writes to weights, and has not looked at the last one.
+    Training ends between optimizer steps or validation batches. All ranks agree on the step and the signal, since they
+    save the checkpoint together: after the step in which the signal arrived, or the next one, or within half a second
+    if steps are shorter. It is one step later if the strategy would lose what a training step writes to the weights,
+    and has not checked the last step for such writes.
     """
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
         self._rounds: Rounds
-        self._agreed = 0.0  # a signal that the run ends by, once a step was looked at
-        self._common_batches = 0  # of a validation: ranks may have different numbers
+        self._agreed = 0.0  # index of the signal to end by, once the strategy has checked a step
+        self._common_batches = 0  # validation batches left that all ranks have
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._signals.catch(trainer.is_global_zero)
-        # Lightning saves and broadcasts inside handlers, and asks at each batch, over the GPUs, whether one has run
+        # Lightning saves and broadcasts in signal handlers, and at each batch broadcasts over the GPUs whether one ran
         patches.replace(trainer._signal_connector, "register_signal_handlers", _nothing)
         patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
         if self._ranks is None and trainer.world_size > 1:
@@ -60,10 +61,10 @@ class Preemption(Callback):
         self._rounds, self._agreed = Rounds(self._ranks), 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_step(trainer)  # before the hooks of others, which are called again where the run goes on
+        self._start_step(trainer)  # before other callbacks' hooks, which run again on resuming
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx and batch_idx % trainer.accumulate_grad_batches == 0:  # all hooks of the step before have run
+        if batch_idx and batch_idx % trainer.accumulate_grad_batches == 0:  # all hooks of the previous step have run
             self._start_step(trainer)
 
     def _start_step(self, trainer: Trainer) -> None:
@@ -93,14 +94,14 @@ class Preemption(Callback):
             _end_if_asked(trainer, self._most(self._asked))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signals.obey()  # all is written; what follows can be done again
+        self._signals.obey()  # everything is saved; what follows can be repeated
 
     @property
     def _asked(self) -> int:
         return _RANKING.index(self._signals.received)
 
     def _most(self, number: float) -> float:
-        """Return the largest number of all ranks."""
+        """Return the largest number over all ranks. Collective."""
         if self._ranks is None:
             return number
         together = torch.tensor(number, dtype=torch.float64)
@@ -116,7 +117,7 @@ def _end_if_asked(trainer: Trainer, asked: float) -> None:
 
 
 def _save(trainer: Trainer) -> None:
-    if not trainer.checkpoint_callbacks:  # the run was asked for none
+    if not trainer.checkpoint_callbacks:  # the run is configured without checkpoints
         return
     given = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints))
     last = next(given, None) or LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)
@@ -133,29 +134,29 @@ def _nothing() -> None:
 
 
 class Rounds:
-    """Rounds of a training run, each of which ends before the same step on every rank.
+    """Rounds of training steps, each with one exchange of numbers; every rank ends a round before the same step.
 
-    A round begins while the optimizer steps, and its result is read before the next step, so that ranks hardly wait for
-    one another: over many nodes, an exchange takes long. Where steps are short, a round is a quarter of a second of
-    them, or 16, by the time that the slowest rank took for the last ones.
+    The exchange starts while the optimizer steps and is read before the next step, so ranks hardly wait for one
+    another, though an exchange takes long over many nodes. If steps are short, a round has as many as fit into 0.25 s,
+    at most 16, as measured on the slowest rank in the previous round.
 
     Args:
-        ranks: None for a process that is alone.
+        ranks: the process group of all ranks; None for a single process.
     """
 
     def __init__(self, ranks: dist.ProcessGroup | None) -> None:
         self._ranks = ranks
         self._steps = self._steps_left = 1
-        self._ended_seconds = -math.inf  # how long a step takes is not known yet: the next round is one step
+        self._ended_seconds = -math.inf  # the duration of a step is unknown: the next round is one step
         self._exchange: tuple[torch.Tensor, dist.Work] | None = None
 
     def end_before_step(self) -> bool:
-        """Count a step that is to start, and return whether the round is to end before it."""
+        """Count a step that is about to start, and return whether the round ends before it."""
         self._steps_left -= 1
         return self._steps_left <= 0
 
     def begin(self, number: float) -> None:
-        """Give this rank's number, if the round ends before the next step. Collective; waits for no rank."""
+        """Start exchanging the ranks' numbers, if the round ends before the next step. Collective; does not wait."""
         if self._ranks is None or self._exchange is not None or self._steps_left > 1:
             return
         seconds_a_step = (perf_counter() - self._ended_seconds) / self._steps
@@ -164,7 +165,7 @@ class Rounds:
         self._exchange = given, work
 
     def end(self, number: float) -> float:
-        """Return the largest of the ranks' numbers, of this rank's the one that it gave when the round began."""
+        """End the round, and return the largest number over the ranks, as given when the exchange began. Collective."""
         self.begin(number)
         if self._exchange is None:
             return number
@@ -183,25 +184,25 @@ _ADVICE = (
 
 
 class FiniteLoss(Callback):
-    """Callback that looks whether each loss is finite, before its backward pass.
+    """Callback that checks before each backward pass whether the loss is finite.
 
-    On a GPU, which that would make wait, the losses are looked at together: at each logged step, and before a
-    checkpoint is saved. No checkpoint is saved whose weights are not finite.
+    On a GPU, where each check would synchronize, `stop` checks the losses together, at each logged step and before a
+    checkpoint is saved. A checkpoint with weights that are not finite is never saved.
 
     Args:
-        batch: which knows where in training the run is.
-        on_nan: stop the run; or skip, which leaves out the optimizer step of a loss that is not finite on any rank, and
-            looks at each.
+        batch: describes the run's position in training.
+        on_nan: `stop` ends the run; `skip` checks every loss, and leaves out the optimizer step if the loss is not
+            finite on any rank.
 
     Raises:
-        NotFinite: in any hook, on the rank whose loss it is.
+        NotFinite: in any hook, on the rank with the bad loss or weights.
     """
 
     def __init__(self, batch: GlobalBatch, on_nan: Literal["stop", "skip"]) -> None:
         self._batch = batch
         self._skips = on_nan == "skip"
-        self._waiting: list[tuple[str, Tensor]] = []  # where each loss was, and the loss, until it is looked at
-        self._is_bad = False  # a loss of this step, on this rank
+        self._waiting: list[tuple[str, Tensor]] = []  # losses not yet checked, with their positions
+        self._is_bad = False  # whether a loss of this step on this rank is not finite
         self._skipped_steps = 0
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -211,7 +212,7 @@ class FiniteLoss(Callback):
             if not math.isfinite(value := loss.item()):
                 raise self._error(trainer, value, self._batch.describe_position(trainer, most_samples=8))
         else:
-            kept = loss.detach().clone()  # the next step of a CUDA graph writes its loss to the same place
+            kept = loss.detach().clone()  # the next step of a CUDA graph overwrites the loss
             self._waiting.append((f"in step {trainer.global_step}", kept))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -225,11 +226,11 @@ class FiniteLoss(Callback):
         if not bad.item():
             return
         self._tell_skipped(trainer)
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:  # leaves such a step out by itself
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:  # it skips such a step itself
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None  # which an optimizer leaves as it is
+                parameter.grad = None  # an optimizer skips a parameter without a gradient
 
     def _tell_skipped(self, trainer: Trainer) -> None:
         self._skipped_steps += 1
@@ -238,7 +239,7 @@ class FiniteLoss(Callback):
             log.warning("skips      step %d, whose loss is not finite%s", trainer.global_step, count)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if not pl_module.automatic_optimization:  # several optimizers may have stepped by the same loss
+        if not pl_module.automatic_optimization:  # several optimizers may step with the same loss
             self._is_bad = False
         if self._waiting and trainer._logger_connector.should_update_logs:
             self._look(trainer)
@@ -250,7 +251,7 @@ class FiniteLoss(Callback):
             raise NotFinite(f"{name} is not finite, and no checkpoint is saved of it, {where}; {_ADVICE}")
 
     def _look(self, trainer: Trainer) -> None:
-        """Look at the losses that wait, which synchronises with the device."""
+        """Check the stored losses, which synchronizes with the device."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -267,7 +268,7 @@ class FiniteLoss(Callback):
 
 @torch.no_grad()
 def _not_finite(module: LightningModule) -> str | None:
-    """Return the name of the first parameter that is not finite, as far as this process holds it."""
+    """Return the name of the first parameter whose local tensor is not finite; None if all are finite."""
     held = {
         name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
         for name, parameter in module.named_parameters()
@@ -277,6 +278,6 @@ def _not_finite(module: LightningModule) -> str | None:
     if not names:
         return None
     norms = torch._foreach_norm([held[name] for name in names])
-    # some may be on the host, where a strategy offloads the others
+    # some may be on the host: strategies may offload parameters
     finite = torch.stack([norm.float().cpu() for norm in norms]).isfinite().tolist()
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

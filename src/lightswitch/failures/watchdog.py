@@ -1,7 +1,7 @@
 """The watchdog over the ranks of a run: if one fails, hangs or is lost, all end soon, with a message that names it.
 
-A thread in each rank talks to the hub in rank 0 (hub.py) over a socket of its own, as the process group's means (a
-store, a collective) may block forever just when they are needed. hub.py holds the rules, as pure functions.
+A thread in each rank communicates with the hub in rank 0 (hub.py) over a separate socket: the process group's store
+and collectives may block forever when a rank fails. The rules are pure functions in hub.py.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _REACH_SECONDS = 10.0
 T = TypeVar("T")
 _CONNECT_SECONDS = 30.0
 _RETRY_SECONDS = 0.1
-_VERDICT_SECONDS = 5.0  # beyond what the hub waits for an answer, until its verdict is here
-_PARTING_SECONDS = 1.0  # for ranks that know that the run is over
-_GRACE_SECONDS = 10.0  # to end by itself: a checkpoint may be half-written, a logger's file not flushed
+_VERDICT_SECONDS = 5.0  # to wait for the hub's verdict after ANSWER_SECONDS
+_PARTING_SECONDS = 1.0  # for the other ranks to disconnect at the end of the run
+_GRACE_SECONDS = 10.0  # for a rank to end by itself: it may be writing a checkpoint or a logger's file
 
 
 class Watchdog(Callback):
-    """Join the watchdog once ranks form a group, count the batches begun, and report an error before the teardown.
+    """Callback that joins the watchdog, counts the batches begun, and reports an error before the teardown.
 
     A run of one process has no watchdog, only a crash report.
 
     Args:
-        advise: returns what to try next where memory has run out.
+        advise: returns what to try next after memory has run out.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Watchdog(Callback):
         self._trainer: Trainer
 
     def join(self, trainer: Trainer) -> None:
-        """Connect this rank to the hub. Collective: once the group exists, before the user's code runs in it."""
+        """Connect this rank to the hub. Collective: call it once the process group exists, before user code."""
         self._trainer = trainer
         if self._member is not None:
             return
@@ -104,10 +104,10 @@ class Watchdog(Callback):
             strategy.ranks_hear_of_failures = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._moved()  # preparing the data may have taken long
+        self._moved()  # preparing the data may take long
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Stopped) and self.run.signals.is_deferred:  # the ranks have agreed on it
+        if isinstance(exception, Stopped) and self.run.signals.is_deferred:  # all ranks have agreed to stop
             self.run.process.leave_watchdog()
         elif isinstance(exception, Stopped):
             self.run.process.stop_all_ranks(exception)
@@ -117,7 +117,7 @@ class Watchdog(Callback):
             self._report(exception, trainer)  # launch/ending does the rest, and Python prints the traceback
 
     def failure(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Report this rank's error to the others, and return the run's first failure, which may be another rank's."""
+        """Report this rank's error to the hub, and return the run's first failure, which may be another rank's."""
         member = self._member
         if member is None:
             return self._report(error, trainer)
@@ -130,7 +130,7 @@ class Watchdog(Callback):
         return watchdog if isinstance(watchdog, Member) else None
 
     def _report(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Write the crash report of a rank that is alone, or not connected to the others."""
+        """Write the crash report of a rank that has no connection to the hub, and return its failure."""
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
         if own.lacks_memory:
@@ -152,7 +152,7 @@ class Watchdog(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and not trainer.interrupted:
-            self.run.process.leave_watchdog()  # this process ends with the stage
+            self.run.process.leave_watchdog()  # a spawned process ends with the stage
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._step()
@@ -173,7 +173,7 @@ class Watchdog(Callback):
         self._moved()
 
     def _step(self) -> None:
-        if not self.run.process.steps_have_begun.is_set():  # `set` wakes who waits, and takes a lock for that
+        if not self.run.process.steps_have_begun.is_set():  # `set` takes a lock; avoid that in each step
             self.run.process.steps_have_begun.set()
         self._moved()
 
@@ -197,7 +197,7 @@ class Watchdog(Callback):
 
 
 def _hosts_and_routes(trainer: Trainer, address: str, port: int) -> tuple[list[str], list[Route | None]]:
-    """Return the machine of every rank, and the route from every rank but the first to that one. Collective."""
+    """Return the host name of every rank, and the route from every other rank to rank 0. Collective."""
     of_ranks: list[Any] = [None] * trainer.world_size
     own = None if trainer.is_global_zero else route_to(address, port, _REACH_SECONDS)
     torch.distributed.all_gather_object(of_ranks, (node_name(), own))
@@ -205,11 +205,11 @@ def _hosts_and_routes(trainer: Trainer, address: str, port: int) -> tuple[list[s
 
 
 class Member:
-    """A rank's connection to the hub, served by a thread of its own.
+    """A rank's connection to the hub, served by a separate thread.
 
     Args:
         process: of this rank.
-        answer: called with the first failure of the run, in another thread, before the rank is ended.
+        answer: called with the run's first failure, in another thread, before this rank ends.
     """
 
     def __init__(self, rank: Rank, timeouts: Timeouts, process: Process, answer: Callable[[Failure], None]) -> None:
@@ -228,7 +228,7 @@ class Member:
         self._thread.start()
 
     def open_hub(self, routes: Sequence[Route | None]) -> tuple[str | None, int, str]:
-        """Open the hub in this rank; return its address (None: every one of this node), its port, and its token.
+        """Open the hub in this rank; return its address (None: all addresses of this node), its port and its token.
 
         Args:
             routes: from every other rank to this one.
@@ -239,10 +239,10 @@ class Member:
         return address, listener.getsockname()[1], self._hub.auth.token
 
     def join(self, first: Rank, address: str, port: int, token: str) -> None:
-        """Connect to the hub, and send it progress from now on.
+        """Connect to the hub, and start sending this rank's progress to it.
 
         Args:
-            first: rank 0, where the hub is.
+            first: rank 0, which runs the hub.
 
         Raises:
             OSError, TimeoutError: the hub can't be reached.
@@ -251,7 +251,7 @@ class Member:
         self._do(self._join(address, port, token))
 
     def fail(self, failure: Failure) -> Failure:
-        """Report this rank's failure, and return the first failure of the run, which may be another's."""
+        """Report this rank's failure, and return the run's first failure, which may be another rank's."""
         self._do(self._say(failure=asdict(shortened(failure))))
         if not self._done.wait(ANSWER_SECONDS + _VERDICT_SECONDS):
             self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
@@ -259,7 +259,7 @@ class Member:
         return self.verdict or failure
 
     def leave(self) -> None:
-        """End the watchdog, once the run is done. All ranks wait for the last: schedulers may kill ranks left over.
+        """End the watchdog at the end of the run. All ranks wait for the last: schedulers may kill the remaining ranks.
 
         Raises:
             Ended: the run has failed.
@@ -275,7 +275,7 @@ class Member:
         self._thread.join()
 
     def stop(self, stopped: Stopped) -> None:
-        """Have all ranks end as this one does, by a signal that it alone may have received."""
+        """End all ranks for a signal that possibly only this rank has received."""
         self.fail(Failure(f"stopped    by {stopped.by.name}", exit_code=stopped.exit_code, rank=self.rank.number))
         if self._timer is not None:  # this rank ends by itself
             self._timer.cancel()
@@ -304,12 +304,12 @@ class Member:
         return False
 
     async def _say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # `_listen` finds that the hub is gone
+        with contextlib.suppress(OSError):  # `_listen` detects that the hub is unreachable
             self._writer.write(json.dumps(message).encode() + b"\n")
             await self._writer.drain()
 
     async def _close(self) -> None:
-        """Hang up, and end all tasks: Python would tell those that are pending when the loop has stopped."""
+        """Disconnect, and end all tasks: Python warns of tasks left pending when the loop has stopped."""
         for task in self._tasks:
             task.cancel()
         self._writer.close()
@@ -326,7 +326,7 @@ class Member:
 
     async def _listen(self) -> None:
         lost = WITHOUT_MESSAGE
-        silence_seconds = 1.5 * self.timeouts.lost_after_seconds  # where the network is cut, rank 0 speaks first
+        silence_seconds = 1.5 * self.timeouts.lost_after_seconds  # if the network fails, rank 0 reports first
         try:
             while line := await asyncio.wait_for(self._reader.readline(), silence_seconds):
                 message = json.loads(line)
@@ -340,7 +340,7 @@ class Member:
                     return
         except asyncio.TimeoutError:
             lost = f"was lost: nothing heard for {silence_seconds:g} s"
-        except ConnectionResetError:  # as at the end of a process that has left something unread
+        except ConnectionResetError:  # the other process ended with unread data in its socket
             pass
         except OSError as error:
             lost = f"was lost: {error.strerror}"
@@ -351,11 +351,11 @@ class Member:
             return
         self.verdict = failure
         self.process.has_failed.set()
-        # whatever blocks, here or in the main thread
+        # ends the process even if this thread or the main thread blocks
         self._timer = timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
         timer.daemon = True
         timer.start()
-        # in a thread of its own: in rank 0, this one serves the hub
+        # in a separate thread: in rank 0, this thread serves the hub
         Thread(target=self._report_verdict, name="crash report", daemon=True).start()
 
     def _report_verdict(self) -> None:

@@ -1,1 +1,1 @@
-"""A project of one's own, made from a checkout of lightswitch, and a newer engine put into it."""
+"""Creation of a separate project (a fork) from a checkout of lightswitch, and updates of its engine."""

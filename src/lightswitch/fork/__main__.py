@@ -1,10 +1,10 @@
-"""Make a git repository of one commit, in which the package is named NAME and the engine trains its models.
+"""Make a git repository of one commit: a new project with the package NAME and the engine that trains its models.
 
 python -m lightswitch.fork birdsong ../birdsong
 python -m lightswitch.fork birdsong ../birdsong --bare
 python -m lightswitch.fork birdsong . --engine=package --engine-from=git+https://host/lightswitch@v0.1.0
 
-INTO is a folder that is empty or not there yet; `.` makes the project of the checkout itself, on a new branch.
+INTO is a new or empty folder; `.` turns the checkout itself into the project, on a new branch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from lightswitch.errors import Command, Refused
 from lightswitch.fork import engine, repository, tree
 
-_TAKEN = ("lightswitch", "tests", "train", "conf", "src", "slurm")  # what lies, or is imported, beside the package
+_TAKEN = ("lightswitch", "tests", "train", "conf", "src", "slurm")  # folders and modules beside the package
 _IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "scikit-learn": "sklearn", "protobuf": "google"}
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
+    """Run the command; on an error, print one line to stderr and exit with code 2."""
     parser = _parser()
     asked = parser.parse_args(words)
     try:
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(asked: argparse.Namespace) -> None:
-    if not asked.name or not asked.into:  # as make hands them on where they were not typed
+    if not asked.name or not asked.into:  # make passes empty strings for arguments that were not typed
         raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
     root, into = repository.root(), Path(asked.into)
     check_name(asked.name, root)
@@ -80,7 +80,7 @@ def check_name(name: str, root: Path) -> None:
     """Check that a fork's package may have a name.
 
     Raises:
-        Refused: it is no name of a package, or another has it.
+        Refused: it is not a valid package name, or is already in use.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise Refused(f"{name} is no name of a Python package; use lower-case letters, digits and _, as in bird_song")
@@ -93,14 +93,14 @@ def check_name(name: str, root: Path) -> None:
 
 
 def _pinned(root: Path) -> set[str]:
-    """Return the names of the packages that the project installs, which may not have been yet."""
+    """Return the import names of the packages that the project installs, whether installed yet or not."""
     pins = re.findall(r"^([\w.-]+)==", (root / "constraints.txt").read_text(), re.MULTILINE)
     return {_IMPORTED_AS.get(pin.lower(), pin.lower().replace("-", "_")) for pin in pins}
 
 
 def _is_installed(name: str, root: Path) -> bool:
     found = find_spec(name)
-    if found is None or found.origin is None:  # a folder without code counts for nothing
+    if found is None or found.origin is None:  # a folder without code is ignored
         return False
     return not Path(found.origin).resolve().is_relative_to(root)
 

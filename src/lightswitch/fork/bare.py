@@ -1,9 +1,9 @@
-"""Remove the examples that a fork was made with, and nothing that is its own.
+"""Remove the examples that came with a fork, and no file of your own.
 
 python -m lightswitch.fork.bare
 
-What was changed here stays, and so does what files of the fork's own need. The defaults of config.yaml have to be its
-own before.
+Examples that you have changed, or that your own files need, stay. First replace the defaults in conf/config.yaml that
+are examples.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightswitch.errors import Command, Refused, listed
 from lightswitch.fork import engine
 
 MANIFEST = ".examples.json"
-_READ = (".py", ".yaml")  # files that name others
+_READ = (".py", ".yaml")  # suffixes of files that may refer to others
 
 
 def main() -> None:
-    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
+    """Run the command; on an error, print one line to stderr and exit with code 2."""
     parser = Command("lightswitch.fork.bare", __doc__)
     parser.parse_args()
     try:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def manifest(examples: Mapping[str, bytes], replaced: Mapping[str, tuple[bytes, bytes]]) -> bytes:
-    """Return the list of what a fork was made with: examples, and the files of which a bare fork has another form.
+    """Return the manifest of the examples in a fork, and of the files that are different in a fork without examples.
 
     Args:
         examples: contents by path.
@@ -48,10 +48,10 @@ def manifest(examples: Mapping[str, bytes], replaced: Mapping[str, tuple[bytes, 
 
 
 def remove(fork: Path) -> list[str]:
-    """Remove the examples below a folder, and return what to print.
+    """Remove the examples below a folder, and return the lines to print.
 
     Raises:
-        Refused: there are none, or a default of config.yaml is one of them.
+        Refused: the folder has no list of examples, or a default of config.yaml is an example.
     """
     listing = fork / MANIFEST
     if not listing.is_file():
@@ -102,7 +102,8 @@ def _check_defaults(fork: Path, going: Iterable[str]) -> None:
 
 
 def _needed(fork: Path, going: Iterable[str], without: Mapping[str, str]) -> dict[str, str]:
-    """Return which of the examples the files that stay name, or need by way of others, each with who does."""
+    """Return the examples that the remaining files refer to, directly or through other examples, each with the
+    reason."""
     texts = {path: without.get(path) or (fork / path).read_text(errors="replace") for path in _files(fork)}
     left, needed = set(going), dict[str, str]()
     while True:
@@ -126,7 +127,7 @@ def _files(fork: Path) -> list[str]:
 
 
 def _named(path: str, other: str) -> str:
-    """Return the pattern by which another file names an example: a choice of conf, or a module."""
+    """Return a pattern that finds references to an example in another file: to a choice of conf, or to a module."""
     place = PurePosixPath(path)
     near = place.parent == PurePosixPath(other).parent
     if place.suffix == ".yaml":
@@ -139,7 +140,7 @@ def _named(path: str, other: str) -> str:
 
 
 def _remove_empty(fork: Path, folder: Path) -> None:
-    """Remove a folder, and those above it, that hold nothing but what Python has compiled."""
+    """Remove a folder and its parents while they are empty except for compiled Python files."""
     while folder != fork and all(path.name == "__pycache__" for path in folder.iterdir()):
         for compiled in folder.rglob("*.pyc"):
             compiled.unlink()

@@ -1,4 +1,4 @@
-"""The engine in a fork: a folder with a manifest of what is in it, or a requirement of pip's."""
+"""The engine in a fork: a folder with a manifest of its files, or a pip requirement."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NOT_OF_IT = ("__pycache__", ".mypy_cache")
 
 
 def requirement(source: str | None) -> str:
-    """Return what pip is asked for: a version, the path of a wheel, or a git address with the commit that REF is now.
+    """Return the pip requirement of a version, a wheel, or a git address, whose REF is pinned to its current commit.
 
     Raises:
-        Refused: it is none of them, or git finds no such commit there.
+        Refused: it is none of these, the wheel does not exist, or git finds no such commit.
     """
     if source is None:
         raise Refused("--engine=package needs --engine-from=VERSION, the path of a wheel, or git+https://…@REF")
@@ -42,35 +42,35 @@ def is_git(source: str) -> bool:
 
 
 def split_git(source: str) -> tuple[str, str]:
-    """Return the address of a repository and the tag, branch or commit behind its last `@`, or nothing."""
+    """Return the address of a repository, and the tag, branch or commit after its last `@`, or an empty string."""
     address, at, ref = source.removeprefix("git+").rpartition("@")
-    if not at or "/" not in address:  # an @ of its own, as in git@host:path
+    if not at or "/" not in address:  # an @ of the address, as in git@host:path
         return source.removeprefix("git+"), ""
     return address, ref
 
 
 def is_of_this_machine(pin: str) -> bool:
-    """Return whether a requirement is a path."""
+    """Return whether a requirement is a path on this machine."""
     return re.match(r"lightswitch @ (git\+)?file:", pin) is not None
 
 
 def manifest(files: Mapping[str, bytes], pages: Mapping[str, bytes], version: str, commit: str) -> bytes:
-    """Return the manifest of a folder: version, commit and the SHA-256 of every file, by its path there.
+    """Return the engine's manifest: version, commit, and the SHA-256 of every file by its path in the folder.
 
     Args:
-        pages: the documents, by their paths in their own folder.
+        pages: contents of the documents, by path in their folder.
     """
     found = {"version": version, "commit": commit, "files": digests(files), "docs": digests(pages)}
     return (json.dumps(found, indent=1) + "\n").encode()
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the SHA-256 of contents, by path."""
+    """Return the SHA-256 of each file's content, by path."""
     return {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Return every file of the folder but the manifest and what Python and its tools left there."""
+    """Return the contents of a folder's files by path, without the manifest and the caches of Python tools."""
     found = {}
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
@@ -80,13 +80,13 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def changed(folder: Path) -> list[str]:
-    """Return the paths in the folder of the files that are not as the manifest has them."""
+    """Return the paths of the files in the folder that differ from the manifest, including new and missing files."""
     expected = named_in_manifest(folder)
     found = digests(read(folder))
     return sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
 
 
 def named_in_manifest(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file that the manifest has, by its path in the folder."""
+    """Return the SHA-256 of each file in the manifest, by its path in the folder."""
     files: dict[str, str] = json.loads((folder / MANIFEST).read_text())["files"]
     return files

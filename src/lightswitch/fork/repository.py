@@ -1,4 +1,4 @@
-"""Git repositories: the checkout that a fork is made from, and the fork's own, in one commit."""
+"""Git operations on the checkout that a fork is made from, and on the fork's repository of one commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def root() -> Path:
     """Return the folder of the checkout.
 
     Raises:
-        Refused: this is none: the engine was installed, or is in a fork already.
+        Refused: there is no checkout: the engine is an installed package, or part of a fork.
     """
     found = Path(__file__).resolve().parents[3]
     if not (found / "template").is_dir() or not (found / ".git").exists():
@@ -25,13 +25,13 @@ def root() -> Path:
 
 
 def git(root: Path, *arguments: str, given: str | None = None) -> str:
-    """Run git in a folder and return what it prints.
+    """Run git in a folder and return its output.
 
     Args:
-        given: its standard input.
+        given: text for its standard input.
 
     Raises:
-        Refused: with the first error that git tells, or the last line of what it says.
+        Refused: git is missing, or fails; with its first error, or the last line of its output.
     """
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], input=given, capture_output=True, text=True)
@@ -42,16 +42,16 @@ def git(root: Path, *arguments: str, given: str | None = None) -> str:
         at = next((at for at, line in enumerate(told) if line.startswith(("fatal:", "error:"))), len(told) - 1)
         line = (
             " ".join(map(str.strip, told[at : at + 2])) if told[at].endswith(":") else told[at]
-        )  # the first of a list
+        )  # with the first entry of a list
         raise Refused(f"git {arguments[0]}: {line.removeprefix('fatal: ').removeprefix('error: ')}")
     return done.stdout
 
 
 def check_clean(root: Path) -> None:
-    """Check that a fork of the last commit is a fork of what is here, whatever git is told to leave out.
+    """Check that the working tree equals the last commit, including files that git status does not compare.
 
     Raises:
-        Refused: something is not committed, or git was told not to look at it.
+        Refused: a change is not committed, or git was told to ignore changes of a file.
     """
     listed_by_git = git(root, "ls-files", "-v", "-z").split("\0")
     if unseen := [entry[2:] for entry in listed_by_git if entry and (entry[0] == "S" or entry[0].islower())]:
@@ -63,10 +63,10 @@ def check_clean(root: Path) -> None:
 
 
 def check_kept(root: Path) -> None:
-    """Check that a branch or a tag keeps the commits that are checked out, once another branch is.
+    """Check that a branch or a tag contains the current commit, so that it stays reachable from there.
 
     Raises:
-        Refused: HEAD is detached, and none has them.
+        Refused: HEAD is detached, and no branch or tag contains it.
     """
     if not git(root, "branch", "--show-current").strip() and not git(root, "for-each-ref", "--contains=HEAD").strip():
         raise Refused("found commits that are on no branch; name one for them first: git branch NAME")
@@ -81,22 +81,22 @@ def commit(root: Path) -> str:
 
 
 def origin(root: Path) -> str:
-    """Return the address of the remote repository `origin`, or nothing without one."""
+    """Return the address of the remote repository `origin`, or an empty string without one."""
     return git(root, "remote", "get-url", "origin").strip() if "origin" in git(root, "remote").split() else ""
 
 
 def commit_at(address: str, ref: str) -> str:
-    """Return the commit that a tag, a branch or a commit of a repository is now; of its newest without one.
+    """Return the commit hash of a tag, a branch or a commit in a repository; of its HEAD if `ref` is empty.
 
     Raises:
-        Refused: it can't be reached, or has none of that name.
+        Refused: the repository can't be reached, or has no such tag, branch or commit.
     """
     if re.fullmatch(r"[0-9a-f]{40}", ref):
         return ref
-    lines = git(Path(), "ls-remote", address).splitlines()  # asked for main, git also gives feature/main
+    lines = git(Path(), "ls-remote", address).splitlines()  # given main, git would also list feature/main
     commits = {name: commit for commit, name in (line.split("\t") for line in lines)}
     tag = f"refs/tags/{ref}"
-    for name in (f"{tag}^{{}}", tag, f"refs/heads/{ref}", ref or "HEAD"):  # ^{}: what an annotated tag is of
+    for name in (f"{tag}^{{}}", tag, f"refs/heads/{ref}", ref or "HEAD"):  # ^{}: the commit of an annotated tag
         if name in commits:
             return commits[name]
     raise Refused(f"found no {ref or 'commit'} in {address}; name a tag, a branch or a commit of 40 digits")
@@ -120,7 +120,7 @@ def check_empty(into: Path, root: Path) -> None:
     """Check that a fork can be made in a folder.
 
     Raises:
-        Refused: it holds files, or lies in the checkout.
+        Refused: it is not empty, is a file, or is inside the checkout.
     """
     if into.resolve().is_relative_to(root):
         raise Refused(f"{into} lies in the checkout; name a folder beside it, as ../{into.name}, or . for the whole")
@@ -131,10 +131,10 @@ def check_empty(into: Path, root: Path) -> None:
 
 
 def create(into: Path, name: str, files: Mapping[str, File], of: Path | None = None) -> None:
-    """Make a repository of one commit that holds the files.
+    """Make a repository with the files in a single commit.
 
     Args:
-        of: the repository whose author it is by; None for its own.
+        of: the repository whose author the commit gets; None for the new one.
     """
     into.mkdir(parents=True, exist_ok=True)
     git(into, "init", "--quiet", "--initial-branch=main")
@@ -145,12 +145,14 @@ def create(into: Path, name: str, files: Mapping[str, File], of: Path | None = N
 
 
 def replace(root: Path, name: str, files: Mapping[str, File]) -> None:
-    """Check the files out on a branch without a past; the one that was checked out stays as it is.
+    """Check the files out on a new branch without history; the previous branch stays unchanged.
 
-    The commit is made elsewhere, so that git, which checks it out, knows all that it would write over before it does.
+    The commit is made in a temporary repository, so that git knows every file that the checkout would overwrite in
+    advance.
 
     Raises:
-        Refused: there is such a branch already, a file in the way, or a commit that no branch has; nothing is changed.
+        Refused: the branch already exists, a file is in the way, or no branch has the current commit; nothing is
+            changed.
     """
     check_kept(root)
     before = git(root, "ls-files", "-z").split("\0")
@@ -175,7 +177,7 @@ def write(root: Path, files: Mapping[str, File]) -> None:
 
 
 def _author(root: Path, name: str) -> list[str]:
-    """Return git's options that name the author of a repository; one of that name where git knows none."""
+    """Return git options with the author configured for a repository, or with `name` if none is configured."""
     try:
         found = re.match(r"(.*) <(.*)> ", git(root, "var", "GIT_COMMITTER_IDENT"))
     except Refused:
@@ -185,7 +187,7 @@ def _author(root: Path, name: str) -> list[str]:
 
 
 def _remove_bytecode(root: Path, folders: set[Path]) -> None:
-    """Remove what Python compiled, which would keep folders alive whose code is gone."""
+    """Remove compiled Python files, and the folders that are then empty because their code was removed."""
     for folder in sorted(folders, reverse=True):
         cache = root / folder / "__pycache__"
         for compiled in cache.glob("*.pyc"):

@@ -1,4 +1,4 @@
-"""The files of a fork, made from those of the checkout: what is taken, and what is written otherwise."""
+"""The files of a fork: those that it takes from the checkout, and how their text is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)"
 
 _AS_THEY_ARE = ("LICENSE", "constraints.txt")
 _NOT_OF_A_FORK = (
-    r"benchmarks|tests[./](?:engine|nightly)|lightswitch\.fork|docs/"  # what a target of make is left out for
+    r"benchmarks|tests[./](?:engine|nightly)|lightswitch\.fork|docs/"  # a target of make that mentions one is left out
 )
 _LINT = """\
 lint: $(INSTALLED) $(SCHEMAS) ## look for mistakes in the code; make lint STRICT=1 checks format, style and types, too
@@ -46,7 +46,7 @@ def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, Fil
         root: of the checkout.
         name: of the fork's package.
         bare: with one small model and dataset in place of the examples.
-        pin: the engine's requirement; None for its folder.
+        pin: pip requirement of the engine; None to include the engine's folder.
     """
     template = root / "template"
     taken = _chosen(repository.tracked(root), _listed(template / "taken.txt"))
@@ -69,7 +69,7 @@ def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, Fil
 
 
 def _listing(root: Path, fork: Fork, examples: list[str], files: dict[str, File]) -> dict[str, File]:
-    """Return the list of examples by which `make bare` knows them again."""
+    """Return the manifest by which `make bare` recognises the examples."""
     named = [renamed_path(path, fork.name) for path in examples]
     of_bare = [path for path in repository.tracked(root) if path.startswith("template/bare/")]
     replaced = {}
@@ -97,12 +97,12 @@ def _read(root: Path, paths: list[str]) -> dict[str, File]:
 def _edited(path: str, file: File, fork: Fork) -> File:
     try:
         return File(edited(path, file.content.decode(), fork).encode(), file.is_executable)
-    except UnicodeDecodeError:  # a picture
+    except UnicodeDecodeError:  # a binary file, such as an image
         return file
 
 
 def _engine(root: Path) -> dict[str, File]:
-    """Return the engine's folder as it is, with the changelog in it."""
+    """Return the files of the engine's folder, unchanged, with the changelog among them."""
     inside = [path for path in repository.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
     return _read(root, inside)
 
@@ -114,7 +114,8 @@ def _manifest(root: Path, files: dict[str, File], pages: dict[str, bytes]) -> di
 
 
 def documents(root: Path, name: str, there: Collection[str]) -> dict[str, bytes]:
-    """Return the documents of a checkout by their paths in FOLDER; a link to what a fork does not have is its text.
+    """Return the documents of a checkout by their paths in DOCUMENTS; links to files that a fork lacks become plain
+    text.
 
     Args:
         name: of the fork's package.
@@ -133,11 +134,11 @@ def documents(root: Path, name: str, there: Collection[str]) -> dict[str, bytes]
 
 
 def _linked(page: str, text: str, known: dict[str, str], name: str) -> str:
-    """Return the text of a page with its links as they are from its place in a fork.
+    """Return the text of a page with its links adjusted to its place in a fork.
 
     Args:
         page: its path in the checkout.
-        known: the path in the fork of each file that is there, by that in the checkout.
+        known: path in the fork of each file that the fork has, by path in the checkout.
     """
 
     folders = {str(parent) for one in known.values() for parent in PurePosixPath(one).parents}
@@ -159,10 +160,10 @@ class Fork:
     """Properties of a fork that the text of its files depends on.
 
     Attributes:
-        pin: the engine's requirement, or None where it is a folder.
-        removed: the paths of examples that were left out.
-        paths: of all files but the engine's, before their package is renamed.
-        defaults: the choices that conf/config.yaml makes, by group.
+        pin: pip requirement of the engine, or None if it is a folder.
+        removed: paths of the examples that are left out.
+        paths: of all files except the engine's, before their package is renamed.
+        defaults: the choices in the defaults of conf/config.yaml, by group.
     """
 
     name: str
@@ -176,7 +177,7 @@ class Fork:
         return bool(self.removed)
 
     def choice(self, group: str) -> str:
-        """Return the default of a group of configs, or its first where that was left out."""
+        """Return the default choice of a config group, or its first choice if the default was left out."""
         there = [choice for group_, choice in map(_config, self.paths) if group_ == group]
         return self.defaults[group] if self.defaults[group] in there else min(there)
 
@@ -186,7 +187,7 @@ def renamed_path(path: str, name: str) -> str:
 
 
 def edited(path: str, text: str, fork: Fork) -> str:
-    """Return the text of a file as the fork has it."""
+    """Return the text of a file with the changes for the fork."""
     if path in _AS_THEY_ARE:
         return text
     if path == "pyproject.toml":
@@ -211,18 +212,18 @@ def _renamed(text: str, name: str) -> str:
 
 
 def _sorted(imports: str) -> str:
-    """Return imports in the order that ruff wants, which is by the new name."""
+    """Return import lines in ruff's order, by the new name."""
     return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
 
 
 def _config(path: str) -> tuple[str, str]:
-    """Return the group and the choice of a config's path; nothing for another file's."""
+    """Return the group and the choice of a config file's path; empty strings for another file."""
     parts = PurePosixPath(path).parts
     return (parts[1], PurePosixPath(path).stem) if len(parts) == 3 and parts[0] == "conf" else ("", "")
 
 
 def _without_examples(text: str, fork: Fork) -> str:
-    """Return a text whose commands name no choice that was left out; one that would show it alone goes."""
+    """Return a text without the choices that were left out; a command that only demonstrates one is removed."""
     gone = [_config(path) for path in fork.removed if _config(path)[0] in ("model", "data", "experiment")]
     for _, choice in gone:  # an entry of a dict in Python
         text = re.sub(rf'^    "{choice}": \(.*?^    \),\n', "", text, flags=re.MULTILINE | re.DOTALL)
@@ -238,7 +239,8 @@ def _without_examples(text: str, fork: Fork) -> str:
 
 
 def _filled(text: str, fork: Fork) -> str:
-    """Return a template with its sections, {{#WHEN}} to {{/WHEN}}, kept or left out, and values for {{WORDS}}."""
+    """Return a template with each section from {{#WHEN}} to {{/WHEN}} included or removed, and each {{WORD}}
+    replaced."""
     shown = {"examples": not fork.is_bare, "bare": fork.is_bare, "folder": fork.pin is None, "package": bool(fork.pin)}
     for when, is_shown in shown.items():
         kept = r"\1" if is_shown else ""
@@ -250,11 +252,11 @@ def _filled(text: str, fork: Fork) -> str:
 
 
 def _without_lowest(makefile: str) -> str:
-    """Return a Makefile without what runs the engine's own tests on the lowest versions."""
+    """Return a Makefile without the targets that test the engine with the lowest versions of its dependencies."""
     makefile = re.sub(r"^test-lowest:.*\n(\t.*\n)+\n", "", makefile, flags=re.MULTILINE).replace(" test-lowest", "")
     for words in (" and the lowest", " $(LOWEST_INSTALLED):", " .venv-lowest"):
         makefile = makefile.replace(words, ":" if words.endswith(":") else "")
-    line = r"(?:[^\n]*\\\n)*[^\n]*\n"  # with those that continue it
+    line = r"(?:[^\n]*\\\n)*[^\n]*\n"  # with its continuation lines
     lines = re.findall(line, makefile)
     gone = {number for number, line in enumerate(lines) if "lowest" in line.lower()}
     gone |= {number - 1 for number in gone if number and lines[number - 1].startswith("#")}
@@ -298,7 +300,7 @@ def _pyproject(text: str, fork: Fork) -> str:
     text = _replaced(text, r'^files = \["src", ', f'files = ["src/{fork.name}", ')
     text = re.sub(r'^    "slurm: .*\n', "", text, flags=re.MULTILINE)
     text = _replaced(text, r"^testpaths = .*$", 'testpaths = ["tests"]')
-    text = _replaced(text, r'^    "error",\n', "")  # a warning of anyone's code is no failure
+    text = _replaced(text, r'^    "error",\n', "")  # in a fork, a warning fails no test
     packages = [f"{fork.name}*", *([] if fork.pin else ["lightswitch*"])]
     text = _replaced(text, r"^include = \[.*\]$", f"include = {packages}".replace("'", '"'))
     if fork.is_bare:
@@ -307,7 +309,7 @@ def _pyproject(text: str, fork: Fork) -> str:
 
 
 def _with_engine_as_package(text: str, pin: str) -> str:
-    """Return a pyproject.toml whose engine brings what it needs, as do its extras."""
+    """Return a pyproject.toml that requires the engine as a package, and takes dependencies and extras from it."""
     listed = "".join(f'    "{one}",\n' for one in (pin, "lightning", "numpy", "torch", "torchmetrics"))
     text = _replaced(text, r"^dependencies = \[\n(    .*\n)*\]\n", f"dependencies = [\n{listed}]\n")
     text = re.sub(r"^\[tool.setuptools.package-data\]\n.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -324,10 +326,10 @@ def with_pin(pyproject: str, pin: str) -> str:
 
 
 def _replaced(text: str, pattern: str, by: str | Callable[[re.Match[str]], str]) -> str:
-    """Return a text in which a pattern is replaced, once or more.
+    """Return a text in which every match of a pattern is replaced.
 
     Raises:
-        AssertionError: the pattern is not there, so that a fork would keep what it speaks of.
+        AssertionError: nothing matches, so the fork would keep the text that the pattern was meant for.
     """
     put = by if callable(by) else lambda _: by
     text, count = re.subn(pattern, put, text, flags=re.MULTILINE)

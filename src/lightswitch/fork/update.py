@@ -1,11 +1,11 @@
-"""Replace the engine of a fork by another, and say what is new in it and what the fork must change.
+"""Replace the engine of a fork by another version, and print what is new in it and what the fork must change.
 
 python -m lightswitch.fork.update ../lightswitch                          # a checkout
 python -m lightswitch.fork.update git+https://host/lightswitch@v0.2.0     # a git address, at a tag, branch or commit
-python -m lightswitch.fork.update lightswitch-0.2.0-py3-none-any.whl      # a wheel; or, of a package, a version
+python -m lightswitch.fork.update lightswitch-0.2.0-py3-none-any.whl      # a wheel; for a package, also a version
 
-Where the engine is the folder src/lightswitch, it is replaced whole, and not if it was changed here. Where it is a
-package, its requirement in pyproject.toml is replaced, and installed.
+An engine in the folder src/lightswitch is replaced as a whole, unless it was changed here. For an engine that is a
+package, its requirement in pyproject.toml is replaced and installed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lightswitch.fork.repository import File, write
 from lightswitch.fork.tree import with_pin
 from lightswitch.regular_files import make_tree, remove_tree
 
-_BESIDE = ("cloud", "conf", "slurm", "Makefile", "train.py")  # what a fork took once, and keeps as its own
+_BESIDE = ("cloud", "conf", "slurm", "Makefile", "train.py")  # copied into a fork once; the fork owns them
 
 
 def main() -> None:
-    """Run the command; it ends with exit code 2 and a line on stderr where it refuses."""
+    """Run the command; on an error, print one line to stderr and exit with code 2."""
     parser = Command("lightswitch.fork.update", __doc__)
     parser.add_argument("new", nargs="?", metavar="FROM", help="a checkout, a git address, a wheel or a version")
     new = parser.parse_args().new
-    if not new:  # also as make hands it on where it was not typed
+    if not new:  # make passes an empty string if it was not typed
         parser.error("name the new engine: make update-engine FROM=PATH, a wheel, or git+https://…@REF")
     try:
         _update(new, Path.cwd())
@@ -54,7 +54,7 @@ def _update(given: str, fork: Path) -> None:
         _replace_pin(given, pyproject)
     else:
         raise Refused(f"found neither {engine.FOLDER}/{engine.MANIFEST} nor a requirement of lightswitch in {fork}")
-    # by the new engine's own code, in a process that has not read the old one's
+    # with the new engine's code, in a process that has not imported the old one
     subprocess.run([sys.executable, "-m", "lightswitch.config.moved", "conf"], cwd=fork, check=False)
 
 
@@ -83,7 +83,7 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
 
 
 def _pages(new: Source, known: Mapping[str, str] | None, fork: Path) -> dict[str, bytes] | None:
-    """Return the documents of the new engine; None where it brings none, or the fork's are not as they came."""
+    """Return the documents of the new engine; None if it has none, or if the fork's documents were changed."""
     if new.root is None or not known or engine.digests(engine.read(fork / tree.DOCUMENTS)) != dict(known):
         return None
     named = re.search(r'^name = "(\w+)"$', (fork / "pyproject.toml").read_text(), re.MULTILINE)
@@ -94,8 +94,7 @@ def _pages(new: Source, known: Mapping[str, str] | None, fork: Path) -> dict[str
 
 
 def _exchange(folder: Path, files: Mapping[str, File]) -> None:
-    """Write the files beside a folder, and rename them to it once they are whole: a full disk or a kill takes
-    nothing."""
+    """Replace a folder: write the files beside it, then rename, so that a full disk or a kill loses nothing."""
     space = folder.parent / f".{folder.name}_update"
     if space.exists():  # of an update that was killed
         remove_tree(space)
@@ -111,10 +110,10 @@ def _exchange(folder: Path, files: Mapping[str, File]) -> None:
 
 
 def _refuse_changed(folder: Path, fork: Path) -> None:
-    """Check that nobody has changed the engine, as that would be lost.
+    """Check that the engine was not changed in the fork, because the changes would be lost.
 
     Raises:
-        Refused: the folder is not as its manifest has it; the difference is printed before.
+        Refused: the folder differs from its manifest; the difference is printed before.
     """
     changed = engine.changed(folder)
     if not changed:
@@ -160,7 +159,7 @@ def _tell_news(before: str, now: str) -> None:
 
 
 def _requirements(new: Source, pyproject: str) -> Iterator[str]:
-    """Yield a line for each requirement of the new engine that the fork does not have."""
+    """Yield a line for each requirement of the new engine that the fork lacks, or has with another version."""
     own = {one.name: one for one in map(Requirement, re.findall(r'^    "([\w.-]+[^":]*)",', pyproject, re.MULTILINE))}
     for requirement in map(Requirement, new.requirements):
         found = own.get(requirement.name)
@@ -170,7 +169,7 @@ def _requirements(new: Source, pyproject: str) -> Iterator[str]:
 
 
 def _beside(new: Source, commit: str, fork: Path) -> Iterator[str]:
-    """Yield a line for each file that the fork keeps as its own and that has changed since its engine's commit."""
+    """Yield a line for each file that the fork owns and that has changed in lightswitch since its engine's commit."""
     kinds = {"A": "new", "D": "gone", "M": "changed", "T": "changed"}
     for line in new.changed_since(commit):
         kind, *paths = line.split("\t")
@@ -180,7 +179,7 @@ def _beside(new: Source, commit: str, fork: Path) -> Iterator[str]:
 
 
 def _code(train: str) -> str:
-    """Return train.py's code without its docstring, which is the fork's own."""
+    """Return the code of train.py without its docstring, which a fork may change."""
     return train.split('"""', 2)[-1]
 
 
@@ -189,10 +188,10 @@ def _named(version: str, commit: str) -> str:
 
 
 def news(before: str, now: str) -> str:
-    """Return the entries that are new, each below the headings of its version and its kind.
+    """Return the entries that are new in a changelog, each below the headings of its version and kind.
 
     Args:
-        before: a changelog in Markdown, with `## [version]` and, in it, `### Kind`.
+        before: a changelog in Markdown, with headings `## [version]` and, below them, `### Kind`.
         now: a later one of the same form.
     """
     known = set(_entries(before))
@@ -211,7 +210,7 @@ def news(before: str, now: str) -> str:
 
 
 def _entries(changelog: str) -> Iterator[tuple[str, ...]]:
-    """Yield each item of a list, with what is indented below it, or paragraph, after the headings that it is below."""
+    """Yield each list item with its indented lines, or each paragraph, after the headings above it."""
     headings: list[str] = []
     for block in re.split(r"\n\n(?! )|\n(?=- )", changelog):
         text = block.strip("\n")
@@ -229,11 +228,11 @@ class Source:
     """An engine to update a fork to.
 
     Attributes:
-        files: of the engine, by their path in its folder.
-        commit: of the checkout; nothing of a wheel.
-        requirements: what pip installs with it, as `torch>=2.8,<2.14`.
-        train: the text of train.py, where it is known.
-        root: the checkout; None of a wheel.
+        files: contents of the engine's files, by path in its folder.
+        commit: of the checkout; empty for a wheel.
+        requirements: dependencies of its package, such as `torch>=2.8,<2.14`.
+        train: the text of train.py; empty for a wheel.
+        root: folder of the checkout; None for a wheel.
     """
 
     files: Mapping[str, bytes]
@@ -244,8 +243,8 @@ class Source:
     root: Path | None = None
 
     def changed_since(self, commit: str) -> list[str]:
-        """Return the lines of `git diff --name-status` on what a fork has of its own; none where the commit is not
-        known."""
+        """Return the lines of `git diff --name-status` for the files that a fork owns; empty if the commit is
+        unknown."""
         if self.root is None or not re.fullmatch(r"[0-9a-f]{40}", commit):
             return []
         try:
@@ -258,7 +257,7 @@ def found_engine(given: str, space: Path) -> Source:
     """Read the engine at a path or a git address; a repository is cloned into ``space``.
 
     Raises:
-        Refused: there is no engine, or one with changes that are not committed.
+        Refused: there is no engine, or it has changes that are not committed.
     """
     if given.endswith(".whl"):
         return _wheel(Path(given))
@@ -283,7 +282,7 @@ def _checkout(root: Path) -> Source:
     repository.check_clean(root)
     inside = [path for path in repository.tracked(root) if path.startswith(f"{engine.FOLDER}/")]
     files = {path.removeprefix(f"{engine.FOLDER}/"): (root / path).read_bytes() for path in inside}
-    if (root / engine.CHANGELOG).is_file():  # where the engine's own is a link to it, or, of an older one, is not there
+    if (root / engine.CHANGELOG).is_file():  # in the engine's folder it is a link, or, in older versions, missing
         files[engine.CHANGELOG] = (root / engine.CHANGELOG).read_bytes()
     there = re.search(r"^dependencies = \[\n((?:    .*\n)*)\]", (root / "pyproject.toml").read_text(), re.MULTILINE)
     requirements = re.findall(r'^    "(.*?)"', there[1] if there else "", re.MULTILINE)

@@ -1,1 +1,1 @@
-"""The course of a run: the entry, the build, the stages, the report, and the exit code."""
+"""The course of a run: entry point, construction, training and evaluation, report, and exit code."""

@@ -1,4 +1,4 @@
-"""Whether a run asks for strategy=auto, micro_batch_size=auto or a world that shrinks, which fitting.py looks at."""
+"""Detection of strategy=auto, micro_batch_size=auto and elastic runs, for which fitting.py estimates memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightswitch.preflight import devices
 
 
 def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
-    """Put what `auto` stands for, strategy and micro batch, into a composed config; return the batch.
+    """Replace `auto`, as strategy and micro-batch, in a composed config; return the batch.
 
-    What a run takes is simulated only where it is asked for: no other run imports the code of plans.
+    Memory is simulated only if the config requires it: other runs don't import the planning code.
 
     Raises:
-        Refused: nothing fits, or not on the fewest nodes that torchrun may go on with; the text says what would.
+        Refused: nothing fits, or not on the fewest nodes with which torchrun may continue; the text says what would.
     """
     asks_for_micro_batch = cfg.micro_batch_size == AUTO
-    if asks_for_micro_batch:  # strategy=auto takes the largest where nobody says one
+    if asks_for_micro_batch:  # strategy=auto takes the largest if none is set
         cfg.micro_batch_size = None
     worlds = elastic_nodes() if cfg.mode == "fit" and _is_memory_known(cfg) else None
     if not (asks_for_micro_batch or _asks_for_strategy(cfg) or worlds):
@@ -39,7 +39,7 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
 
 
 def _asks_for_strategy(cfg: DictConfig) -> bool:
-    """Return whether strategy=auto is to be decided."""
+    """Return whether strategy=auto has to be decided."""
     strategy = cfg.trainer.get("strategy")
     if cfg.mode == "plan" or not isinstance(strategy, DictConfig):
         return False
@@ -47,7 +47,7 @@ def _asks_for_strategy(cfg: DictConfig) -> bool:
 
 
 def _is_memory_known(cfg: DictConfig) -> bool:
-    """Return whether it is known what a device has; of CPUs, only where plan.device or plan.memory_gib are told."""
+    """Return whether a device's memory is known; for CPUs, only if plan.device or plan.memory_gib is set."""
     plan = cfg.get("plan")
     if plan is None:
         return False

@@ -1,4 +1,4 @@
-"""Construction of a run: model, data and Trainer, whether they go together, and the engine's callbacks and hooks."""
+"""Construction of a run: model, data and Trainer, their compatibility, and the engine's callbacks and hooks."""
 
 from __future__ import annotations
 
@@ -67,13 +67,14 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     """Build the model, the data and the Trainer, with the engine's callbacks first.
 
     Raises:
-        RefusedRequest: with the messages of all constructors about their arguments, and tracebacks of the user's own.
+        RefusedRequest: constructors reject their arguments, or the parts don't go together; the error has all
+            messages, and tracebacks of user code.
     """
-    gc.freeze()  # what was imported stays, so the collector, off since launch/hydra_entry, need not search it again
+    gc.freeze()  # imported objects stay, so the collector, off since launch/hydra_entry, needn't search them
     gc.enable()
     leave_group_at_exit()
     skip_empty_hooks()
-    record = RunRecord(cfg, run, plan)  # before the learning rate is scaled: it records the request
+    record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
     model, data, named, loggers, cluster, compilation = (
@@ -81,13 +82,13 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     )
     raise_all(refusals)
     raise_all(list(problems_of_parts(model, data, cfg, run, plan)))
-    # GlobalBatch notes how far the constructors above have drawn random numbers; nothing may draw any in between.
+    # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, cfg, run, plan))
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
-    strategy.on_data = partial(seed_generators, mix(cfg.seed))  # a split that is drawn is the same in each process
+    strategy.on_data = partial(seed_generators, mix(cfg.seed))  # so that a random split is the same in each process
     trainer: Trainer = instantiated(
         cfg,
         "trainer",
@@ -100,7 +101,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         **trainer_arguments(users, cfg.trainer),
         **trainer_clipping(model, cfg, run),
         accumulate_grad_batches=plan.accumulation,
-        enable_autolog_hparams=False,  # the record of the run logs them, once it goes on
+        enable_autolog_hparams=False,  # RunRecord logs them, once the run proceeds
     )
     raise_all(refusals)
     if told := list(trainer_problems(trainer, model, cfg)):
@@ -114,14 +115,14 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
 
 
 def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:
-    """Return the loggers with metrics.csv last: the first is a module's `self.logger`, which has an `experiment`."""
+    """Return the loggers with metrics.csv last: the first is a module's `self.logger`, which needs an experiment."""
     named = [logger for logger in loggers.values() if logger is not None]
     return sorted(named, key=lambda logger: isinstance(logger, MetricsFile))
 
 
 def _what_to_try(cfg: DictConfig, run: RunContext, plan: BatchPlan, trainer: Trainer) -> str:
-    """Return what to try next where memory has run out."""
-    from lightswitch.launch import fitting  # and the code of plans, which no other run imports
+    """Return advice on what to try next after memory has run out."""
+    from lightswitch.launch import fitting  # and the planning code, which no other run imports
 
     return fitting.out_of_memory(cfg, run, plan, trainer)
 
@@ -148,10 +149,10 @@ def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:
 
 
 def _strategy(trainer: DictConfig) -> HookedStrategy:
-    """Return the strategy that the Trainer's config names, by its code or as one of Lightning's.
+    """Return the strategy that the Trainer's config names, by its class or by a name registered in Lightning.
 
     Raises:
-        Refused: there is none of the name, or its constructor refuses its arguments.
+        Refused: there is no strategy of that name, or its constructor rejects its arguments.
     """
     named, refusals = trainer.get("strategy", "auto"), list[Refused]()
     if named == "auto":
@@ -175,8 +176,8 @@ def callbacks_of_engine(
 ) -> list[Callback]:
     """Return the engine's callbacks in the order in which their hooks run.
 
-    The log and the record of the run come first, then the watchdog, then the cut of batches (docs/architecture.md has
-    the reasons).
+    The record of the run comes first, then the watchdog, then the division of batches (docs/architecture.md has the
+    reasons).
     """
     engine: list[Callback] = [record, watchdog, Ending(), batch]
     engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
@@ -198,13 +199,13 @@ def callbacks_of_engine(
 
 
 def callbacks_of_config(nodes: dict[str, Any] | None, trainer: DictConfig) -> list[Any]:
-    """Return the callbacks that the config names, without those that the Trainer's own switches turn off.
+    """Return the callbacks that the config names, without those that the Trainer's arguments disable.
 
-    Lightning refuses a progress bar or a checkpoint callback beside `enable_progress_bar=false` or
-    `enable_checkpointing=false`, and a second progress bar: any other takes the place of the engine's.
+    Lightning rejects a progress bar with `enable_progress_bar=false`, a checkpoint callback with
+    `enable_checkpointing=false`, and a second progress bar; another bar replaces the engine's.
 
     Args:
-        nodes: callbacks by name; None in place of one that is switched off.
+        nodes: callbacks by name; None for one that is disabled.
     """
     users = [one for one in (nodes or {}).values() if one is not None]
     has_other_bar = any(isinstance(one, ProgressBar) and not isinstance(one, Progress) for one in users)
@@ -217,28 +218,28 @@ def callbacks_of_config(nodes: dict[str, Any] | None, trainer: DictConfig) -> li
 
 
 def trainer_arguments(users: list[Any], trainer: DictConfig) -> dict[str, Any]:
-    """Return what leaves out the bar that Lightning adds where there is none: `~callbacks.progress` means no bar."""
+    """Return the argument that keeps Lightning from adding a progress bar: `~callbacks.progress` means no bar."""
     is_asked_for = trainer.get("enable_progress_bar") is not None
     has_bar = any(isinstance(one, ProgressBar) for one in users)
     return {} if is_asked_for or has_bar else {"enable_progress_bar": False}
 
 
 def step_timer(cfg: DictConfig, run: RunContext, callbacks: list[Any]) -> list[Callback]:
-    """Return a callback that measures steps, if runs are to be compared and the config names none; else nothing."""
+    """Return a callback that measures steps, if `compare` is set and the config names none; else an empty list."""
     if not cfg.compare or any(isinstance(callback, StepTimer) for callback in callbacks):
         return []
     return [StepTimer(str(run.run_dir))]
 
 
 def problems_of_parts(model: Any, data: Any, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
-    """Yield why a model and its data can't be trained as the config asks for."""
+    """Yield the reasons why a model and its data can't be trained as configured."""
     yield from _of_other_kinds(model, data, cfg)
     if not getattr(model, "automatic_optimization", True):
         yield from _by_hand(model, cfg, run, plan)
 
 
 def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) -> Iterator[str]:
-    """Yield why a Trainer's strategy can't run on its devices, or model and callbacks not with it."""
+    """Yield the reasons why a Trainer's strategy can't run on its devices, or with the model or the callbacks."""
     yield from _without_gpus(trainer)
     if cfg.mode == "fit":
         yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
@@ -248,10 +249,10 @@ def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) 
 def problems_elsewhere(
     cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy, devices: int
 ) -> list[Refused]:
-    """Return what a start on other devices than this machine's would be refused for; the model is built on meta.
+    """Return the reasons to refuse a start on other devices than this machine's; the model is built on the meta device.
 
     Args:
-        devices: of the run, over all nodes.
+        devices: the number of devices, over all nodes.
     """
     refusals: list[Refused] = []
     with torch.device("meta"):
@@ -267,8 +268,11 @@ def problems_elsewhere(
 
 
 def trainer_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> dict[str, Any]:
-    """Return the Trainer's argument that turns clipping off: where the module optimizes by hand, as Lightning can't
-    clip there, and where it clips itself, which Lightning refuses beside a value of the Trainer's that nobody typed."""
+    """Return the Trainer's argument that turns gradient clipping off, or no argument.
+
+    Lightning can't clip under manual optimization. It rejects a module that clips gradients itself if the Trainer has a
+    value, too, so a value that the user has not typed is dropped.
+    """
     return (
         {"gradient_clip_val": None}
         if not model.automatic_optimization or leaves_default_clipping(model, cfg, run)
@@ -277,13 +281,13 @@ def trainer_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -
 
 
 def leaves_default_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> bool:
-    """Return whether a module clips gradients itself, and a value that nobody typed is left out for it."""
+    """Return whether a clipping value that the user has not typed is dropped, as the module clips gradients itself."""
     clips_itself = is_overridden("configure_gradient_clipping", model)
     return clips_itself and bool(cfg.trainer.get("gradient_clip_val")) and _CLIPPING not in typed_keys(run.hydra)
 
 
 def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
-    """Yield that the config's code has made no LightningModule or LightningDataModule, or that there is no data."""
+    """Yield a problem if model or data are not of Lightning's classes, or if there is no data."""
     for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
         if made is not None and not isinstance(made, kind):
             found, target = type(made).__name__, cfg[name].get("_target_")
@@ -297,7 +301,7 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
 
 
 def _by_hand(model: LightningModule, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
-    """Yield what Lightning does not do for a module that optimizes by hand: accumulate, and clip gradients."""
+    """Yield settings that Lightning doesn't support under manual optimization: accumulation and gradient clipping."""
     name = f"{type(model).__name__} optimizes by hand"
     if plan.accumulation > 1:
         size = plan.micro_batch * plan.replicas
@@ -305,19 +309,19 @@ def _by_hand(model: LightningModule, cfg: DictConfig, run: RunContext, plan: Bat
         yield Refused(f"micro_batch_size={plan.micro_batch}: {name}, in each micro batch; {instead}")
     if cfg.trainer.get("gradient_clip_val") and _CLIPPING in typed_keys(
         run.hydra
-    ):  # a default is left out: `trainer_clipping`
+    ):  # `trainer_clipping` leaves a default out
         instead = f"call self.clip_gradients in its training_step, and leave {_CLIPPING} out"
         yield Refused(f"{_CLIPPING}: {name}, which Lightning does not clip; {instead}")
 
 
 def _without_gpus(trainer: Trainer) -> Iterator[str]:
-    """Yield that Lightning's FSDPStrategy needs GPUs: Lightning's own check misses the subclass that `hooked` makes."""
+    """Yield a problem if FSDPStrategy has no GPUs: Lightning's own check misses the subclass that `hooked` makes."""
     if FSDPStrategy in type(trainer.strategy).__bases__ and trainer.strategy.root_device.type != "cuda":
         yield "trainer.strategy: Lightning's FSDPStrategy takes GPUs alone; use strategy=fsdp, which takes CPUs too"
 
 
 def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> Iterator[str]:
-    """Yield that a module clips gradients itself where it would see none, or a device's part of them."""
+    """Yield a problem if a module clips gradients itself where it would see none, or only a device's shard of them."""
     if not model.automatic_optimization or not is_overridden("configure_gradient_clipping", model):
         return
     name = f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping"

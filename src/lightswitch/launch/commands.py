@@ -1,4 +1,4 @@
-"""The commands to type after a run has ended, in a form that can be pasted."""
+"""Commands that the engine suggests, for example to continue a run, in a form that can be pasted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightswitch.batches.plan import Position
 from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
 from lightswitch.config.overrides import quoted, shortened
 
-# where a run starts, which these commands set themselves; ckpt_path is that of fit alone
+# keys that decide where a run starts, which these commands set themselves; in fit, ckpt_path is another
 _START = ("run_id", "resume", "init_from", "hydra.mode")
 _READ_ONLY_BY_FIT = (
     *("mode", "ckpt_path", "run_id", "resume", "init_from", "debug"),
@@ -56,7 +56,7 @@ def evaluate(checkpoint: str, placement: Placement, mode: str) -> str:
 
 
 def planned(placement: Placement, words: list[str]) -> str:
-    """Return the command that starts the run of which a plan was made, with the words that choose what it found."""
+    """Return the command that starts a planned run, with the overrides that the plan recommends."""
     keys = [word.partition("=")[0] for word in words]
     other = ("trainer.precision",) if "precision" in keys else ()
     typed = _overrides(without=("mode", "plan", "run_id", "device", *keys, *other))
@@ -77,7 +77,7 @@ _OF_THE_WORLD = (
 
 
 def overrides_of_run(without: tuple[str, ...] = ()) -> list[str]:
-    """Return the command line's overrides without what chooses devices, which launchers do, or plans a run.
+    """Return the command line's overrides without those that choose devices, which launchers do, or plan a run.
 
     Args:
         without: further keys to leave out.
@@ -92,12 +92,12 @@ def overrides_below(key: str) -> list[str]:
 
 
 def script_words() -> list[str]:
-    """Return the words that start one process, and no others."""
+    """Return the command that starts a single process, as words."""
     return ["python", sys.orig_argv[_script_index(sys.orig_argv)]]
 
 
 def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict[str, str]:
-    """Return the commands that start the run on so many nodes, by launcher; HEAD stands for the first node's name."""
+    """Return, by launcher, the command that starts the run on these nodes; HEAD stands for the first node's name."""
     (python, script), typed = script_words(), overrides_of_run()
     counts = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices_per_node}"]
     per_node = f"--nproc-per-node={devices_per_node}"
@@ -119,7 +119,7 @@ def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict
 def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
     """Return the command that starts a run again, in the same directory, with some overrides replaced."""
     keys = [word.partition("=")[0] for word in words]
-    other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments are of the strategy before
+    other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments belong to the strategy that is replaced
     typed = _overrides(without=(*_START, "ckpt_path", *keys, *other))
     return shlex.join([*_program(placement), *typed, *words, f"run_id={cfg.run_id}"])
 
@@ -139,7 +139,7 @@ def _sets(key: str, wanted: str) -> bool:
 
 
 def _program(placement: Placement) -> list[str]:
-    """Return the words that start the script with its launcher."""
+    """Return the command that starts the script with its launcher, as words."""
     script = sys.orig_argv[_script_index(sys.orig_argv)]
     if placement.launcher == "torchrun":
         survives = ["env", f"{NO_SHARED_STORE}=1"] if elastic_nodes() is not None else []
@@ -156,7 +156,7 @@ def _program(placement: Placement) -> list[str]:
 
 
 def _options_of_torchrun(placement: Placement) -> list[str]:
-    """Return torchrun's options as typed on this node: its processes do not know the rendezvous."""
+    """Return torchrun's options from its command line on this node: its workers do not know the rendezvous."""
     import psutil  # only when needed: it takes long to import
 
     agent = psutil.Process().parent()

@@ -1,4 +1,4 @@
-"""A dry run: what the ranks of a run would do, and its job's script, told by this process, which starts none."""
+"""A dry run, which reports what the ranks of a run would do, and its job script, without starting any rank."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
 
 
 def dry_run(cfg: DictConfig, run: RunContext) -> None:
-    """Log what ranks would do, and write it as dry_run.json.
+    """Log what the ranks would do, and write it to dry_run.json.
 
     Raises:
-        Refused: a start of the run would be refused, or its strategy can't be simulated.
+        Refused: the run would be refused at its start, or its strategy can't be simulated.
     """
     found = _found(cfg, run)
     log.info("\n%s\n", page(found))
@@ -56,14 +56,14 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
 
 
 def _metrics(estimate: Estimate) -> dict[str, float]:
-    """Return what a sweep can compare its jobs by: objective=seconds_per_step."""
+    """Return the metrics by which a sweep can compare its jobs, for example objective=seconds_per_step."""
     seconds = estimate.time.least_seconds
     return {"gib": estimate.memory.bytes / GIB} | ({} if seconds is None else {"seconds_per_step": seconds})
 
 
 def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     request = estimates.requested(cfg)
-    request = replace(request, samples=replace(request.samples, is_cut=False))  # one micro batch is told
+    request = replace(request, samples=replace(request.samples, is_cut=False))  # only one micro-batch size is reported
     candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
     batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
     estimates.check(request, candidate, batch)
@@ -132,15 +132,16 @@ def _script(request: Request) -> dict[str, str]:
 def job_script(
     folder: Path, world: World, kind: str, program: Sequence[str], overrides: Sequence[str]
 ) -> dict[str, str]:
-    """Return the parts of a job on the nodes of a world; nothing where the folder has no script.
+    """Return the sbatch command, the script's options and the srun command of a job; empty if there is no job script.
 
     Args:
-        folder: of the entry script.
-        kind: of the devices.
-        program: the words that start one process.
-        overrides: of the run, without nodes and devices, which it takes from the job.
+        folder: the folder of the entry script, below which the job script is.
+        kind: the kind of the devices, such as cuda.
+        program: the command that starts one process, as words.
+        overrides: the run's overrides without nodes and devices, which the run reads from the job.
     """
-    script = OF_ONE_NODE if world.nodes == 1 and (folder / OF_ONE_NODE).is_file() else SCRIPT  # older forks have one
+    # forks of older versions have no single.sh
+    script = OF_ONE_NODE if world.nodes == 1 and (folder / OF_ONE_NODE).is_file() else SCRIPT
     if not (folder / script).is_file():
         return {}
     options = submitted(world, kind)
@@ -154,10 +155,10 @@ def job_script(
 
 
 def submitted(world: World, kind: str) -> list[str]:
-    """Return sbatch's options that a world needs: a task for each device."""
+    """Return the sbatch options for a world, with one task for each device."""
     if kind == "cuda":
         return [f"--nodes={world.nodes}", *_gpus(world, kind)]
-    none = ["--gpus-per-node=0"] if world.nodes == 1 else []  # single.sh asks for one
+    none = ["--gpus-per-node=0"] if world.nodes == 1 else []  # single.sh requests one
     return [f"--nodes={world.nodes}", *none, f"--ntasks-per-node={world.devices_per_node}"]
 
 
@@ -166,11 +167,11 @@ def _gpus(world: World, kind: str) -> list[str]:
 
 
 def _options_in(script: Path) -> list[str]:
-    """Return the options that a script gives itself."""
+    """Return the options in the #SBATCH lines of a script."""
     return re.findall(r"^#SBATCH (--\S+)", script.read_text(), re.MULTILINE)
 
 
 def _merged(own: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return a script's own options, replaced by those of the command line where both have one."""
+    """Return the script's options merged with those of the command line, which take precedence."""
     found = {option.partition("=")[0]: option for option in (*own, *given)}
     return list(found.values())

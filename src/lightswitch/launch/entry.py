@@ -1,4 +1,4 @@
-"""The entry of train.py: a line on the terminal at once, then everything that takes its time to import."""
+"""The entry point of train.py, which prints a line at once, and then imports the slow modules."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SWEEPS = {"--multirun", "-m"}
 
 
 def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
-    """Decorate a script's main function as `hydra.main` does, and pass it the RunContext beside the config.
+    """Decorate a script's main function as `hydra.main` does, and pass it the RunContext in addition to the config.
 
-    Arguments need no `+`. A problem that the user can fix ends with exit code 2 and no traceback; a bug keeps
-    its traceback.
+    Overrides need no `+`. A problem that the user can fix ends the process with exit code 2 and no traceback; a bug
+    prints its traceback.
     """
 
     def decorate(main: Main) -> Callable[[], None]:
@@ -35,7 +35,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             _open_closed_streams()
             show_first_line(sys.argv[1:])
             try:
-                from lightswitch.launch.hydra_entry import Entry  # Hydra takes as long as a reader of that line
+                from lightswitch.launch.hydra_entry import Entry  # importing Hydra takes as long as reading that line
             except KeyboardInterrupt:  # signals are not caught yet
                 raise SystemExit(ExitCode.INTERRUPTED) from None
 
@@ -47,17 +47,17 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
 
 
 def _open_closed_streams() -> None:
-    """Lead stdout and stderr nowhere where they were closed: the next file to be opened would get their place."""
+    """Open /dev/null for each closed standard stream: otherwise the next opened file would get its descriptor."""
     for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number, which is the one that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 def show_first_line(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
     """Print the line if stdout is a terminal, where someone may be waiting.
 
-    Ranks other than 0 print nothing. Neither do `--help` and its like, which answer as fast.
+    Ranks other than 0 print nothing. Neither do `--help` and similar options, which respond as fast.
 
     Args:
         arguments: `sys.argv[1:]`.
@@ -67,7 +67,7 @@ def show_first_line(arguments: Sequence[str], environ: Mapping[str, str] = os.en
 
 
 def first_line(arguments: Sequence[str]) -> str:
-    """Return which process on which machine reads the config, and what comes after."""
+    """Return a line that names this process and its machine, and what it does after it has read the config."""
     mode = ["fit", *(word.partition("=")[2] for word in arguments if word.startswith("mode="))][-1]
     after = "starts its jobs" if _SWEEPS & set(arguments) else f"imports torch, for mode={mode}"
     return f"process    {os.getpid()} on {os.uname().nodename} reads the config, then {after}"
@@ -76,6 +76,6 @@ def first_line(arguments: Sequence[str]) -> str:
 def _is_first(environ: Mapping[str, str]) -> bool:
     try:
         environment.check(environ)
-    except RefusedRequest:  # told with all that is wrong, once there is something to tell it
+    except RefusedRequest:  # reported later, together with all other problems
         return False
     return placement.detect(environ).rank == 0

@@ -1,4 +1,4 @@
-"""What a run would take on a device, under one strategy or another: steps are simulated, and the rest is arithmetic."""
+"""Estimates of a run's memory and time under a strategy: steps are simulated, and the rest is arithmetic."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lightswitch.strategies.ddp import Single
 
 @dataclass(frozen=True)
 class Request:
-    """A run that is asked for, and the devices that it is estimated for."""
+    """A requested run, and the devices for which it is estimated."""
 
     cfg: DictConfig
     device: Device
     world: World
     samples: Samples
-    computes: bool = True  # False: a step uses each parameter, and computes nothing of the model's
-    simulated: dict[tuple[str, BatchPlan], Step] = field(default_factory=dict)  # as they are made
+    computes: bool = True  # False: a step uses each parameter, but doesn't run the model
+    simulated: dict[tuple[str, BatchPlan], Step] = field(default_factory=dict)  # cache of steps
 
     @property
     def trainer(self) -> dict[str, Any]:
@@ -56,13 +56,14 @@ class Request:
 
 
 def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
-    """Return the run that a config asks for, on the device that its node plan names.
+    """Return the run that a config requests, on the device that its `plan` node names.
 
     Args:
-        prepares_data: False where other processes of the run may do it at the same time.
+        prepares_data: whether to prepare the data; False if other processes of the run may do it at the same time.
 
     Raises:
-        Refused: there is no training data, or a constructor refuses its arguments.
+        Refused: there is no training data, or a constructor rejects its arguments.
+        Unplanned: user code has failed to load the training data.
     """
     refusals = instantiation.refused_optimizers(cfg)
     data: LightningDataModule | None = instantiated(cfg, "data", refusals)
@@ -75,25 +76,26 @@ def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
 
 
 def of_states(cfg: DictConfig, device: Device, world: World) -> Request:
-    """Return a run whose steps use each parameter, and compute nothing: what is known of it is its states."""
+    """Return a request whose steps only use each parameter, so that only the run's states can be estimated."""
     return Request(cfg, device, world, Samples(torch.empty, is_cut=False, owner=None, loaders=None), computes=False)
 
 
 def device_of(cfg: DictConfig) -> Device:
-    """Return the device that the node plan names, with its memory."""
+    """Return the device that the config's `plan` node names, with its memory."""
     device: Device = instantiate(cfg.plan.device, _convert_="all")
     return device.with_memory(cfg.plan.memory_gib)
 
 
 def world_of(cfg: DictConfig) -> World:
-    """Return the processes of the run."""
+    """Return the number of nodes, and of devices on each, of the run."""
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     return World(plain["num_nodes"], devices.count(plain))
 
 
 def parameter_bytes(cfg: DictConfig) -> float:
-    """Return the bytes of the model's parameters in the run's precision, from a model that is built on meta, without
-    memory.
+    """Return the bytes of the model's parameters in the run's precision.
+
+    The model is built on the meta device, which takes no memory.
 
     Raises:
         Unplanned: it can't be built there.
@@ -106,10 +108,10 @@ def parameter_bytes(cfg: DictConfig) -> float:
 
 
 def states(cfg: DictConfig) -> Mapping[Kind, float]:
-    """Return the bytes of the model's states by kind: what one device without sharding keeps from one step to the next.
+    """Return the bytes of the model's states by kind: parameters, gradients and optimizer state, without sharding.
 
     Raises:
-        Unplanned: the model can't be built, or its optimizer not be stepped, on tensors without values.
+        Unplanned: the model can't be built, or its optimizer can't step, on tensors without values.
     """
     alone = Candidate((), {"_target_": f"{Single.__module__}.{Single.__name__}"})
     step = _step(of_states(cfg, device_of(cfg), World(1, 1)), alone, BatchPlan(1, 1, 1, 1))
@@ -117,13 +119,13 @@ def states(cfg: DictConfig) -> Mapping[Kind, float]:
 
 
 def fitted(request: Request, candidate: Candidate) -> Estimate:
-    """Return the estimate at the micro batch that was asked for, or else at the largest that fits.
+    """Return the estimate at the configured micro-batch, or at the largest that fits if none is configured.
 
     The largest is extrapolated from the simulated step of a device's whole share; `confirmed` simulates it.
 
     Raises:
         NeedsValues: see `simulate`.
-        Refused: the strategy, or the module, can't take the run.
+        Refused: the strategy, or the module, doesn't support the run.
     """
     request = request.under(candidate)
     cfg, batch = request.cfg, batch_of(request, candidate, request.cfg.micro_batch_size)
@@ -141,14 +143,13 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
 
 
 def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> Estimate:
-    """Simulate the step of an estimate that was extrapolated; return its estimate, at a smaller micro batch if it must
-    be."""
+    """Return an estimate with its step simulated if it was extrapolated, at a smaller micro-batch if necessary."""
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
     candidate, largest = next(one for one in among if one.words == found.words), found.largest_micro_batch
     request = request.under(candidate)
     batch = batch_of(request, candidate, found.run.micro_batch)
-    alone = replace(request, samples=replace(request.samples, is_cut=False), simulated={})  # how it grows is known
+    alone = replace(request, samples=replace(request.samples, is_cut=False), simulated={})  # its growth is known
     for micro in (batch.micro_batch, *_smaller(batch)):
         smaller = batch_of(request, candidate, micro)
         found = _estimate(request, candidate, _step(alone, candidate, smaller), smaller)
@@ -159,28 +160,28 @@ def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> 
 
 
 def words_of(found: Estimate) -> list[str]:
-    """Return the overrides that choose an estimate's strategy and micro batch."""
+    """Return the overrides that choose an estimate's strategy and micro-batch."""
     micro = [f"micro_batch_size={found.run.micro_batch}"] if found.run.accumulation > 1 else []
     return [*found.words, *micro]
 
 
 def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
-    """Return how the global batch is cut under a strategy."""
+    """Return how a strategy divides the global batch into micro-batches."""
     replicas = max(1, request.world.size // int(candidate.node.get("tensor_parallel_size", 1)))
     return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
 
 
 def _smaller(batch: BatchPlan) -> list[int]:
-    """Return the smaller micro batches that divide a device's share, the largest first."""
+    """Return the smaller micro-batches that divide a device's share of the global batch, the largest first."""
     share = batch.micro_batch * batch.accumulation
     return [size for size in range(batch.micro_batch - 1, 0, -1) if share % size == 0]
 
 
 def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
-    """Check that the strategy and the precision take the run, as far as is known before a start.
+    """Check that the strategy and the precision support the run, as far as this is known before a start.
 
     Raises:
-        RefusedRequest: with each of its reasons.
+        RefusedRequest: they don't; the error has each of the reasons.
     """
     plain: Any = OmegaConf.to_container(request.cfg, resolve=True)
     kind, world = request.device.kind, request.world
@@ -198,7 +199,7 @@ def _estimate(request: Request, candidate: Candidate, step: Step, batch: BatchPl
 
 
 def run_of(request: Request, candidate: Candidate, batch: BatchPlan) -> Run:
-    """Return the request as an estimate takes it."""
+    """Return the request in the form that `estimate` takes."""
     cfg, world = request.cfg, request.world
     steps, precision = cfg.trainer.get("max_steps"), str(cfg.trainer.get("precision"))
     return Run(
@@ -210,7 +211,7 @@ def run_of(request: Request, candidate: Candidate, batch: BatchPlan) -> Run:
 
 
 def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
-    """Simulate a step, of two micro batches if it accumulates."""
+    """Simulate a step, of two micro-batches under gradient accumulation."""
     key = (candidate.on_device(), batch)
     if key in request.simulated:
         return request.simulated[key]
@@ -221,7 +222,7 @@ def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
 
 
 def strategy_of(request: Request, candidate: Candidate) -> Strategy:
-    """Return a strategy to be simulated."""
+    """Return the strategy to simulate."""
     strategy: Strategy = instantiate(dict(candidate.node), _convert_="all")
     if isinstance(strategy, DeepSpeedStrategy) and str(request.cfg.trainer.get("precision")).startswith("16"):
         plan_in_bfloat16(strategy)
@@ -230,7 +231,7 @@ def strategy_of(request: Request, candidate: Candidate) -> Strategy:
 
 @contextmanager
 def _own_code(what: str) -> Iterator[None]:
-    """Context that turns an error of the user's code into a line.
+    """Context manager that reports an error of user code in one line.
 
     Raises:
         Unplanned: the code has failed.
@@ -244,7 +245,7 @@ def _own_code(what: str) -> Iterator[None]:
 
 
 def work_of(request: Request, batch: BatchPlan) -> Work:
-    """Return what is simulated: a step, of two micro batches if it accumulates."""
+    """Return the work to simulate: a step, of two micro-batches under gradient accumulation."""
     clip = {key: value for key, value in request.trainer.items() if key.startswith("gradient_clip")}
     work = Work(
         lambda: _model(request.cfg),
@@ -260,7 +261,7 @@ def work_of(request: Request, batch: BatchPlan) -> Work:
 def _precision(cfg: DictConfig) -> dict[str, Any]:
     """Return the Trainer's arguments for the precision, with bfloat16 in place of float16.
 
-    Both take the same memory, and float16's loss scale would ask tensors for values.
+    Both take the same memory, and float16's loss scaling would read values, which simulated tensors don't have.
     """
     asked = cfg.trainer.get("precision")
     same: Any = {"16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}.get(str(asked), asked)

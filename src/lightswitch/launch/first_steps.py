@@ -1,4 +1,4 @@
-"""The first steps of a module under a strategy: errors of the strategy's told in a line, and a forward made again."""
+"""The first steps under a strategy: one-line messages for errors that the strategy causes, and a step that is rerun."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from lightswitch.strategies.writes import CarriesWrites
 log = logging.getLogger(__name__)
 
 
-STEPS = 3  # of a process that count as its first
+STEPS = 3  # number of a process's steps that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
-_OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # have lines of their own
-_SKIPPED = "by returning"  # of Lightning's errors where a step gives None
+_OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
+_SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
 _LIBRARIES = ("torch", "deepspeed", "lightning")
 
 Arguments = OrderedDict[str, Any]  # of `training_step`
 Output = TypeVar("Output")
-_COPIED = (Tensor, list, int, float, type(None))  # attributes of a metric that a step may change
+_COPIED = (Tensor, list, int, float, type(None))  # types of a metric's attributes that a step may change
 
 
 @contextmanager
 def refusing(trainer: Trainer, steps: int) -> Iterator[None]:
-    """Context of what a module does in a step or a hook, whose errors are told in a line where they are the strategy's.
+    """Context manager around a module's step or hook that reports errors caused by the strategy in one line.
 
     Args:
-        steps: that this process has made before.
+        steps: the number of steps that this process has made before.
 
     Raises:
-        Refused: in the place of such an error.
+        Refused: the strategy has caused an error.
     """
     try:
         yield
@@ -59,15 +59,17 @@ def refusing(trainer: Trainer, steps: int) -> Iterator[None]:
 
 
 def refusing_in_evaluation(trainer: Trainer) -> AbstractContextManager[None]:
-    """Return the same context for a step of an evaluation, whose first batches count as its first steps."""
+    """Return the same context for an evaluation step; the first batches of an evaluation count as its first steps."""
     loop: Any = trainer._active_loop
     return refusing(trainer, loop.batch_progress.current.ready - 1)
 
 
 def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
-    """Return the line for an error of a step; None for one of the module's own, or where parameters are whole.
+    """Return the refusal for an error of a step; None if the strategy is not the cause.
 
-    What code of the module's own raises on purpose is its own error.
+    The strategy is not the cause if it keeps parameters whole, after the first steps, or if code outside of torch,
+    DeepSpeed and Lightning raises the error by a `raise` statement. A `training_step` that returns None in automatic
+    optimization is refused in any case.
     """
     name = first_name(trainer.lightning_module)
     if _SKIPPED in str(error) and isinstance(error, RuntimeError | MisconfigurationException):
@@ -101,7 +103,7 @@ def _told(error: Exception, line: str) -> Refused:
 
 
 def _place(error: Exception) -> str:
-    """Return the innermost line that is not a library's, in words."""
+    """Return the function and line of the innermost frame outside of libraries, as text."""
     frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     own = [at for at in frames if _package(at[0].f_globals.get("__name__")) not in (*_LIBRARIES, "lightswitch")]
     if not own:
@@ -115,10 +117,12 @@ def _package(module: object) -> str:
 
 
 def output_of(step: Callable[[Arguments], Output], arguments: Arguments, trainer: Trainer) -> Output:
-    """Return the output of a training step, which is made again if it has set weights from shares of the batch.
+    """Return the output of a training step, rerun if it has set weights from each rank's share of the batch.
+
+    The rerun begins with rank 0's weights and buffers.
 
     Args:
-        step: in automatic optimization, without its backward pass.
+        step: the step in automatic optimization, without its backward pass.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1 or not isinstance(strategy, CarriesWrites) or not strategy.looks.is_before_first:
@@ -127,7 +131,7 @@ def output_of(step: Callable[[Arguments], Output], arguments: Arguments, trainer
     output = step(arguments)
     if not strategy.looks.are_set_from_shares:
         return output
-    del output  # and its graph
+    del output  # and its autograd graph
     if trainer.is_global_zero:
         log.info("weights    the step is made again with these")
     strategy.looks.forget_step()
@@ -138,19 +142,19 @@ def output_of(step: Callable[[Arguments], Output], arguments: Arguments, trainer
     before.restore(trainer)
     output = step(before.arguments)
     for buffer, value in zip(trainer.lightning_module.buffers(), of_first, strict=False):
-        buffer.data.copy_(value)  # that of rank 0 has seen its share once
+        buffer.data.copy_(value)  # so that rank 0's buffers include its share only once
     return output
 
 
 @dataclass(frozen=True)
 class _Before:
-    """Snapshot of what a forward pass changes beside weights and buffers.
+    """Snapshot of the state that a forward pass changes, apart from weights and buffers.
 
     Attributes:
-        arguments: of the step, in containers of their own.
+        arguments: arguments of the step, in copied containers with the same tensors.
         generators: states of random generators.
-        logged: what steps have logged so far, by Lightning's key.
-        metrics: of the module.
+        logged: states of the results that steps have logged so far, by Lightning's key.
+        metrics: states of the module's metrics.
     """
 
     arguments: Arguments
@@ -160,7 +164,7 @@ class _Before:
 
     @classmethod
     def of(cls, trainer: Trainer, arguments: Arguments) -> _Before:
-        """Return what is now."""
+        """Return a snapshot of the current state."""
         copied = OrderedDict((name, apply_to_collection(value, Tensor, _same)) for name, value in arguments.items())
         results, of_module = _results(trainer), _metrics(trainer)
         return cls(
@@ -171,7 +175,7 @@ class _Before:
         )
 
     def restore(self, trainer: Trainer) -> None:
-        """Put it back, but for the arguments."""
+        """Restore all but the arguments."""
         restore_generators(self.generators, trainer.strategy.root_device)
         results = _results(trainer)
         for key in results.keys() - self.logged.keys():

@@ -1,4 +1,4 @@
-"""What fits into memory: strategy=auto and micro_batch_size=auto, by simulation, and what to try where it ran out."""
+"""The choice of a strategy and micro-batch that fit into memory, for `auto`, and advice after memory has run out."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from lightswitch.planning.fakes import World, has_collectives
 log = logging.getLogger(__name__)
 
 _STATES_BY_ADAM = 4  # parameters, gradients and two moments, each as large as the parameters
-_SMALL_SHARE = 1 / 3  # of a device: a model whose states take less is not simulated
-_KNOWN_SHARE = 1 / 2  # of a device that states may take, where it is not known what a step takes beside them
+_SMALL_SHARE = 1 / 3  # of a device's memory: a model whose states take less is not simulated
+_KNOWN_SHARE = 1 / 2  # of a device's memory that states may take if the rest of a step is unknown
 _TYPE = "type micro_batch_size=N"
-_MOMENTS = 2  # of Adam, as large as the parameters each, where no optimizer has made any yet
+_MOMENTS = 2  # Adam's, each as large as the parameters; assumed before an optimizer has created any
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy that strategy=auto takes.
+    """The strategy that strategy=auto chooses.
 
     Attributes:
         told: the strategy and the reason, for the log.
@@ -49,11 +49,11 @@ class Choice:
 
 
 def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
-    """Put the strategy that strategy=auto takes, and its micro batch, into a composed config; return the batch, or None
-    where the config stays as it is.
+    """Set the strategy that strategy=auto chooses, and its micro-batch, in a composed config.
 
-    Each process that a launcher started decides by itself, from the config, the data and its machine's smallest GPU;
-    the handshake refuses those that come to another end. Ranks that this process starts are told.
+    Return the batch, or None if the config stays unchanged. Each process that a launcher started decides by itself,
+    from the config, the data and its machine's smallest GPU; the handshake refuses processes that decide differently.
+    Ranks that this process starts receive its decision.
 
     Raises:
         Refused: nothing fits; the text says what would.
@@ -63,7 +63,7 @@ def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
     except Unplanned as unplanned:
         choice = Choice(f"single or ddp, as it is not known what the model takes: {unplanned}")
     finally:
-        gc.collect()  # which is off until all is built: nothing stays of what was simulated
+        gc.collect()  # off until the run is built: free what was simulated
     if run.is_first:
         log.info("auto       %s", choice.told)
     return None if choice.candidate is None else _put(choice, choice.candidate, cfg, run)
@@ -107,7 +107,7 @@ def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], to
 
 
 def _request(cfg: DictConfig, run: RunContext) -> Request:
-    """Return the run that is asked for, or only its states if its data are not there yet."""
+    """Return the requested run, or one of only its states if its data are missing."""
     try:
         return estimates.requested(cfg, prepares_data=not run.placement.is_external)
     except Unplanned:
@@ -120,7 +120,7 @@ def _without_steps(cfg: DictConfig) -> Request:
 
 
 def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
-    """Return the strategies whose share of the states fits by itself, or else all of them."""
+    """Return the strategies whose share of the states fits on a device, or all if there are none."""
     return [one for one in among if states * one.kept_share(world.nodes, world.devices_per_node) < usable] or [*among]
 
 
@@ -138,12 +138,12 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
             if found.memory.fits:
                 found = estimates.confirmed(request, found, [candidate])
         except NeedsValues as error:
-            if not request.computes:  # it is not the model that asks
+            if not request.computes:  # the strategy needs the values, not the model
                 raise Unplanned([f"what {candidate.name} holds is not known: a step {error}"]) from error
             return first_that_fits(_without_steps(request.cfg), among)
         except Unplanned:
             raise
-        except Refused:  # the strategy does not take the run
+        except Refused:  # the strategy does not support the run
             continue
         if found.memory.fits:
             return candidate, found
@@ -154,7 +154,7 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
 
 
 def _what_would(tried: Sequence[tuple[Candidate, Estimate]], request: Request) -> str:
-    """Say what takes the least, and what would let it fit."""
+    """Return a text on the strategy that takes the least memory, and on what would let it fit."""
     every = [found for _, found in tried]
     least = min(every, key=lambda found: found.memory.bytes)
     sharding = [found for candidate, found in tried if candidate.shards_all]
@@ -171,10 +171,10 @@ def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext)
 
 
 def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
-    """Put the largest micro batch that fits under the run's strategy into a composed config; return the batch.
+    """Set the largest micro-batch that fits under the run's strategy in a composed config; return the batch.
 
-    It is found by simulation, so that no device has to run out of memory, and divides a device's share of the global
-    batch: the run stays as it is.
+    It is found by simulation, so that no device has to run out of memory. It divides a device's share of the global
+    batch, so the run's results stay the same.
 
     Raises:
         Refused: none fits, or a step can't be simulated.
@@ -188,7 +188,7 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
     except NeedsValues as error:
         raise Refused(f"micro_batch_size=auto: it is not known what a step takes, which {error}; {_TYPE}") from error
     finally:
-        gc.collect()  # which is off until all is built: nothing stays of what was simulated
+        gc.collect()  # off until the run is built: free what was simulated
     if not found.memory.fits:
         what_would = candidates.what_would_fit([found], [], request.device)
         raise Refused(f"micro_batch_size=auto: {report.answer(found, request.device)}; {what_would}")
@@ -202,13 +202,13 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
 
 
 def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
-    """Refuse a run whose states alone do not fit on the fewest nodes that torchrun may go on with.
+    """Refuse an elastic run whose states alone do not fit on the fewest nodes with which torchrun may continue.
 
     Args:
-        worlds: the numbers of nodes that it may come to.
+        worlds: the numbers of nodes with which the run may continue.
 
     Raises:
-        Refused: the text names the least number of nodes that would do.
+        Refused: they don't fit; the text names the lowest sufficient number of nodes.
     """
     device, devices = estimates.device_of(cfg), estimates.world_of(cfg).devices_per_node
     usable, candidate = device.usable_bytes(devices), _run_under(cfg, run)
@@ -216,10 +216,10 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
         if _STATES_BY_ADAM * estimates.parameter_bytes(cfg) < _SMALL_SHARE * usable:
             return
         states = sum(estimates.states(cfg).values())
-    except Unplanned:  # it is not known what the model takes
+    except Unplanned:  # the model's memory is unknown
         return
     finally:
-        gc.collect()  # which is off until all is built: nothing stays of what was simulated
+        gc.collect()  # off until the run is built: free what was simulated
     kept = {nodes: states * candidate.kept_share(nodes, devices) for nodes in worlds}
     unfit = [nodes for nodes, bytes in kept.items() if bytes > usable]
     if unfit:
@@ -234,7 +234,7 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
 
 def _run_under(cfg: DictConfig, run: RunContext) -> Candidate:
     world, choice = estimates.world_of(cfg), str(run.hydra.runtime.choices.get("strategy"))
-    if choice == "auto":  # which has taken no other
+    if choice == "auto":  # assume its default, single or ddp
         name = "single" if world.size == 1 else "ddp"
         found = candidates.every(run.hydra, world.nodes)
         return next(one for one in found if one.name == name)
@@ -243,7 +243,7 @@ def _run_under(cfg: DictConfig, run: RunContext) -> Candidate:
 
 
 def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: Trainer) -> str:
-    """Return a line on what to try next, with its command, from what this rank's model keeps from step to step."""
+    """Return a line on what to try next, with its command, derived from the size of the model's states."""
     world, device = World(trainer.num_nodes, trainer.num_devices), _device_of(trainer)
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
     told = f"parameters, gradients and optimizer state are {report.amount(states)} in all, and a device has "
@@ -273,7 +273,7 @@ def _states_of(trainer: Trainer) -> float:
 
 
 def _strategy_of(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
-    """Return the strategy of the run; single or ddp, where strategy=auto has left it at these."""
+    """Return the run's strategy; single or ddp if strategy=auto has chosen no other."""
     node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
     if isinstance(node, dict) and not str(node.get("_target_")).endswith(".auto.auto"):
         return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)

@@ -1,4 +1,4 @@
-"""The handshake around a strategy's `setup_environment`: processes must be the same before they form a group."""
+"""The handshake around a strategy's `setup_environment`: processes must match before they form a process group."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others
 def arrange_handshake(
     cfg: DictConfig, run: RunContext, trainer: Trainer, strategy: HookedStrategy, watchdog: Watchdog
 ) -> None:
-    """Have a Trainer's processes compared before its strategy forms the process group, and the watchdog started after.
+    """Have a strategy compare a Trainer's processes before it forms the process group, and join the watchdog after.
 
-    A group may hang in its first collective if versions of NCCL differ, and in any later one if code or config do.
+    A group may hang in its first collective if NCCL versions differ, and in any later one if code or config differ.
     """
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
         strategy.meeting = Handshake(
@@ -59,7 +59,7 @@ def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
 
 @dataclass
 class Handshake:
-    """Context of `setup_environment`, the first method of a strategy to run in each of its processes."""
+    """Context manager around `setup_environment`, the first method of a strategy that runs in each process."""
 
     trainer: Trainer
     strategy: ParallelStrategy
@@ -78,7 +78,7 @@ class Handshake:
         Raises:
             Refused: the processes differ, or some did not connect in time.
         """
-        store = None if self.is_over else self._compare()  # kept until the group, served at the same port, is formed
+        store = None if self.is_over else self._compare()  # held until the group, served at the same port, is formed
         self.is_over = True
         yield
         del store

@@ -1,8 +1,8 @@
 """Lightning's calls of hooks, without the hooks that nobody has overridden.
 
-Lightning calls each hook of each callback, also where it is the empty one of the base class, and before it formats a
-name and opens a context for its profiler. In a training step that is more than a hundred calls for a few that do
-something. A hook of the user's, which may write to weights, runs where the strategy has them at hand.
+Lightning calls every hook of every callback, even the empty one of the base class, and before each call it formats a
+name and opens a profiler context. A training step makes more than a hundred such calls, of which few do something.
+User hooks, which may write to weights, run in a context in which the strategy provides unsharded weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _call_callbacks, _call_module, _call_strategy = (
     call._call_lightning_module_hook,
     call._call_strategy_hook,
 )
-_EMPTY = {  # hooks of a step that do nothing in Lightning's own classes
+_EMPTY = {  # hooks of a step that do nothing in Lightning's base classes
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
 }
-_KNOWN = ("lightning", "lightswitch")  # packages whose hooks leave weights alone, or to the strategy
+_KNOWN = ("lightning", "lightswitch")  # packages whose hooks don't write to weights, or only through the strategy
 _WITHOUT_WEIGHTS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 _OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 _EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
@@ -40,21 +40,21 @@ _EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
 
 
 def skip_empty_hooks() -> None:
-    """Let Lightning skip hooks that do nothing, in this process; order and arguments of the others stay."""
+    """Let Lightning skip empty hooks in this process; order and arguments of the others stay the same."""
     patches.replace(call, "_call_callback_hooks", _CallbackHooks())
     patches.replace(call, "_call_lightning_module_hook", _call_lightning_module_hook)
     patches.replace(call, "_call_strategy_hook", _call_strategy_hook)
 
 
 def is_observed(trainer: Trainer) -> bool:
-    """Return whether someone profiles calls of hooks, or logs them."""
+    """Return whether hook calls are profiled or logged."""
     profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
-    passes_through = PassThroughProfiler in type(profiler).__mro__  # a profiler is an ABC: isinstance takes longer
+    passes_through = PassThroughProfiler in type(profiler).__mro__  # for an ABC, isinstance takes longer
     return not passes_through or call.log.isEnabledFor(logging.DEBUG)
 
 
 class _CallbackHooks:
-    """Lightning's `_call_callback_hooks`, which looks once for each hook for the callbacks that have it."""
+    """Replacement of Lightning's `_call_callback_hooks` that determines once for each hook which callbacks have it."""
 
     def __init__(self) -> None:
         self._having: dict[str, _Having] = {}
@@ -75,7 +75,7 @@ class _CallbackHooks:
             with _around(trainer, users[0], hook_name) if users else nullcontext():
                 _call_callbacks(trainer, hook_name, *args, **kwargs)
             return
-        known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
+        known = vars(module)  # bypasses nn.Module's __setattr__, which checks for parameters
         before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
         for callback in having.callbacks:
             hook = getattr(callback, hook_name)
@@ -88,10 +88,10 @@ class _CallbackHooks:
 
 
 class _Having:
-    """Callbacks of a Trainer that have a hook of their own, not the empty one of the base class.
+    """Callbacks of a Trainer that override a hook of the base class.
 
     Attributes:
-        callbacks: in the Trainer's order.
+        callbacks: those that override it, in the Trainer's order.
     """
 
     def __init__(self, hook_name: str, among: list[Callback]) -> None:
@@ -105,8 +105,8 @@ class _Having:
         self._others = [vars(callback) for callback in among if callback not in self.callbacks]
 
     def fits(self, callbacks: list[Callback]) -> bool:
-        """Return whether these are the same callbacks, of which no other has been given the hook since."""
-        for own in self._others:  # a loop, as this is asked at each call of a hook: `any` takes twice as long
+        """Return whether the callbacks are the same, and none of the others has been given the hook since."""
+        for own in self._others:  # a loop, as this runs at each call of a hook, and `any` takes twice as long
             if self._hook_name in own:
                 return False
         return callbacks == self._among
@@ -132,13 +132,13 @@ def _is_users(hook: Any) -> bool:
 
 
 def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
-    """Return a context in which a hook may write to weights, and whose errors in the first steps are told in a line."""
+    """Return a context in which a hook may write to weights; it reports errors of the first steps in one line."""
     strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
     if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
         return nullcontext()
-    name = type(owner).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    name = type(owner).__name__.removeprefix("FSDP")  # a prefix that fully_shard adds
     at_hand = strategy.around_hook(f"{hook_name} of {name}")
-    steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # of our loop
+    steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # an attribute of EpochLoop
     return at_hand if steps >= first_steps.STEPS else _in_first_steps(at_hand, trainer, steps)
 
 
@@ -159,11 +159,13 @@ def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: 
 
 
 def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a hook while the module knows its name, which `self.log` asks for. As in Lightning, it keeps the name on
-    errors."""
+    """Call a hook, with its name set in the module, where `self.log` reads it.
+
+    As in Lightning, the name stays set after an error.
+    """
     if not callable(hook):
         return None
-    known = vars(module)  # past nn.Module's __setattr__, which looks for parameters
+    known = vars(module)  # bypasses nn.Module's __setattr__, which checks for parameters
     before, known["_current_fx_name"] = known["_current_fx_name"], name
     returned = hook(*args, **kwargs)
     known["_current_fx_name"] = before

@@ -1,4 +1,4 @@
-"""From the command line to a composed config and its RunContext, by Hydra, and the end of a run in this process."""
+"""The start of a run by Hydra, from the command line to a config and its RunContext, and its end in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Main = Callable[[DictConfig, RunContext], None]
 
 
 class Entry:
-    """One process's start of a script's main function. A sweep's launcher may send a copy to another machine."""
+    """The start of a script's main function in one process. A sweep's launcher may send a copy to another machine."""
 
     def __init__(self, main: Main) -> None:
         self.main = main
@@ -57,17 +57,17 @@ class Entry:
         self.typed: list[str] = []  # the script and its arguments
 
     def run(self, config_path: str, config_name: str) -> None:
-        """Compose the config and run the main function on it, or each job of a sweep.
+        """Compose the config and call the main function with it, or run each job of a sweep.
 
         Raises:
             SystemExit: the run was refused, stopped, or has failed.
         """
-        # Threads that wait by spinning slow a run tenfold where it shares its cores; they cost nothing asleep.
+        # Threads that spin while they wait slow a run on shared cores down tenfold; sleeping threads cost nothing.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints a bug in its own way, and exits with 1
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints bugs in its own way, and exits with 1
         self.signals.catch(is_first=False)  # the rank is not known yet
-        logging.getLogger("torch").setLevel(logging.WARNING)  # as torch does once it is imported, if it comes so far
-        gc.disable()  # until all is imported (launch/build turns it on): many objects, and little garbage
+        logging.getLogger("torch").setLevel(logging.WARNING)  # as torch does on import, which may not happen
+        gc.disable()  # imports create many objects, and little garbage; launch/build turns it on again
         try:
             self._run_hydra(config_path, config_name)
             ignore_signals()
@@ -77,7 +77,7 @@ class Entry:
         except (HydraException, OmegaConfBaseException, OSError, RefusedRequest, *NO_YAML) as error:
             if self.is_composed:
                 raise
-            if isinstance(error, BrokenPipeError):  # as `--help | head` ends: enough was read
+            if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `--help | head`
                 _leave_stdout()
                 return
             exit_with(problems_of_composition(error, targets.parameters))
@@ -104,7 +104,7 @@ class Entry:
         check_flags(sys.argv[1:])
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
 
-        @functools.wraps(self.main)  # Hydra finds the script by it, and conf/ beside the script
+        @functools.wraps(self.main)  # so that Hydra finds the script, and conf/ beside it
         def composed(cfg: DictConfig) -> float | None:
             return self._run_composed(cfg)
 
@@ -135,13 +135,13 @@ class Entry:
             ignore_signals()
             run.process.end_ranks()
             raise
-        except BaseException as error:  # also a SystemExit of the model's own code: the run is not finished
+        except BaseException as error:  # also a SystemExit raised by the model: the run is not finished
             _answer(error, cfg, run)
         return None
 
 
 def _patch_multirun(process: Process) -> None:
-    """Have lightswitch.sweeps run Hydra's sweeps: Hydra's own hook for their end misses one that ends early."""
+    """Let lightswitch.sweeps run Hydra's sweeps, as Hydra doesn't call its own end hook if a sweep ends early."""
     walk = Hydra.multirun
 
     def multirun(
@@ -162,7 +162,7 @@ def _patch_multirun(process: Process) -> None:
 
 
 def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
-    """Yield what a plan or a comparison says of a sweep's jobs."""
+    """Yield the lines of a dry run or a comparison about all jobs of a sweep."""
     if cfg.get("mode") == "dry_run":
         from lightswitch.planning import scaling
 
@@ -174,7 +174,7 @@ def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
 
 
 def _flush_stdout() -> None:
-    """Print what is left of a run that is done, if anyone still reads it."""
+    """Flush stdout at the end of a run, if its reader has not closed the pipe."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -182,22 +182,23 @@ def _flush_stdout() -> None:
 
 
 def _leave_stdout() -> None:
-    """Lead stdout nowhere: Python still flushes it as it exits, and its reader is gone."""
+    """Redirect stdout to /dev/null: Python still flushes it at exit, but its reader has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
-    stopped = None if is_known(run.process) else _stop_cause(error, run)  # launchers end the remaining ranks
+    # after a failure that the ranks agreed on, a signal comes from the launcher, which ends the remaining ranks
+    stopped = None if is_known(run.process) else _stop_cause(error, run)
     if stopped is not None:
         log_error(error, cfg, run)
         _stop(stopped, cfg, run)
     code = report_failure(error, cfg, run)
     if isinstance(error, BrokenPipeError):
         _leave_stdout()
-    ignore_signals()  # of the launcher, which ends the remaining ranks when one has ended
+    ignore_signals()  # from the launcher, which ends the remaining ranks when one has ended
     run.process.end_ranks()
     run.process.release_locks()
-    claim.remove_if_empty(run.run_dir)  # Hydra has made it before all checks
+    claim.remove_if_empty(run.run_dir)  # Hydra creates it before all checks
     if code is not None:
         raise SystemExit(code) from None
     if isinstance(error, Exception):
@@ -206,7 +207,7 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
 
 
 def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
-    """Return the signal behind an error, received by this process or a rank that it spawned; None without one."""
+    """Return the signal that caused an error, received by this process or by a rank it started; None without one."""
     if run.signals.received is not None:
         return Stopped(run.signals.received)
     codes = [error.exit_code] if isinstance(error, RanksFailed) else [rank.poll() for rank in run.process.ranks]
@@ -223,7 +224,7 @@ def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
 
 
 def register_resolvers(placement: Placement) -> None:
-    """Register the resolvers, for a process with this placement."""
+    """Register OmegaConf resolvers for a process with this placement."""
     resolvers: dict[str, Callable[..., object]] = {
         "new_run_id": _RunId(),
         "run_name": _run_name,
@@ -238,9 +239,9 @@ def register_resolvers(placement: Placement) -> None:
 
 
 class _RunId:
-    """The run id of this process, found once: a config is resolved more than once.
+    """The run id of this process, determined once, because a config is resolved several times.
 
-    submitit pickles resolvers, and what functools caches can't be.
+    submitit pickles resolvers, which functions cached by functools don't support.
     """
 
     def __init__(self) -> None:
@@ -253,31 +254,31 @@ class _RunId:
 
 
 def _unless(value: object, otherwise: object, *siblings: str, _parent_: DictConfig) -> object:
-    """Return a value, or another one where a key beside it is set: `${unless:500,-1,max_epochs}`."""
+    """Return a value, or another one if a sibling key is set: `${unless:500,-1,max_epochs}`."""
     return value if all(_parent_.get(name) is None for name in siblings) else otherwise
 
 
 def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
-    """Return steps, or those of the whole run beside them where it is shorter: `${steps_or_all:250}`."""
+    """Return a number of steps, or the sibling key `max_steps` if it is lower: `${steps_or_all:250}`."""
     max_steps = _parent_.get("max_steps")
     return min(steps, max_steps) if isinstance(max_steps, int) and max_steps > 0 else steps
 
 
 def _own_batch(otherwise: int, *, _root_: DictConfig) -> int:
-    """Return the batch size that the data have themselves, or another: `${own_batch:64}`."""
+    """Return the batch size that the data define, or else the given one: `${own_batch:64}`."""
     found = own_batch.of(_root_)
     return otherwise if found is None else found.size
 
 
 def _run_name(*, _root_: DictConfig) -> str:
-    """Return the choice of model, or its class if the command line named one."""
-    hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # while a sweep names its directory
+    """Return the choice of model, or the name of its class if the command line named one."""
+    hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # the former while a sweep names its directory
     choice = hydra.runtime.choices.get("model")
     if choice is None and "model" not in _root_:
         told = "model: the config has no such key, and the engine reads it; add it to config.yaml"
         raise RefusedRequest([told])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
-    return named.replace("/", "_")  # of a choice in a subfolder
+    return named.replace("/", "_")  # a choice may be in a subfolder
 
 
 def exit_with(problems: list[str]) -> NoReturn:
@@ -287,14 +288,14 @@ def exit_with(problems: list[str]) -> NoReturn:
 
 
 def leave_watchdog(process: Process) -> None:
-    """Wait for all ranks, if there is a watchdog, and end it: the run is done."""
+    """Wait for all ranks, if there is a watchdog, and end it, because the run is done."""
     if process.is_watched.is_set():
         _finish_uploads()
     process.leave_watchdog()
 
 
 def _finish_uploads() -> None:
-    """Finish wandb's upload now: once other ranks have ended, srun leaves this one only a few seconds."""
+    """Finish wandb's upload now: once other ranks have ended, srun ends this one after a few seconds."""
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
         wandb.finish()
@@ -308,14 +309,14 @@ def is_known(process: Process) -> bool:
 def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> int | None:
     """Report an error to the user, and return the exit code.
 
-    None for a bug in a run of one process: Python prints its traceback.
+    The code is None for a bug in a run of one process, because Python prints its traceback.
     """
     if isinstance(error, ToldElsewhere):
         run.process.note_failure(f"error: {error}")
         return ExitCode.REFUSED
     has_begun = run.process.steps_have_begun.is_set()
     if (member := run.process.watchdog) is not None:
-        from lightswitch.failures.watchdog import Member  # slow to import, and imported by now
+        from lightswitch.failures.watchdog import Member  # slow to import, but already imported here
 
         assert isinstance(member, Member)
         first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
@@ -349,10 +350,11 @@ def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
 
 
 def requeue_after(stopped: Stopped, is_first: bool) -> Stopped:
-    """Requeue the job if Slurm's notice stopped the run, and return the exception to exit by.
+    """Requeue the job if a notice from Slurm stopped the run, and return the exception with which to exit.
 
-    SIGTERM is such a notice only if Slurm preempts the job, which it starts again if the job outlives its grace period.
-    A user who cancels a job, which also sends SIGTERM, wants it to end.
+    SIGTERM is such a notice only if Slurm preempts the job; Slurm itself requeues a preempted job only if it outlives
+    its grace period. A user who cancels a job also sends SIGTERM, but wants the job to end. Without scontrol, for
+    example in a container, the exit code requests the requeue.
     """
     job = slurm_job()
     if job is None:

@@ -1,4 +1,4 @@
-"""Objects made from the config's nodes, and what their constructors, optimizers and schedules refuse."""
+"""Instantiation of config nodes, and the arguments that constructors, optimizers and schedules reject."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from lightswitch.failures import classify
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.preflight.targets import ENGINE_KEYS, parameters
 
-# A constructor raises these about files that its arguments name and, by a `raise` statement, about the arguments.
-# Any other error is a bug.
+# A constructor raises the first about files that its arguments name and, by a `raise` statement, the second about the
+# arguments. Any other error is a bug.
 _ABOUT_FILES = (OSError, ModuleNotFoundError)
 _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
-_OF_VALUES = (TypeError, ValueError, AttributeError)  # of a value of another type than expected
+_OF_VALUES = (TypeError, ValueError, AttributeError)  # raised for a value of an unexpected type
 _LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
-_TORCH = "torch.optim."  # constructors of other packages may build operators, or ask more of a parameter than it has
-_OF_GPUS = "capturable"  # an argument that fails on the CPU, where this is tried
+_TORCH = "torch.optim."  # constructors of other packages may build operators, or need special parameters
+_OF_GPUS = "capturable"  # an argument that fails on the CPU, on which optimizers are tried
 
 Arguments = dict[str, Any]
 
 
 def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
-    """Instantiate a config node, with lists and dicts as Python's own: OmegaConf's make checkpoints unsafe to read."""
+    """Instantiate a config node; if its arguments are rejected, append the refusal to ``refusals`` and return None.
+
+    Lists and dicts become plain Python objects: OmegaConf's would make checkpoints unsafe to read.
+    """
     try:
         return instantiate(_node(cfg, name), **arguments, _convert_="all") if cfg.get(name) is not None else None
     except InstantiationException as error:
@@ -59,22 +62,24 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
 
 
 def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
-    """Return that a module of the config's, as it was imported, lacks a package; None where that is not what failed."""
+    """Return a message about a failed import of a module that the config names; None if the error is another."""
     if not isinstance(cause, ImportError):
         return None
-    while isinstance(cause.__cause__, ImportError):  # Hydra's own says no more than which module it was
+    while isinstance(cause.__cause__, ImportError):  # Hydra's error only names the module
         cause = cause.__cause__
-    if str(cause).startswith("Error loading"):  # of a bug in the module
+    if str(cause).startswith("Error loading"):  # Hydra's message for a bug in the module
         return None
-    if str(cause).startswith(key.partition(".")[0]):  # a constructor's own words
+    if str(cause).startswith(key.partition(".")[0]):  # a constructor's message
         return str(cause)
-    target = OmegaConf.select(cfg, f"{key}._target_")  # none of a node of several
+    target = OmegaConf.select(cfg, f"{key}._target_")  # None for a node of several objects
     return f"{key}: {cause}" if target is None else f"{key}._target_={target}: importing it fails: {cause}"
 
 
 def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
-    """Return the value with which a constructor fails that gives no type for it: one that is unlike its default, or, of
-    an argument without one, no number; None where there is none."""
+    """Return a message about the value of an untyped argument with which a constructor fails; None if there is none.
+
+    The value is a string or null, and the argument's default is a number or a bool, or there is no default.
+    """
     node = OmegaConf.select(cfg, key)
     if not isinstance(cause, _OF_VALUES) or not re.search(r"\b(str|NoneType)\b", str(cause)):
         return None
@@ -92,7 +97,7 @@ def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | Non
 
 
 def raise_all(refusals: list[Refused]) -> None:
-    """Raise what was refused, all at once, if anything was.
+    """Raise all refusals as one error, if there are any.
 
     Raises:
         RefusedRequest: with the lines of each.
@@ -103,10 +108,10 @@ def raise_all(refusals: list[Refused]) -> None:
 
 
 def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
-    """Return the Trainer's arguments for the cluster environment and for a precision that has no name of Lightning's.
+    """Return the Trainer's arguments for the cluster environment and for a precision that is passed as a plugin.
 
-    These are precisions that the config names by their class, and 64-true: Lightning refuses that name with
-    fully_shard, which takes any dtype.
+    These precisions are those that the config names by class, and 64-true: Lightning rejects that name with
+    fully_shard, which supports any dtype.
     """
     precision = cfg.trainer.get("precision")
     if isinstance(precision, DictConfig):
@@ -119,12 +124,12 @@ def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str,
 
 
 def shards_itself(cfg: DictConfig) -> bool:
-    """Return whether the user has declared that datasets without indices split themselves by ranks."""
+    """Return whether the config declares that datasets without indices split themselves between ranks."""
     return bool(cfg.get("data") and cfg.data.get("sharded_by") == "dataset")
 
 
 def _node(cfg: DictConfig, name: str) -> Any:
-    """Return a config node without the keys that are the engine's own."""
+    """Return a config node without the keys that only the engine reads."""
     own = [key for key in ENGINE_KEYS.get(name, ()) if key in cfg[name]]
     if not own:
         return cfg[name]
@@ -136,18 +141,18 @@ def _node(cfg: DictConfig, name: str) -> Any:
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Return whether the constructor that Hydra called, which raised the error or called what did, is the user's."""
+    """Return whether the constructor that Hydra called when the error was raised is user code."""
     called = error.__traceback__ and error.__traceback__.tb_next
     return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
 
 
 def refused_optimizers(cfg: DictConfig) -> list[Refused]:
-    """Return the arguments with which an optimizer or a schedule of torch's fails that a run's config names.
+    """Return the arguments in a config with which one of torch's optimizers or schedules fails.
 
-    A model makes its own in every process, once they have connected, and of a list that is too short torch tells no
-    more than that an index is out of range.
+    Otherwise they would fail only in the model, in every process, after all have connected; and for a list that is too
+    short, torch only reports an index out of range.
     """
-    if cfg.mode not in ("fit", "plan", "dry_run", "check"):  # no other makes one
+    if cfg.mode not in ("fit", "plan", "dry_run", "check"):  # no other mode creates one
         return []
     return [
         Refused(problem)
@@ -157,8 +162,8 @@ def refused_optimizers(cfg: DictConfig) -> list[Refused]:
 
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
-    """Yield the nodes that name one of torch's and leave its first argument to the model; each where it is written."""
-    for key in node:  # which may be a number
+    """Yield each `_partial_` node of a torch optimizer or schedule, with the path at which it is defined."""
+    for key in node:  # a key may be a number
         if OmegaConf.is_interpolation(node, key) or not isinstance(node[key], DictConfig) or not node[key]:
             continue
         inner, at = node[key], f"{path}.{key}".lstrip(".")
@@ -168,7 +173,10 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
 
 
 def _problems(path: str, made: partial[Any]) -> Iterator[str]:
-    """Yield each argument that fails beside others that work; nothing where none works, as the model may add some."""
+    """Yield each argument that fails together with those that work.
+
+    Yield nothing if no combination works, as the model may add arguments.
+    """
     given = {key: value for key, value in made.keywords.items() if key != _OF_GPUS}
     if _error(made.func, given) is None:
         return
@@ -190,12 +198,12 @@ def _that_works(make: Callable[..., Any], working: Arguments, given: Arguments) 
 
 
 def _error(make: Callable[..., Any], arguments: Arguments) -> Exception | None:
-    """Return what is raised as an optimizer or a schedule is made with some arguments, and steps; None if nothing."""
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))  # a matrix, as Muon takes no other
+    """Return the error of creating and stepping an optimizer or schedule with some arguments; None if there is none."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))  # a matrix, as Muon accepts nothing else
     parameter.grad = torch.zeros(2, 2)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself tells them
+            warnings.simplefilter("ignore")  # the run itself shows them
             _step(make, parameter, arguments)
     except Exception as error:
         return error
@@ -204,7 +212,7 @@ def _error(make: Callable[..., Any], arguments: Arguments) -> Exception | None:
 
 def _step(make: Callable[..., Any], parameter: torch.nn.Parameter, arguments: Arguments) -> None:
     if issubclass(cast(type, make), Optimizer):
-        make([parameter], **arguments).step(lambda: torch.zeros(()))  # LBFGS asks for the loss
+        make([parameter], **arguments).step(lambda: torch.zeros(()))  # LBFGS needs a function that returns the loss
         return
     optimizer = torch.optim.AdamW([parameter])
     schedule = make(optimizer, **arguments)
@@ -213,5 +221,5 @@ def _step(make: Callable[..., Any], parameter: torch.nn.Parameter, arguments: Ar
 
 
 def _shown(value: object) -> str:
-    """Return a value as it is typed."""
+    """Return a value as typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)

@@ -1,4 +1,4 @@
-"""Lightning's loops, which end a resumed run as any other, and do less work in each batch."""
+"""Subclasses of Lightning's loops that end a resumed run like any other, and do less work in each batch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
 from lightswitch.strategies.writes import CarriesWrites, Looks
 
-_ENDING = "ending"  # of the loop's state in a checkpoint
+_ENDING = "ending"  # key in the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def replace_loops(trainer: Trainer) -> None:
-    """Give a Trainer the engine's loops over epochs and batches; hooks, their order and their arguments stay."""
+    """Replace a Trainer's loops over epochs and batches; hooks, their order and their arguments stay the same."""
     given = trainer.fit_loop
     loop = RunLoop(trainer, given.min_epochs, given.max_epochs)
     batches = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps)
@@ -45,14 +45,14 @@ def replace_loops(trainer: Trainer) -> None:
 
 
 class RunLoop(_FitLoop):
-    """Loop over epochs that ends a run also where it is resumed with no step left to train.
+    """Loop over epochs that also completes a run that is resumed with no step left to train.
 
-    Lightning returns at once there, and what was due when the run was cut off would never come: a validation, the end
-    of an epoch, the last checkpoint. A run that was asked to stop, as by early stopping, stops there again, unless it
-    was given other limits since.
+    Lightning returns at once in this case, and skips what was due when the run was interrupted: a validation, the end
+    of an epoch, the last checkpoint. A run that was stopped, for example by early stopping, stops at the same point
+    again, unless its limits have changed.
     """
 
-    _epoch_end_begun = False  # where the run is resumed
+    _epoch_end_begun = False  # at the point where the run resumes
 
     @property
     def skip(self) -> bool:
@@ -65,11 +65,11 @@ class RunLoop(_FitLoop):
 
     @property
     def _owes_epoch_end(self) -> bool:
-        """True where the run is resumed within an epoch, whose end comes also where a limit cuts it short."""
+        """True if the run resumes within an epoch: its end is due, even if a limit cuts the epoch short."""
         return self.is_resuming and self.epoch_loop.batch_progress.current.ready > 0 and not self._epoch_end_begun
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        epochs: Any = self.epoch_progress.current  # `processed` is set past its type
+        epochs: Any = self.epoch_progress.current  # its type doesn't declare `processed`
         stopped_at = _limits(self.trainer) if self.trainer.should_stop else None
         ending = {"epoch_end_begun": epochs.processed == epochs.ready, "stopped_at": stopped_at}
         return {**super().on_save_checkpoint(), _ENDING: ending}
@@ -88,9 +88,9 @@ def _limits(trainer: Trainer) -> list[float | None]:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Loop over the batches of an epoch that does what Lightning's does, in Lightning's order.
+    """Loop over the batches of an epoch that does the same as Lightning's, in the same order, with fewer calls.
 
-    A training step that takes the loader's iterator is left to Lightning.
+    Training steps that take the dataloader's iterator use Lightning's implementation.
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
@@ -118,7 +118,7 @@ class EpochLoop(_TrainingEpochLoop):
         )
 
     def run(self, data_fetcher: _DataFetcher) -> None:
-        """Train on the batches of an epoch, or on those that are left of it."""
+        """Train on the batches of an epoch, or on the remaining ones after a resume."""
         if self.restarting and (self.batch_progress.is_last_batch or self._is_over):
             self._end_epoch(data_fetcher)
         else:
@@ -128,12 +128,12 @@ class EpochLoop(_TrainingEpochLoop):
 
     @property
     def _is_over(self) -> bool:
-        """True where the limit is reached, or the run was asked to stop, within the epoch in which it is resumed."""
+        """Whether the epoch in which the run resumes ends early, by a limit or a request to stop."""
         return self._is_training_done or (self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _end_epoch(self, data_fetcher: _DataFetcher) -> None:
-        """Do what Lightning does after an epoch's last batch, where a run is resumed from there; it has validated."""
-        is_whole = self.batch_progress.is_last_batch  # else the batch is over already, by Lightning's count
+        """Do what Lightning does after an epoch's last batch, in a run that resumes there; it has validated already."""
+        is_whole = self.batch_progress.is_last_batch  # else Lightning has counted the batch as completed already
         self.reset()
         self.on_run_start(data_fetcher)
         if is_whole:
@@ -145,7 +145,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Train on a batch.
 
         Raises:
-            StopIteration: the epoch ends here.
+            StopIteration: no batch is left, or a hook ends the epoch.
         """
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             super().advance(data_fetcher)
@@ -176,13 +176,13 @@ class EpochLoop(_TrainingEpochLoop):
             trainer._logger_connector.update_train_step_metrics()
 
     def _go_on(self, data_fetcher: _DataFetcher) -> None:
-        """Begin to count where a run is resumed; the validation that was due there has run."""
+        """Prepare the validation counters of a resumed run; a validation that was due at that point has already run."""
         if self.restarting and self._should_check_val_fx(data_fetcher):
             self.val_loop.increment_progress_to_evaluation_end()
         self.val_loop.restarting = False
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Validate where that is due, and count the step."""
+        """Validate if a validation is due, and count the step."""
         if self._is_near_validation or self.trainer.received_sigterm:
             super().on_advance_end(data_fetcher)
             return
@@ -191,7 +191,7 @@ class EpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped += 1
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Let the schedulers step that are due."""
+        """Step the schedulers that are due."""
         if self.trainer.lr_scheduler_configs:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
@@ -208,7 +208,7 @@ class EpochLoop(_TrainingEpochLoop):
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _trained(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
-        """Return what the training step has returned, and whether a hook ends the epoch in its place."""
+        """Return the output of the training step, and whether a hook ends the epoch instead of the step."""
         trainer, progress = self.trainer, self.batch_progress
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
@@ -229,14 +229,14 @@ class EpochLoop(_TrainingEpochLoop):
             return self.manual_optimization.run(arguments), False
 
     def _arguments(self, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        """Return what `training_step` takes; it is inspected once."""
+        """Return the arguments of `training_step`, whose signature is inspected once."""
         step = self.trainer.lightning_module.training_step
         if step != self._step:
             self._step, self._takes_index = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
         return OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
 
     def _show_results(self) -> None:
-        """Give bar, callbacks and loggers what was logged last."""
+        """Pass the values that were logged last to progress bar, callbacks and loggers."""
         connector, values = self.trainer._logger_connector, self._results.of_step
         connector._progress_bar_metrics.update(values["pbar"])
         connector._callback_metrics.update(values["callback"])
@@ -245,15 +245,17 @@ class EpochLoop(_TrainingEpochLoop):
 
     @property
     def _may_save_after_step(self) -> bool:
-        """True if a checkpoint may be due after this batch: of the last ones, or after a validation the best. By the
-        clock, a validation may be due after any."""
+        """True if a checkpoint may be due after this batch: one of the last, or the best after a validation.
+
+        The best is left out if validations are due by the clock, as one may then follow any batch.
+        """
         by_clock = getattr(self.trainer, "_val_check_time_interval", None) is not None
         may_be_best = not by_clock and self._is_near_validation
         return may_be_best or any(saves.may_save_after_step(self.trainer) for saves in self._saves)
 
     @property
     def _is_near_validation(self) -> bool:
-        """Whether a validation may be due after this batch; Lightning's loop decides it, in more calls."""
+        """Whether a validation may be due after this batch; if so, Lightning's loop decides, with more calls."""
         trainer = self.trainer
         every_n_batches = trainer.val_check_batch
         if trainer.should_stop or self._skip_next_val or not isinstance(every_n_batches, int) or every_n_batches < 1:
@@ -265,7 +267,7 @@ class EpochLoop(_TrainingEpochLoop):
 
 
 class StepOutput(ClosureResult):
-    """Output of a training step, whose loss is divided by the accumulation only where that is not 1."""
+    """Output of a training step, whose loss is not divided if gradient accumulation is 1."""
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
@@ -275,7 +277,7 @@ class StepOutput(ClosureResult):
 
 
 class Optimization(_AutomaticOptimization):
-    """Automatic optimization that makes a `StepOutput` of each batch, and the first one again where it has to."""
+    """Automatic optimization that returns a `StepOutput`, and reruns a step as `first_steps.output_of` does."""
 
     output_result_cls = StepOutput
 
@@ -284,15 +286,15 @@ class Optimization(_AutomaticOptimization):
 
 
 class OptimizationByHand(_ManualOptimization):
-    """Manual optimization that also counts steps which a module takes past Lightning's wrapper of an optimizer.
+    """Manual optimization that also counts optimizer steps that bypass Lightning's wrapper of the optimizer.
 
-    SAM's `second_step` takes one by an optimizer within, and many a module calls `self.optimizers().optimizer.step()`:
-    limits and checkpoints go by the count.
+    SAM's `second_step` steps an inner optimizer, and many modules call `self.optimizers().optimizer.step()`. Limits and
+    checkpoints depend on the count.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._depth = 0  # of steps within one another
+        self._depth = 0  # of nested steps
 
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         self._depth = 0
@@ -315,7 +317,7 @@ class OptimizationByHand(_ManualOptimization):
             self.optim_step_progress.increment_completed()
 
     def _is_the_runs(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer steps a parameter that one of the run's does: an inner loop's may not."""
+        """Return whether an optimizer shares a parameter with the run's optimizers; that of an inner loop may not."""
         groups = (group for of_run in self.trainer.optimizers for group in of_run.param_groups)
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,4 +1,4 @@
-"""The plan of a run: what it would take under each strategy, before it starts."""
+"""The plan of a run: its memory and time under each strategy, estimated before it starts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def plan(cfg: DictConfig, run: RunContext) -> None:
-    """Log a table of the strategies, and the one to take with its command; write plan.json and its picture.
+    """Log a table of the strategies, and the recommended one with its command; write plan.json and its picture.
 
     Raises:
-        Refused: there is nothing to plan with, or no strategy can take the run.
+        Refused: there is no training data, or no strategy supports the run.
     """
     request = requested(cfg)
     among = _candidates(request, run)
@@ -50,7 +50,7 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
 
 
 def _recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
-    """Yield the best estimate with activation checkpointing, if it is not among the estimates already."""
+    """Yield an estimate of the best strategy with activation checkpointing, unless there is one already."""
     others = {one.words: one.recomputing() for one in among}
     best = next((other for one in report.ordered(estimates) if (other := others.get(one.words)) is not None), None)
     if best is not None and best.words not in {one.words for one in estimates}:
@@ -77,7 +77,7 @@ def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused:
 
 
 def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
-    """Say what is known of a model whose step goes by values: what it keeps from one step to the next."""
+    """Log the memory of a model's states, if its step depends on values and so can't be simulated."""
     log.warning(
         "the step of %s %s: activations, time and traffic are not known, and neither is what fits",
         request.cfg.model._target_, why,
@@ -90,7 +90,7 @@ def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
 
 
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:
-    """Return each strategy in each precision, or those that were asked for."""
+    """Return each strategy in each precision, or only the configured ones."""
     choice = run.hydra.runtime.choices.get("strategy")
     found = [candidates.chosen(choice, request.trainer["strategy"])]
     if choice == "auto":
@@ -110,7 +110,7 @@ def _precisions(request: Request, run: RunContext) -> list[Precision]:
 
 
 def _estimates(request: Request, candidate: Candidate) -> Iterator[Estimate]:
-    """Yield a strategy's estimate, and where the device can't hold it, that with activation checkpointing."""
+    """Yield a strategy's estimate and, if it doesn't fit on the device, the one with activation checkpointing."""
     asked = str(request.under(candidate).cfg.trainer.get("precision"))
     if lacking := list(device.precision_problems(asked, request.device)):
         raise RefusedRequest(lacking)

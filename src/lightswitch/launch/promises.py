@@ -1,4 +1,4 @@
-"""The check of a module by mode=check: whether it keeps the promises, on its own data and config."""
+"""The check of mode=check: whether a module, with its data and config, keeps the promises of docs/promises.md."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightswitch.launch import commands
 
 log = logging.getLogger(__name__)
 
-_OF_RUNS = (  # what each run has of its own, which is typed for none
+_OF_RUNS = (  # keys that the check sets for each run, and whose overrides it drops
     *("strategy", "trainer.strategy", "cluster", "resume", "ckpt_path", "compare"),
     *(f"trainer.{key}" for key in ("accelerator", "log_every_n_steps", "num_sanity_val_steps")),
     *("trainer.limit_test_batches", "trainer.enable_checkpointing", "trainer.fast_dev_run"),
 )
-_ALIKE = ("start_method",)  # another start of the same strategy
-_MODULES = ("build", "stages", "report", "auto", "hydra_entry")  # of launch, which each run imports
-_EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # by how a precision's name begins
+_ALIKE = ("start_method",)  # arguments that only change how a strategy starts its processes
+_MODULES = ("build", "stages", "report", "auto", "hydra_entry")  # modules of lightswitch.launch that each run imports
+_EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # machine epsilon, by the first letters of a precision's name
 NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
 
 
@@ -43,8 +43,8 @@ def check(cfg: DictConfig, run: RunContext) -> None:
     """Train a few steps in one process and under each strategy, log a table of the promises, and write check.json.
 
     Raises:
-        Ended: with exit code 1, where a promise does not hold.
-        Refused: the module does not train in one process.
+        Ended: with exit code 1, if a promise does not hold, or the module fails in one process.
+        Refused: the run in one process is refused, takes no step, or needs a GPU.
     """
     with tempfile.TemporaryDirectory(dir=run.run_dir, prefix="check_", ignore_cleanup_errors=True) as folder:
         found = _check(cfg, run, Path(folder))
@@ -93,7 +93,10 @@ def _eps(precision: str) -> float:
 
 
 def _checkpoints(cfg: DictConfig) -> dict[str, object]:
-    """Return what lets a run save one after half of its steps, by the callback that the config has, or one more."""
+    """Return the overrides that make a run save a checkpoint after half of its steps.
+
+    They configure the config's `LastCheckpoints` callback, or add one.
+    """
     every = max(1, cfg.check.steps // 2)
     for name, node in (cfg.get("callbacks") or {}).items():
         if str((node or {}).get("_target_")).endswith(".LastCheckpoints"):
@@ -106,7 +109,7 @@ def _checkpoints(cfg: DictConfig) -> dict[str, object]:
 
 
 def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
-    """Yield the strategies to check beside one process."""
+    """Yield the strategies to check in addition to the single process."""
     asked, chosen = cfg.check.strategies, str(run.hydra.runtime.choices.get("strategy"))
     nodes = dict(_nodes(run))
     if asked is None and chosen in nodes:
@@ -121,7 +124,7 @@ def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
 
 
 def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the strategies of the config folders that several devices train under, each in one way to start it."""
+    """Yield the config folders' strategies for several devices, without those that only start processes differently."""
     for name, path in files_of_group(run.hydra, "strategy").items():
         node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         node = node.get("strategy")
@@ -134,7 +137,7 @@ def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _preloaded(cfg: DictConfig, run: RunContext, ways: Sequence[Way], on_gpus: bool) -> list[str]:
-    """Return what the server of processes imports; on GPUs nothing of the user's, which may begin to use them."""
+    """Return the modules that the fork server imports; on GPUs no user code, as importing it may initialize them."""
     named = {way.name for way in ways}
     nodes = [node for name, node in _nodes(run) if name in named]
     if not on_gpus:
@@ -144,10 +147,11 @@ def _preloaded(cfg: DictConfig, run: RunContext, ways: Sequence[Way], on_gpus: b
 
 
 def _refuse(cfg: DictConfig, one: Ended, on_gpus: bool) -> NoReturn:
-    """Say that the module does not train in one process, where nothing of a strategy is in its way.
+    """Report that the module does not train in one process, where no strategy can be the cause.
 
     Raises:
-        Refused: always.
+        Ended: with exit code 1, if the run has failed.
+        Refused: the run is refused, takes no step, or needs a GPU.
     """
     name = str(cfg.model.get("_target_"))
     if one.is_refused:

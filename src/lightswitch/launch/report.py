@@ -1,4 +1,4 @@
-"""The lines that a run logs at its start and its end, and the results that it leaves."""
+"""The lines that a run logs at its start and end, and the result files that it writes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from lightswitch.runs.resume import Start
 
 log = logging.getLogger(__name__)
 
-_LARGEST_COPIED_BYTES = 2 * 10**9  # of a checkpoint, read and compared in some seconds
-_EVALUATIONS = ("test", "validate")  # what to type next is the first that can be
+_LARGEST_COPIED_BYTES = 2 * 10**9  # of a checkpoint: reading and comparing it takes some seconds
+_EVALUATIONS = ("test", "validate")  # the suggested command uses the first mode that the module supports
 
 
 @rank_zero_only
@@ -63,7 +63,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
 
 
 def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
-    """Return what became of a batch size that is the data's own: the global batch, or, if typed, that of evaluation."""
+    """Return a note on a batch size that the data define: it sets the global batch or, if typed, limits evaluation."""
     own = own_batch.of(cfg)
     if own is None:
         return ""
@@ -76,7 +76,7 @@ def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
 
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
-    """Write results.json and ended.json, and log the metrics and the commands to type next."""
+    """Write results.json and ended.json, and log the metrics and the commands to run next."""
     changed = starts.changes(starts.read(run.run_dir)) if cfg.mode == "fit" else starts.Changes([], 0)
     if changed.steps:
         metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}
@@ -96,15 +96,15 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     for what, text in (told | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
     if has_ended:
-        # the counters of spawned ranks ended with them, so the checkpoint's step counts
+        # spawned ranks have ended, and their counters with them: take the step from the checkpoint
         finished.keep(cfg, run.run_dir, position.steps if position else trainer.global_step, go_on)
 
 
 def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str]:
-    """Return what to log at the end, by its label: paths, and commands to type next.
+    """Return the lines to log at the end, by label: paths, and commands to run next.
 
     Args:
-        mode: in which a checkpoint is evaluated, if it can be in any.
+        mode: the mode that can evaluate a checkpoint; None if the module supports none.
     """
     run_dir = run.run_dir
     if run.mode == "predict":
@@ -123,9 +123,10 @@ def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str
 
 
 def _weights(run_dir: Path) -> dict[str, str]:
-    """Write the weights of a finished run as a file for `load_from_checkpoint`, and return where they are.
+    """Write the weights of a finished run to a file for `load_from_checkpoint`, and return its path by label.
 
-    It is a convenience, and no part of the run's state: where it can't be written, the run has ended well all the same.
+    For a large checkpoint directory, write no file, and return the command that exports it. The file is a convenience
+    and not part of the run's state: failing to write it doesn't fail the run.
     """
     checkpoint = best_or_last(run_dir)
     if checkpoint is None:
@@ -139,7 +140,7 @@ def _weights(run_dir: Path) -> dict[str, str]:
         weight_files.write(Weights(checkpoint), model, file)
     except (OSError, ValueError, Refused) as error:
         with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)  # that of an earlier end is not of these weights
+            file.unlink(missing_ok=True)  # a file from an earlier end of the run has other weights
         vacant(weight_files.partial_of(file))
         log.warning("weights    %s is not written: %s; later: %s", file.name, error, command)
         return {}
@@ -147,13 +148,13 @@ def _weights(run_dir: Path) -> dict[str, str]:
 
 
 def _length_of_schedule(checkpoint: Path) -> int | None:
-    """Return the step at which a schedule ends that fails in the next one, as OneCycleLR's; None where none does."""
+    """Return the last step of a schedule that raises in the next one, such as OneCycleLR; None if there is none."""
     states = read_state(checkpoint).get("lr_schedulers") or [{}]
     return max((state["total_steps"] for state in states if "_schedule_phases" in state), default=None)
 
 
 def _profiles(trainer: Trainer) -> dict[str, str]:
-    """Return the files of a profiler that writes some, by the label of their line."""
+    """Return the files that the profiler has written, by the label of their line; empty if it has written none."""
     folder, name = (getattr(getattr(trainer, "profiler", None), key, None) for key in ("dirpath", "filename"))
     files = sorted(Path(folder).glob(f"*{name}*")) if folder and name else []
     return {"profile": " ".join(shlex.quote(shown(file)) for file in files)} if files else {}
@@ -161,7 +162,7 @@ def _profiles(trainer: Trainer) -> dict[str, str]:
 
 def _mode_of_evaluation(trainer: Trainer) -> str | None:
     data = trainer.datamodule  # type: ignore[attr-defined]  # it is set past Lightning's declaration
-    of_ranks = data is None  # of a process that has forked its ranks: they alone have attached the data
+    of_ranks = data is None  # in a process that has forked its ranks: only the ranks have attached the data
     lacking = [stages.lacking(mode, trainer.lightning_module, data, of_ranks) for mode in _EVALUATIONS]
     return next((mode for mode, lacks in zip(_EVALUATIONS, lacking, strict=True) if not lacks), None)
 

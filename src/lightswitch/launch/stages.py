@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-_NEEDS = {  # of the module and of the data; a predict_step is Lightning's own where the module has none
+_NEEDS = {  # the module's step and the dataloader hook; Lightning has a default predict_step
     "validate": ("validation_step", "val_dataloader"),
     "test": ("test_step", "test_dataloader"),
     "predict": (None, "predict_dataloader"),
@@ -31,16 +31,16 @@ def fit(
     trainer: Trainer,
     checkpoint: Path | None,
 ) -> Metrics:
-    """Train, from a checkpoint if there is one.
+    """Train, starting from a checkpoint if one is given.
 
     Raises:
         Refused: the strategy would unpickle the checkpoint.
     """
     _refuse_to_unpickle(trainer, checkpoint)
-    trainer.ckpt_path = checkpoint  # no argument: callbacks ask for it before Lightning would have read one
+    trainer.ckpt_path = checkpoint  # callbacks read it before `fit` would set it from an argument
     with run.signals.forwarded_by(trainer.strategy.launcher):
         trainer.fit(model, datamodule=data, weights_only=True)
-    trainer.ckpt_path = None  # the test's is another
+    trainer.ckpt_path = None  # the test uses another checkpoint
     return _metrics(trainer)
 
 
@@ -63,10 +63,11 @@ def evaluate(
     trainer: Trainer,
     checkpoint: Path | None,
 ) -> Metrics:
-    """Validate, test or predict, as the run's mode says, with the weights of a checkpoint.
+    """Validate, test or predict, depending on the run's mode, with the weights of a checkpoint.
 
     Raises:
-        Refused: the module or its data lack what the mode needs, or the strategy would unpickle the checkpoint.
+        Refused: the module or its data lack a method that the mode needs, or the strategy would unpickle the
+            checkpoint.
     """
     if told := lacking(run.mode, model, data):
         others = [f"mode={stage}" for stage in _NEEDS if not lacking(stage, model, data)]
@@ -85,10 +86,10 @@ def evaluate(
 def lacking(
     stage: str, model: LightningModule, data: LightningDataModule | None, has_other_data: bool = False
 ) -> str | None:
-    """Return what a stage of evaluation needs and neither has, in words; None where it has all.
+    """Return a message about a method that an evaluation stage needs and that is missing; None if none is missing.
 
     Args:
-        has_other_data: its loaders may come from elsewhere.
+        has_other_data: whether the dataloaders may come from another object than ``data`` and ``model``.
     """
     step, loader = _NEEDS[stage]
     if step and not is_overridden(step, model):
@@ -99,10 +100,10 @@ def lacking(
 
 
 def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
-    """Refuse a checkpoint directory for a strategy that is not the engine's, which may unpickle what is in it.
+    """Refuse a checkpoint directory for a strategy that is not the engine's: such a strategy may unpickle its files.
 
     Raises:
-        Refused: the checkpoint is a directory, given or found by Lightning itself after a Slurm requeue.
+        Refused: the checkpoint, passed here or found by Lightning after a Slurm requeue, is a directory.
     """
     if isinstance(trainer.strategy, PortableCheckpoints):
         return

@@ -1,1 +1,1 @@
-"""Monitoring: what a run shows while it goes, and what it records."""
+"""Monitoring: the progress that a run shows, and the metrics and times that it records."""

@@ -1,4 +1,4 @@
-"""Text for people: numbers, tables, and a terminal's line that is redrawn in place. Imports no torch."""
+"""Text output for people: numbers, tables, and a terminal line that is redrawn in place. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightswitch.errors import printable
 
 
 def compact(number: float) -> str:
-    """Return a number with three digits and a magnitude: 370, 45.2k, 1.23M."""
+    """Return a number with three digits and a unit prefix: 370, 45.2k, 1.23M."""
     if not math.isfinite(number):
         return str(number)
     for magnitude in ("", "k", "M", "G", "T"):
@@ -28,22 +28,22 @@ def compact(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as a clock shows them: 0:21, 1:02:03, and hours beyond a day as 51:00:00."""
+    """Return a duration in clock format: 0:21, 1:02:03, or 51:00:00 beyond a day."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def table(rows: Mapping[str, object]) -> str:
-    """Return one line an entry, names to the left and values to the right; entries that are None are left out.
+    """Return one line per entry, names left-aligned and values right-aligned; None entries are left out.
 
-    Integers get thousands separators, floats four digits, durations a clock; strings stay as they are.
+    Integers get thousands separators, floats four digits, durations clock format; strings are unchanged.
     """
     return "\n".join(aligned([(name, _cell(value)) for name, value in rows.items() if value is not None], [0]))
 
 
 def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[str]:
-    """Return rows in columns, of which those in ``texts`` begin at one place, and the others end at one."""
+    """Return rows in aligned columns: those with an index in ``texts`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -55,7 +55,7 @@ def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[st
 
 
 def escaped(text: str) -> str:
-    """Return a text as one line of Markdown, escaped: no HTML, link or image begins in it, and no table cell ends."""
+    """Return a text as one line of Markdown, escaped: it starts no HTML, link or image, and ends no table cell."""
     line = " ".join(printable(text).split())
     for mark, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("](", "]\\(")):
         line = line.replace(mark, instead)
@@ -75,10 +75,10 @@ def _cell(value: object) -> str:
 
 
 class Line:
-    """Line at a terminal's cursor, redrawn in place; what is logged or printed meanwhile appears above it.
+    """Line at a terminal's cursor, redrawn in place; anything logged or printed meanwhile appears above it.
 
     Args:
-        stream: of the terminal.
+        stream: output stream of the terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -92,8 +92,8 @@ class Line:
         self._printing.__enter__()
 
     def draw(self, label: str, done: int, total: int | None, status: str) -> None:
-        """Draw `train  37% |███████             | 370/1000 · loss 2.31`, with as long a bar as fits."""
-        width = shutil.get_terminal_size().columns - 1  # the last column would wrap in some terminals
+        """Draw `train  37% |███████             | 370/1000 · loss 2.31`, with a bar of at most the remaining width."""
+        width = shutil.get_terminal_size().columns - 1  # some terminals wrap at the last column
         if total is None:
             text = f"{label} {done}{status}"
         else:
@@ -103,17 +103,17 @@ class Line:
             self._printed.write("\n")
         encoding = self._stream.encoding or "ascii"
         shown = text[:width].encode(encoding, "replace").decode(encoding)
-        self._write(f"\r{shown}\x1b[K")  # the escape erases what is left of a longer text
+        self._write(f"\r{shown}\x1b[K")  # the escape code erases the rest of a longer text
         self._drawn = True
 
     def clear(self) -> None:
-        """Erase the line, until it is drawn again."""
+        """Erase the line until the next draw."""
         if self._drawn:
             self._write("\r\x1b[K")
             self._drawn = False
 
     def end(self) -> None:
-        """Leave the text where it is and go to the next line."""
+        """Leave the text on the terminal, and move to the next line."""
         self._printing.__exit__(None, None, None)
         for handler in self._handlers:
             handler.removeFilter(self._make_room)
@@ -131,14 +131,14 @@ class Line:
 
 
 class _Printed:
-    """Stream for what a user's code prints while a line is drawn."""
+    """Stream that replaces stdout while a line is drawn, for output of the user's code."""
 
     def __init__(self, stream: TextIO, line: Line) -> None:
         self._stream, self._line = stream, line
-        self.is_open = False  # whether a line is begun and not ended
+        self.is_open = False  # whether the last printed text ends without a newline
 
     def write(self, text: str) -> int:
-        """Write a text in place of the line, which is drawn again below it."""
+        """Erase the line and write a text in its place; the next draw is below the text."""
         self._line.clear()
         self.is_open = not text.endswith("\n") if text else self.is_open
         return self._stream.write(text)
@@ -148,7 +148,7 @@ class _Printed:
 
 
 def bar(fraction: float, room: int) -> str:
-    """Return `|███████             |` of at most `room` characters; nothing where fewer than six are left."""
+    """Return `|███████             |` of at most `room` characters; an empty string if `room` is below six."""
     width = min(room - 2, 20)
     if width < 4:
         return ""

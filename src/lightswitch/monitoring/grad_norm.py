@@ -1,4 +1,4 @@
-"""The norm of the gradient, as a metric."""
+"""Gradient norm as a logged metric."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class GradNorm(Callback):
     """Callback that logs `grad_norm` at each logged step: the L2 norm over the optimizer's parameters, before clipping.
 
-    It is the whole gradient's under every strategy, without the loss scale of 16-mixed. DeepSpeed keeps its gradients
-    to itself: there the callback says once that it is off.
+    It is the norm of the complete gradient under every strategy, without the loss scale of 16-mixed. DeepSpeed does not
+    expose its gradients: the callback then only logs a warning.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,13 +48,13 @@ def _norm_of_step(model: Any, optimizer: Optimizer) -> float:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of all gradients as one vector, a scalar tensor. Collective where parameters are sharded."""
+    """Return the L2 norm of all gradients together, a scalar tensor. Collective if parameters are sharded."""
     norms = [get_total_norm([p.grad for p in those if p.grad is not None]) for those in by_mesh(parameters).values()]
     return get_total_norm([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
 
 
 def by_mesh(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """Return the parameters that have gradients, by their device mesh: DTensors of different ones do not mix."""
+    """Group the parameters that have gradients by device mesh: torch can't combine DTensors of different meshes."""
     found: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -63,7 +63,7 @@ def by_mesh(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 
 
 def _loss_scale(trainer: Trainer, optimizer: Optimizer) -> float:
-    """Return what gradients are still multiplied by: a fused optimizer divides by the scale only in its step."""
+    """Return the scale still in the gradients: a fused optimizer divides by the loss scale only in its step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return 1.0

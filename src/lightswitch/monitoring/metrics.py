@@ -1,4 +1,4 @@
-"""The engine's loggers: metrics.csv, all metrics of a run in one table with one row a step, and MLflow."""
+"""The engine's loggers: metrics.csv, a table of all metrics of a run with one row per step, and MLflow."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from lightswitch.errors import NoExperiment
 log = logging.getLogger(__name__)
 
 
-WORLD = "world"  # devices, at the step from which there are others than before
+WORLD = "world"  # the number of devices, logged at the first step after a change
 FIRST_COLUMNS = ("step", "samples", "epoch")
 
 
 class MetricsFile(Logger):
     """Logger that writes `metrics.csv` in `directory`, which is complete on disk after each call.
 
-    Columns: `step` (Lightning's: the index of the last optimizer step, from 0), `samples` (consumed so far),
-    `epoch`, then the metrics in order of first appearance. Calls for one step share a row. A row without
-    `samples` of its own, such as a test's, takes the previous row's.
+    Columns: `step` (Lightning's index of the last optimizer step, from 0), `samples` (consumed so far), `epoch`, then
+    the metrics in order of first appearance. All calls for one step share a row. A row without a value of `samples`,
+    such as that of a test, takes the value of the previous row.
 
-    In a directory that already has the file, training starts by dropping the rows that it will write again: those
-    after its first logged step. That step's row is written over, for it may hold what a validation that was still
-    due belongs to. Evaluation alone drops nothing.
+    If the file exists, training first drops the rows that it will write again: those after its first logged step. It
+    updates that step's row instead of dropping it, since the row may hold the metrics of a validation. Evaluation alone
+    drops nothing.
 
     Args:
-        directory: that the file is in.
+        directory: directory of the file.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -61,7 +61,7 @@ class MetricsFile(Logger):
         self._table.put(step, {name: _text(value) for name, value in metrics.items()})
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a table of metrics has no place for them, and the run directory has the configuration."""
+        """Do nothing: a table of metrics has no place for hyperparameters, and the run directory has the config."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class MetricsFile(Logger):
 
     @property
     def experiment(self) -> Any:
-        """An object of no attributes: a loop over loggers that asks `hasattr(logger.experiment, …)` passes it over."""
+        """An object without attributes, which code that checks `hasattr(logger.experiment, …)` skips."""
         return _Nothing()
 
     @property
@@ -89,7 +89,7 @@ class _Nothing:
     """Stand-in for the experiment of a table of metrics."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise NoExperiment: a table of metrics takes no pictures."""
+        """Raise NoExperiment: a table of metrics can't hold images."""
         raise NoExperiment(
             "self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; "
             "type logger=default, whose first is TensorBoard"
@@ -97,13 +97,13 @@ class _Nothing:
 
 
 class Table:
-    """CSV file keyed by its column `step`, made for changing its last row."""
+    """CSV file keyed by the column `step`, optimized for updates of the last row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
         self._last: dict[str, str] = {}
-        self._own: dict[str, str] = {}  # what this process put into the latest row that it wrote
+        self._own: dict[str, str] = {}  # this process's values in the latest row that it wrote
         self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
         _set_damaged_aside(path)
         self._load()
@@ -114,7 +114,7 @@ class Table:
         return int(self._last.get("step", 0))
 
     def put(self, step: int, values: Mapping[str, str]) -> None:
-        """Merge values, as text by column, into the row of a step, or append one."""
+        """Merge values, as text by column, into the row of a step, or append a row."""
         if _size(self._path) != self._size:
             self._load()  # another process, such as a spawned worker, has written since
         if self._own.get("step") != str(step):
@@ -130,7 +130,7 @@ class Table:
         self._write_last()
 
     def drop_after(self, step: int) -> None:
-        """Drop the rows of later steps, but for what this process has put into its latest one."""
+        """Drop the rows of later steps, except for the values that this process has put into its latest row."""
         rows = self._rows()
         kept = [row for row in rows if int(row["step"]) <= step]
         if len(kept) == len(rows):
@@ -141,12 +141,11 @@ class Table:
             self.put(int(own["step"]), own)
 
     def _amend(self, step: int, values: Mapping[str, str]) -> bool:
-        """Change an earlier row, which an evaluation of an older checkpoint belongs to; return False if there is
-        none."""
+        """Update an earlier row, as for the evaluation of an older checkpoint; return False if the row is missing."""
         rows = self._rows()
         for row in rows:
             if row["step"] == str(step):
-                # such a row has its place in training already: the epoch of an evaluation is that in which it is run
+                # the row has its epoch and samples already: an evaluation reports those at the time that it runs
                 row.update({name: text for name, text in values.items() if name not in FIRST_COLUMNS})
                 self._add_columns(row)
                 self._replace(rows)
@@ -171,15 +170,15 @@ class Table:
         self._columns = sorted([*self._columns, *added], key=_column_rank)
 
     def _write_last(self) -> None:
-        # A merged row is nearly always longer than the one it replaces: then a single call writes it, and a
-        # process killed around that leaves the old line or the new one.
+        # A merged row is nearly always longer than the row it replaces. Then a single call writes it, and if the
+        # process is killed meanwhile, the file has the old line or the new one.
         line = _csv(self._columns, [self._last]).encode()
         with open(self._path, "r+b", buffering=0, opener=regular_files.open_own) as file:
             if self._last_start + len(line) < self._size:
                 file.truncate(self._last_start)
             file.seek(self._last_start)
             written = file.write(line)
-            while written < len(line):  # a disk that has room for a part says so at the next call
+            while written < len(line):  # a full disk takes a part, and the next call fails
                 written += file.write(line[written:])
         self._end = self._size = self._last_start + len(line)
 
@@ -196,7 +195,7 @@ class Table:
         self._columns = list(reader.fieldnames or [])
         self._last = rows[-1] if rows else {}
         self._size = _size(self._path)
-        self._end = sum(map(len, lines))  # less than the size where the last line is torn
+        self._end = sum(map(len, lines))  # less than the size if the last line is incomplete
         self._last_start = self._end - len(lines[-1]) if rows else self._end
 
     def _rows(self) -> list[dict[str, str]]:
@@ -208,9 +207,9 @@ class Table:
 
 
 def _set_damaged_aside(path: Path) -> None:
-    """Keep a file that has damaged lines as a copy beside it, and its sound rows in the file."""
+    """Copy a file that has damaged lines to a new name, and retain only the intact rows in the file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith(b"\n"):  # the last one was being written when the run was killed
+    if lines and not lines[-1].endswith(b"\n"):  # the run was killed while it wrote the last line
         lines.pop()
     columns = _fields(lines[0]) if lines else []
     rows = [line for line in lines[1:] if _is_row(_fields(line), columns)] if "step" in columns else []
@@ -243,7 +242,7 @@ def _is_training(metrics: Mapping[str, Any]) -> bool:
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         value = value.item()
-    # float's own repr has every digit, also for numpy's subclass of it, which adds its name
+    # float.__repr__ has every digit; the repr of NumPy's subclass of float would add its name
     return float.__repr__(value) if isinstance(value, float) else str(value)
 
 
@@ -265,17 +264,17 @@ def _size(path: Path) -> int:
 
 
 class MLflowRun(MLFlowLogger):
-    """Logger to MLflow that continues the experiment's run of the same name, where Lightning's would start another.
+    """MLflow logger that continues the experiment's run of the same name; Lightning's logger would start a new run.
 
     Args:
-        experiment_name: created if there is none.
-        run_name: which is looked for.
-        tracking_uri: of the store; `sqlite:///…` for a local file.
-        tags: words, each of which becomes a tag of the run with the value true: `tags.baseline = 'true'` finds them.
-        options: of Lightning's MLFlowLogger.
+        experiment_name: name of the experiment, which is created if it does not exist.
+        run_name: name of the run to continue or start.
+        tracking_uri: URI of the store; `sqlite:///…` for a local file.
+        tags: words, each of which becomes a tag of the run with the value true, as in `tags.baseline = 'true'`.
+        options: arguments of Lightning's MLFlowLogger.
 
     Raises:
-        ModuleNotFoundError: MLflow, or what its SQLite store needs, is not installed.
+        ModuleNotFoundError: MLflow, or a package that its SQLite store needs, is not installed.
     """
 
     def __init__(
@@ -298,7 +297,7 @@ class MLflowRun(MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Log those that the run does not have yet: MLflow refuses another value, as a resumed run may have."""
+        """Log hyperparameters that the run lacks: MLflow refuses changed values, which a resumed run may have."""
         known = self.experiment.get_run(self.run_id).data.params
         super().log_hyperparams({name: value for name, value in _flat(params) if name not in known})
 
@@ -317,7 +316,7 @@ class MLflowRun(MLFlowLogger):
 
 
 def _flat(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values by the names that Lightning's logger gives them."""
+    """Yield nested values with the flat names that Lightning's logger gives them."""
     for name, value in (vars(params) if isinstance(params, Namespace) else params).items():
         if isinstance(value, dict | Namespace):
             yield from _flat(value, f"{path}{name}/")

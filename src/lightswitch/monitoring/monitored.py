@@ -1,4 +1,4 @@
-"""Lightning's callbacks that follow a monitored metric, for modules that log it under any name."""
+"""Lightning's callbacks that monitor a metric, for modules that log the metric under any of its common names."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Mode = Literal["min", "max"]
 
 
 class Monitored(Callback):
-    """Base of callbacks that follow a metric, which is found once a validation has logged it.
+    """Base class of callbacks that monitor a metric, which they look up once a validation has logged it.
 
     Args:
-        monitor: the metric; None for the validation loss by the name that the module logs it, or for the only metric
-            of validation there is.
-        mode: whether its lowest or its highest value is the best; None to derive it from the name.
-        options: of Lightning's callback.
+        monitor: the metric; None for the validation loss under the name that the module uses, or else for the only
+            validation metric.
+        mode: whether the lowest or the highest value is the best; None to derive it from the name.
+        options: arguments of Lightning's callback.
     """
 
-    monitor: Any  # a name; Lightning's declarations differ
+    monitor: Any  # a name; Lightning's callbacks declare different types
     mode: str
 
     def __init__(self, monitor: str | None = None, mode: Mode | None = None, **options: Any) -> None:
@@ -43,10 +43,10 @@ class Monitored(Callback):
         return f"{type(self).__name__}{{'monitor': {self._given!r}}}"  # the same before and after the metric is found
 
     def find(self, trainer: Trainer) -> str | None:
-        """Set `monitor` to the metric among those logged so far, and return it; None if none has that name.
+        """Set `monitor` to the matching metric among those logged so far, and return it; None if none matches.
 
         Raises:
-            Refused: a metric was asked for, and is not logged.
+            Refused: the configured metric is not logged.
         """
         found = objective.find(trainer.callback_metrics, self._given)
         if found is None and self._given is not None:
@@ -65,21 +65,21 @@ class Monitored(Callback):
 class BestCheckpoint(Monitored, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
-    A value that is not finite is never the best, nor is one whose checkpoint could not be written. Without a metric no
-    checkpoint is saved, and a warning says so.
+    A value that is not finite, or whose checkpoint could not be written, is never the best. If no metric is found, no
+    checkpoint is saved, and a warning is logged.
 
     Raises:
-        UnwrittenCheckpoint: training ends, and the checkpoint of the best validation could not be written.
+        UnwrittenCheckpoint: at the end of training, if the checkpoint of the best validation could not be written.
     """
 
     _has_reported = False
-    _before: dict[str, Any] | None = None  # the state before the last save, until that is known to have succeeded
-    _lost: str | None = None  # the best value, where its checkpoint could not be written
-    _has_written: Callable[[], bool]  # of the strategy
+    _before: dict[str, Any] | None = None  # the state before the last save, until the save is known to have succeeded
+    _lost: str | None = None  # the best value, if its checkpoint could not be written
+    _has_written: Callable[[], bool]  # the strategy's method
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # a strategy of the user's own has written by now
+        # a strategy without the method has written by now
         self._has_written = getattr(trainer.strategy, "has_written", lambda: True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,7 +87,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         self._take_back_unwritten()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse to continue with a test of another checkpoint, once the last one is written."""
+        """Raise if the best checkpoint was not written, before another checkpoint is tested in its place."""
         if self._lost is not None:
             raise UnwrittenCheckpoint(
                 f"the checkpoint of the best validation, with {self._lost}, could not be written; make room and start "
@@ -114,7 +114,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._every_n_train_steps or self._train_time_interval is not None:  # else none is due, as Lightning finds
+        if self._every_n_train_steps or self._train_time_interval is not None:  # otherwise Lightning saves nothing here
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,11 +135,11 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
     def set_mode(self, mode: Mode) -> None:
         super().set_mode(mode)
-        if torch.isinf(self.kth_value):  # none was read from a checkpoint
+        if torch.isinf(self.kth_value):  # not restored from a checkpoint
             self.kth_value = _worst(mode)
 
     def _report(self, trainer: Trainer, found: str | None) -> bool:
-        """Log once which metric chooses the best checkpoint, unless it is as expected; return whether there is one."""
+        """Return whether a metric is found; log it once on rank 0 unless it is the expected one, or warn if none is."""
         if not self._has_reported and trainer.is_global_zero:
             self._has_reported = True
             if found is None:
@@ -152,7 +152,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
 
 class EarlyStop(Monitored, EarlyStopping):
-    """Lightning's EarlyStopping."""
+    """Lightning's EarlyStopping, with the metric found as in `Monitored`."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check(trainer)
@@ -164,8 +164,8 @@ class EarlyStop(Monitored, EarlyStopping):
 
     def set_mode(self, mode: Mode) -> None:
         super().set_mode(mode)
-        self.min_delta *= -1  # as Lightning keeps its sign
-        if torch.isinf(self.best_score):  # none was read from a checkpoint
+        self.min_delta *= -1  # Lightning's sign of min_delta depends on the mode
+        if torch.isinf(self.best_score):  # not restored from a checkpoint
             self.best_score = _worst(mode)
 
     def _check(self, trainer: Trainer) -> None:
@@ -174,13 +174,13 @@ class EarlyStop(Monitored, EarlyStopping):
 
 
 def _has_validated(trainer: Trainer) -> bool:
-    """Return whether a validation of the fit has run, so that its metrics are there."""
+    """Return whether a validation has run during training, so that its metrics exist."""
     is_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
     return is_fit and trainer.fit_loop.epoch_loop.val_loop._has_run
 
 
 def _logged_in_validation(trainer: Trainer) -> list[str]:
-    """Return the metrics that the last validation has logged."""
+    """Return the names of the metrics that the last validation has logged."""
     results = trainer.fit_loop.epoch_loop.val_loop._results
     return [name for name in trainer.callback_metrics if any(name == one.meta.name for one in results.values())]
 

@@ -1,4 +1,4 @@
-"""Callbacks that log what the user should know of the model and of how its steps are counted."""
+"""Callbacks that log notices about the model, about how steps are counted, and about when validation runs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class ModelSize(Callback):
-    """Callback that counts the model's parameters on rank 0 and logs them once, before a strategy shards it.
+    """Callback that logs the model's number of parameters once on rank 0, before a strategy shards the model.
 
-    About batch norms and dropout it warns that the curve depends on the number of devices and the micro-batch size.
+    It also logs if batch norms or dropout make the training curve depend on the number of devices or micro-batches.
 
-    It leaves the call of `configure_model` to Lightning: a second call may read weights, or form a process group that
-    the other ranks do not join.
+    It leaves calling `configure_model` to Lightning: a second call may read weights, or form a process group that the
+    other ranks do not join.
     """
 
     def __init__(self) -> None:
         self._is_logged = False
-        self.counts: dict[str, int] = {}  # of parameters, once they are known
+        self.counts: dict[str, int] = {}  # numbers of parameters, empty until they are known
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._is_logged or not trainer.is_global_zero:
@@ -73,7 +73,7 @@ def _log_draws_and_statistics(trainer: Trainer, model: LightningModule) -> None:
 
 
 class StepsByHand(Callback):
-    """Callback that logs what is counted in batches and what in optimizer steps, where a module optimizes by hand."""
+    """Callback that logs which settings count batches and which optimizer steps, under manual optimization."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.automatic_optimization or not trainer.is_global_zero:
@@ -87,14 +87,14 @@ class StepsByHand(Callback):
 
 
 class StepsAreCounted(Callback):
-    """Callback that warns after the first epoch, not at the end of the run, if no optimizer step was counted.
+    """Callback that warns after the first epoch if Lightning has counted no optimizer step.
 
-    Checkpoints, schedules and the limits of a run depend on the count of optimizer steps.
+    Checkpoints, schedules and the limits of a run depend on the number of optimizer steps.
     """
 
     def __init__(self) -> None:
         self._first_step: int | None = None  # None once the first epoch is over
-        self._batches = 0  # of this start, which may only end an epoch that was trained before it
+        self._batches = 0  # in this start; none if it only ends an epoch trained before
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step, self._batches = trainer.global_step, 0
@@ -115,10 +115,10 @@ class StepsAreCounted(Callback):
 
 
 class PlateauValidation(Callback):
-    """Callback that validates at the end of each epoch if ReduceLROnPlateau steps there.
+    """Callback that validates at the end of each epoch if a ReduceLROnPlateau schedule steps there.
 
-    Lightning reads the schedule's metric at the end of each epoch; validations that are counted in steps may not have
-    begun by then, and the run would fail. For runs whose validation interval is a default that nobody typed.
+    Lightning reads the schedule's metric at the end of each epoch; with a validation interval in steps, there may be no
+    validation by then, and the run would fail. Only used if the user has not set the validation interval.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,10 +14,10 @@ _GROWS = re.compile(r"acc|auc|auroc|bleu|dice|f1|iou|map|precision|psnr|r2|recal
 
 
 def find(names: Iterable[str], wanted: str | None) -> str | None:
-    """Return the metric that is meant: `val/loss` is `val_loss` and `validation_loss`, too; None if there is none.
+    """Return the metric that matches `wanted`: `val/loss` also matches `val_loss` and `validation_loss`; None if none.
 
     Args:
-        wanted: by any spelling; None for the validation loss, or for the one metric of validation that there is.
+        wanted: the metric in any spelling; None for the validation loss, or else for the only validation metric.
     """
     spelt = {_plain(name): name for name in names}
     if found := spelt.get(_plain(wanted or LOSS)):
@@ -27,19 +27,19 @@ def find(names: Iterable[str], wanted: str | None) -> str | None:
 
 
 def mode(name: str) -> Literal["min", "max"]:
-    """Return whether the lowest or the highest value of a metric is the best, by its name: the lowest, unless known."""
+    """Return, by a metric's name, whether its lowest or its highest value is the best: the lowest for unknown names."""
     return "max" if _GROWS.search(_plain(name)) and "loss" not in name.lower() else "min"
 
 
 def absent(wanted: str, names: Iterable[str]) -> str:
-    """Return the message about a metric that was asked for and is not logged."""
+    """Return the message about a requested metric that the run has not logged."""
     logged = of_module(names)
     found = f"the run has logged {listed(logged, 'metrics', shown=8)}" if logged else "the run has logged no metric"
     return f"monitor={wanted}: {found}.{nearest(wanted, logged)}"
 
 
 def of_module(names: Iterable[str]) -> list[str]:
-    """Return metrics in order, without the learning rates that LearningRateMonitor puts beside them: `lr-AdamW`."""
+    """Return the metrics' names sorted, without the learning rates of LearningRateMonitor, such as `lr-AdamW`."""
     return sorted(name for name in names if not name.startswith("lr-"))
 
 

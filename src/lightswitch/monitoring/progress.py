@@ -1,4 +1,4 @@
-"""Progress of a run: one line that moves on a terminal, a few plain lines in a log."""
+"""Progress of a run: a single updating line on a terminal, a few plain lines in a log."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LOG_EVALUATION_SECONDS = 30
 class Progress(ProgressBar):
     """Progress bar of optimizer steps over the whole run, with loss, speed and time left, on rank 0.
 
-    Where stdout is not a terminal it logs a line each tenth of the run, or five minutes, and one a validation. If the
-    module optimizes by hand, it counts batches, or optimizer steps if `max_steps` ends the run, and shows the other
-    number beside.
+    If stdout is not a terminal, it logs a line after each tenth of the run or five minutes, and one after each
+    validation. Under manual optimization, it counts batches, or optimizer steps if `max_steps` is set, and also shows
+    the other number.
 
     Args:
-        samples_per_step: the global batch.
-        tokens_per_sample: a sample's length in tokens; the speed is then in tokens, else in samples.
+        samples_per_step: the global batch size.
+        tokens_per_sample: length of a sample in tokens; if given, the speed is in tokens per second, else in samples.
     """
 
     def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
@@ -45,7 +45,7 @@ class Progress(ProgressBar):
         self.count(samples_per_step)
         self._enabled = True
         self._line: Line | None = None
-        self._meter = Meter(window=150)  # 30 s of redrawing, or 150 steps where they take longer
+        self._meter = Meter(window=150)  # 30 s of redraws, or 150 steps if a step takes longer than a redraw
         self._unit_of_progress = "step"
         self._total: int | None = None
         self._shown = 0
@@ -55,7 +55,7 @@ class Progress(ProgressBar):
         self._next_evaluation_seconds = math.inf
 
     def count(self, samples_per_step: int) -> None:
-        """Set the number of samples a step, as of a data loader with batches of its own."""
+        """Set the number of samples per step, for a data loader that determines its batches itself."""
         self._units_per_step = samples_per_step * self._units_per_sample
 
     def enable(self) -> None:
@@ -65,7 +65,7 @@ class Progress(ProgressBar):
         self._enabled = False
 
     @property
-    def is_enabled(self) -> bool:  # `LightningModule.print` asks for it
+    def is_enabled(self) -> bool:  # `LightningModule.print` reads it
         return self._enabled
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class Progress(ProgressBar):
             self._meter.update(batches(trainer))
         done = self._done(trainer)
         due = done >= self._next or perf_counter() >= self._next_seconds
-        if due and done != self._shown:  # a step of many micro-batches is shown when it is whole
+        if due and done != self._shown:  # a step of several micro-batches is shown once it is complete
             self._show_training(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class Progress(ProgressBar):
         return batches(trainer) if self._unit_of_progress == "batch" else trainer.global_step
 
     def _schedule(self, done: int) -> None:
-        """Set when training is shown next: at the earlier of a step and a time."""
+        """Set the step and the time at which progress is shown next; the earlier counts."""
         self._shown = done
         self._next_seconds = perf_counter() + (LOG_SECONDS if self._line is None else REDRAW_SECONDS)
         if self._line is None and self._total is not None:
@@ -184,7 +184,7 @@ class Progress(ProgressBar):
         shown: set[str] = set() if self._line is not None else {*self._validation}  # a log has a line for these
         if (loss := _loss(metrics, "train")) is not None:
             parts.append(f"loss {_short(loss)}")
-            shown |= {"train/loss", "train_loss", "loss"}  # the module's own names of it
+            shown |= {"train/loss", "train_loss", "loss"}  # names by which the module may log it
         if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
             parts.append(f"val {_short(loss)}")
             shown |= {"val/loss", "val_loss"}
@@ -225,8 +225,8 @@ class Progress(ProgressBar):
 
 def _total(trainer: Trainer) -> int | None:
     if not trainer.lightning_module.automatic_optimization and trainer.max_steps != -1:
-        return trainer.max_steps  # Lightning's estimate is the smaller one of these and the batches
-    total = trainer.estimated_stepping_batches  # inf or -1 where neither epochs nor steps bound the run
+        return trainer.max_steps  # Lightning estimates the smaller of this and the batches
+    total = trainer.estimated_stepping_batches  # inf or -1 if neither epochs nor steps limit the run
     return int(total) if 0 < total < math.inf else None
 
 
@@ -236,7 +236,7 @@ def _loss(metrics: Mapping[str, Any], stage: str) -> float | None:
 
 
 def _asked_for(metrics: Mapping[str, Any], shown: Container[str]) -> list[tuple[str, float]]:
-    """Return what a module logs with `prog_bar=True` and is not shown otherwise; by step rather than by epoch."""
+    """Return metrics logged with `prog_bar=True` and not shown otherwise, with values by step rather than by epoch."""
     by_step = {name.removesuffix("_step") for name in metrics if name.endswith("_step")}
     named = (
         (name.removesuffix("_step"), float(value))

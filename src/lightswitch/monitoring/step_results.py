@@ -1,4 +1,4 @@
-"""What a module has logged: when loggers are due, and Lightning's collection of it, made faster and restorable."""
+"""Metrics that a module logs: when to log them, and Lightning's result collection, made faster and restorable."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
 def batches(trainer: Trainer) -> int:
-    """Return the number of batches so far, this one included; of optimizer steps, under automatic optimization."""
+    """Return the number of optimizer steps, or under manual optimization of batches, including this one."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
-    return trainer.fit_loop.total_batch_idx + 1  # by hand, a batch is never cut into micro batches
+    return trainer.fit_loop.total_batch_idx + 1  # no micro-batches under manual optimization
 
 
 def is_counted(trainer: Trainer) -> bool:
-    """Return whether this batch of training is logged by the interval alone, on all ranks alike."""
+    """Return whether the logging interval is due at this training batch; the result is the same on all ranks."""
     every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
-    if every_n_steps == 0:  # which means never
+    if every_n_steps == 0:  # never log
         return False
     return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every_n_steps == 0
 
 
 def is_logged(trainer: Trainer) -> bool:
-    """Return whether loggers are due at this batch of training, which may be the last one.
+    """Return whether to log at this training batch: the interval is due, or training stops.
 
-    Lightning's own answer, `should_update_logs`, first finds out which of its loops is the one that runs.
+    Lightning's `should_update_logs` first determines which of its loops is active, which takes time.
     """
     return is_counted(trainer) or (trainer.should_stop and trainer.log_every_n_steps > 0)  # type: ignore[attr-defined]  # likewise
 
 
 class Results(_ResultCollection):
-    """Collection that reads the values of a step once: on a GPU, each read synchronizes with the device.
+    """Result collection that reads the values of a step only once: on a GPU, each read synchronizes with the device.
 
     Attributes:
-        before: what was logged of this epoch before the run was resumed, by key, until the key is logged again.
+        before: values logged in this epoch before the run was resumed, by key; removed once the key is logged again.
     """
 
     _of_step: _METRICS | None = None
@@ -51,7 +51,7 @@ class Results(_ResultCollection):
 
     @property
     def of_step(self) -> _METRICS:
-        """Values that were logged last for a step; callers leave them as they are."""
+        """Values last logged for a step; callers must not modify them."""
         if self._of_step is None:
             self._of_step = super().metrics(on_step=True)
         return self._of_step
@@ -81,21 +81,21 @@ class Results(_ResultCollection):
         return self
 
     def logged_by_step(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of a step for loggers, by Lightning's key."""
+        """Yield Lightning's key and the value for each scalar that goes to loggers at each step."""
         for key, item in self.valid_items():
             value = item._forward_cache
             if item.meta.on_step and item.meta.logger and isinstance(value, Tensor) and value.numel() == 1:
                 yield key, value
 
     def put_of_step(self, key: str, value: float) -> Tensor:
-        """Replace the value that was logged for a step, and return the new one as a tensor."""
+        """Replace the value logged for a step, and return the new value as a tensor."""
         self._of_step = None
         item = self[key]
         assert isinstance(item, Value)
         return item.put(value)
 
     def forget_batch(self) -> None:
-        """Release the batch, from which a value's weight in the epoch's mean was taken."""
+        """Release the batch, from which Lightning takes a value's weight in the epoch's mean."""
         self.batch = self.batch_size = None
 
     def __setitem__(self, key: str, value: _ResultMetric) -> None:
@@ -103,25 +103,25 @@ class Results(_ResultCollection):
 
 
 class Value(_ResultMetric):
-    """Logged value that is moved only if it is on another device.
+    """Logged value that is moved to a device only if it is on another one.
 
-    Lightning moves it at each `self.log`, and walks through all attributes of the metric that it is: most of the call's
-    time (Lightning-AI/pytorch-lightning#20388).
+    Lightning moves it at each `self.log`, which goes through all attributes of this torchmetrics metric and takes most
+    of the call's time (Lightning-AI/pytorch-lightning#20388).
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Value:
-        if self.is_tensor and not kwargs and args == (self.value.device,):  # its tensors lie where its value does
+        if self.is_tensor and not kwargs and args == (self.value.device,):  # all its tensors are on that device
             return self
         super().to(*args, **kwargs)
         return self
 
     def put(self, value: float) -> Tensor:
-        """Replace the value that was logged for a step, and return the new one as a tensor."""
+        """Replace the value logged for a step, and return the new value as a tensor."""
         self._forward_cache = replaced = torch.full_like(cast(Tensor, self._forward_cache), value)
         return replaced
 
     def add(self, before: Logged) -> None:
-        """Add what was logged earlier in the same epoch."""
+        """Combine this value with one logged earlier in the same epoch."""
         value = torch.tensor(before.value, dtype=self.value.dtype, device=self.value.device)
         if self.meta.is_mean_reduction:
             self.cumulated_batch_size = self.cumulated_batch_size + before.samples
@@ -131,12 +131,12 @@ class Value(_ResultMetric):
 
 @dataclass(frozen=True)
 class Logged:
-    """Value that a rank, or all ranks, have logged under one name in an epoch so far, by `self.log(…, on_epoch=True)`.
+    """Value logged under one name in an epoch so far, by one rank or all ranks, with `self.log(…, on_epoch=True)`.
 
     Attributes:
         reduce_fx: mean, sum, min or max.
-        value: by ``reduce_fx`` of what was logged; of a mean, the sum over samples.
-        samples: that a mean is over.
+        value: the logged values reduced by ``reduce_fx``; for a mean, their sum over samples.
+        samples: number of samples of a mean.
     """
 
     fx: str
@@ -152,7 +152,7 @@ class Logged:
 
     @classmethod
     def of(cls, item: _ResultMetric) -> Logged:
-        """Return the values that Lightning has collected under a name."""
+        """Create the record of a value that Lightning has collected under one name."""
         meta = item.meta
         suffix = "" if meta.dataloader_idx is None else f".{meta.dataloader_idx}"
         return cls(
@@ -169,13 +169,13 @@ class Logged:
         )
 
     def joined(self, other: Logged) -> Logged:
-        """Return the combination of both by `reduce_fx`."""
+        """Return both values combined by `reduce_fx`."""
         if self.reduce_fx in ("min", "max"):
             return replace(self, value=(min if self.reduce_fx == "min" else max)(self.value, other.value))
         return replace(self, value=self.value + other.value, samples=self.samples + other.samples)
 
     def log_name(self, results: _ResultCollection, strategy: Strategy) -> None:
-        """Log the name with a neutral value, so that Lightning knows a name that only other ranks have logged."""
+        """Log the name with a neutral value, so that Lightning knows a name that only other ranks logged."""
         arguments = {key: value for key, value in asdict(self).items() if key not in ("value", "samples", "reduce_fx")}
         results.log(
             value=torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device),
@@ -188,12 +188,12 @@ class Logged:
 
 
 def logged(results: _ResultCollection) -> dict[str, _ResultMetric]:
-    """Return what this rank has logged over the epoch or evaluation, by Lightning's key, without torchmetrics'."""
+    """Return this rank's logged values of the epoch or evaluation, by Lightning's key, without torchmetrics."""
     return {key: item for key, item in results.valid_items() if item.is_tensor and item.meta.on_epoch}
 
 
 def joined(of_ranks: Sequence[Mapping[str, Logged]]) -> dict[str, Logged]:
-    """Return what all ranks have logged, by key, in the order of the first rank that has a key."""
+    """Return the combined values of all ranks, by key; the keys are in the order of the first rank with each key."""
     whole: dict[str, Logged] = {}
     for parts in of_ranks:
         for key, part in parts.items():

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its measurement by torch's profiler, and a profiler that takes none."""
+"""Measurement of a training step's phases with torch's profiler, and a Lightning profiler that does nothing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from lightswitch.monitoring.throughput import peak_bytes
 log = logging.getLogger(__name__)
 _MARK = "lightswitch: "
 _END = "end"
-# On CPUs, the process group records when each collective is under way; on GPUs, NCCL's kernels do.
+# On CPUs, the process group's events show when a collective runs; on GPUs, NCCL's kernels do.
 _COLLECTIVE_ON_CPU = re.compile(r"(gloo|mpi|ucc|ccl|xccl):")
-_COLLECTIVE_ON_GPU = re.compile(r"nccl", re.IGNORECASE)  # also RCCL's, whose kernels have the same names
-# Other names with a namespace: calls that only start collectives, or wait inside of them
+_COLLECTIVE_ON_GPU = re.compile(r"nccl", re.IGNORECASE)  # also RCCL, whose kernels have the same names
+# Namespaced events without computation: calls that only start collectives, or wait in them
 _NO_COMPUTATION = re.compile(r"(c10d|_c10d_functional|autograd|torch|FSDP|nccl)::|[\w/]*::barrier")
 _NOTHING = nullcontext()
 
@@ -43,19 +43,19 @@ class StepTimer(Callback):
 
     A phase lasts from one of Lightning's hooks to the next: data (from the end of a batch to the start of the next:
     reading it and moving it to the device), forward, backward, optimizer (with clipping), and the rest. Communication
-    is taken out of these: where nothing is computed beside it, it counts for itself, with the time in which a rank
-    waits for a slower one. On GPUs the phases are synchronised while they are measured.
+    is a separate phase: it is the time in which a rank communicates, or waits for a slower rank, without computing at
+    the same time. On GPUs, each measured phase is synchronized.
 
-    Steps that are not measured are as fast as without the callback. Every rank must have it, and the Trainer a
-    strategy with the mixin `HookedStrategy`.
+    Steps that are not measured are as fast as without the callback. Every rank must have the callback, and the
+    Trainer's strategy must have the mixin `HookedStrategy`.
 
     Args:
         folder: the run directory.
-        skip_steps: optimizer steps before the first that is measured, as the first ones warm up.
-        steps: optimizer steps that are measured.
+        skip_steps: optimizer steps to skip before measuring, for warm-up.
+        steps: optimizer steps to measure.
 
     Raises:
-        ValueError: a number of steps means nothing.
+        ValueError: `skip_steps` is negative, or `steps` is less than 1.
     """
 
     def __init__(self, folder: str, skip_steps: int = 10, steps: int = 5) -> None:
@@ -63,10 +63,10 @@ class StepTimer(Callback):
             raise ValueError(f"skip_steps={skip_steps}, steps={steps}: skip 0 steps or more, and measure at least 1")
         self._folder = Path(folder)
         self._skip_steps, self._steps = skip_steps, steps
-        self._process_start = psutil.Process().create_time()  # here: a rank that Python spawns starts later
+        self._process_start = psutil.Process().create_time()  # read here: a spawned rank's process starts later
         self._profile: profile | None = None
         self._startup_seconds = self._saving_seconds = 0.0
-        self._steps_taken = self._measured_steps = 0  # of this start
+        self._steps_taken = self._measured_steps = 0  # in this start
         self._split: tuple[dict[str, float], dict[str, float]] | None = None
         self._is_done = False
 
@@ -85,7 +85,7 @@ class StepTimer(Callback):
             self._start(trainer)
         elif self._profile is not None and self._steps_taken == self._skip_steps + self._steps:
             self._stop(trainer)
-            self._write(trainer)  # also for a run that is stopped later
+            self._write(trainer)  # in case the run is stopped later
         self._mark("forward", trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -100,7 +100,7 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._steps_taken += not trainer.fit_loop._should_accumulate()  # where the model steps by hand, too
+        self._steps_taken += not trainer.fit_loop._should_accumulate()  # also under manual optimization
         self._mark("data", trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -122,7 +122,7 @@ class StepTimer(Callback):
             profiler.stop()
 
     def _start(self, trainer: Trainer) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 writes a line of its own to the terminal
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 would write a line to the terminal
         _listen(trainer, lambda: self._mark("rest", trainer))
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self._profile = profile(
@@ -145,7 +145,7 @@ class StepTimer(Callback):
         if self._profile is None:
             return
         if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)  # or its time would count for a later phase
+            torch.cuda.synchronize(trainer.strategy.root_device)  # otherwise its time would count for a later phase
         with record_function(f"{_MARK}{phase}"):
             pass
 
@@ -163,7 +163,7 @@ class StepTimer(Callback):
         return timed
 
     def _write(self, trainer: Trainer) -> None:
-        """Write the means over the ranks. Collective."""
+        """Write the means over the ranks to step_times.json on rank 0. Collective."""
         device = trainer.strategy.root_device
         seconds, overlapped = self._split or ({}, {})
         own = [self._saving_seconds, *(times.get(phase, 0.0) for times in (seconds, overlapped) for phase in PHASES)]
@@ -171,7 +171,7 @@ class StepTimer(Callback):
         saving, *a_step = (sum(column) / len(column) for column in list(zip(*of_ranks, strict=True))[1:])
         earlier = step_times.read(self._folder)
         if not trainer.is_global_zero or (self._split is None and earlier is not None and earlier.measured_steps):
-            return  # a start that was too short leaves what an earlier one of the run has measured
+            return  # this start was too short to measure: retain an earlier start's times
         by_phase = [total / max(1, self._measured_steps) for total in a_step]
         measured = dict(zip(PHASES, by_phase[: len(PHASES)], strict=True)) if self._split else {}
         beside = dict(zip(PHASES, by_phase[len(PHASES) :], strict=True)) if self._split else {}
@@ -197,13 +197,13 @@ def _listen(trainer: Trainer, on_step: Callable[[], None] | None) -> None:
 
 
 def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of all measured steps by phase, and those of communication beside computation."""
+    """Return the seconds of all measured steps by phase, and those of communication overlapping with computation."""
     marks: list[tuple[float, str]] = []
     communication: list[Interval] = []
     computation: list[Interval] = []
     for event in events:
         name, span = event.name, (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        is_on_gpu = event.device_type.name == "CUDA"  # also of ROCm
+        is_on_gpu = event.device_type.name == "CUDA"  # also on ROCm
         if name.startswith(_MARK):
             if not is_on_gpu:  # the profiler repeats annotations on the device's timeline
                 marks.append((span[0], name.removeprefix(_MARK)))
@@ -217,9 +217,10 @@ def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, flo
 
 
 class NoProfiler(PassThroughProfiler):
-    """Profiler that does nothing, in less time than Lightning's own.
+    """Profiler that does nothing, with less overhead than Lightning's PassThroughProfiler.
 
-    Lightning enters a context around each hook of each callback, about 70 a step, and makes each of them anew.
+    Lightning enters a profiling context around each hook of each callback, about 70 per step, and its profiler creates
+    a new context each time.
     """
 
     def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]  # Lightning's is a generator

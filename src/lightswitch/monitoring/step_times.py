@@ -1,4 +1,4 @@
-"""Where the time of a run's steps goes, as stored in its directory. Imports no torch."""
+"""Times of a run's training steps by phase, stored in its directory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
 _LONGEST_SECONDS = 1e9
 
 Interval = tuple[float, float]  # start and end, in seconds
-Mark = tuple[float, str]  # when a phase begins, and its name; one that is not of PHASES is left out
+Mark = tuple[float, str]  # start of a phase, and its name; names outside of PHASES are not counted
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class StepTimes:
     Args:
         startup_seconds: from the start of the process to the first batch.
         world_size: number of ranks.
-        on_cuda: whether memory is the device's; else it is that of a rank's process on the host.
-        peak_bytes: the most memory of any rank.
+        on_cuda: whether the memory is that of the device; if false, it is a rank's process memory on the host.
+        peak_bytes: peak memory, the maximum over ranks.
         trained_steps: optimizer steps of this start.
-        saving_seconds: of all these steps, for which training waited for checkpoints; the mean over ranks.
+        saving_seconds: time for which training waited for checkpoints, in all steps; the mean over ranks.
         measured_steps: optimizer steps over which the phases were measured.
-        seconds: of a measured step, by phase; the mean over ranks. Communication is here what nothing else went on
-            beside; the other phases are without it.
-        overlapped_seconds: of a measured step, by phase: communication beside that phase's computation.
+        seconds: time of a measured step, by phase; the mean over ranks. Communication counts here only while nothing is
+            computed; the other phases exclude it.
+        overlapped_seconds: communication in a measured step that overlaps with computation, by phase.
     """
 
     startup_seconds: float
@@ -46,7 +46,7 @@ class StepTimes:
 
     @property
     def saving_seconds_a_step(self) -> float:
-        """Seconds that saves take of each step, spread over all of them."""
+        """Time for which training waited for checkpoints, in seconds per trained step."""
         return self.saving_seconds / self.trained_steps if self.trained_steps else 0.0
 
 
@@ -56,7 +56,7 @@ def write(run_dir: Path, times: StepTimes) -> None:
 
 
 def read(run_dir: Path) -> StepTimes | None:
-    """Read the times; None if there are none, or the file is damaged."""
+    """Read the times; None if the file is missing or damaged."""
     try:
         found = regular_files.read_record(run_dir / FILE, StepTimes)
     except (OSError, ValueError):
@@ -68,10 +68,10 @@ def read(run_dir: Path) -> StepTimes | None:
 def split(
     marks: Sequence[Mark], communication: Iterable[Interval], computation: Iterable[Interval]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds by phase, and by phase the seconds of communication beside computation.
+    """Return the seconds by phase, and the seconds of communication that overlaps with computation, by phase.
 
     Args:
-        marks: in order of time; the last one only ends the phase before.
+        marks: in chronological order; the last one only ends the phase before it.
     """
     seconds = dict.fromkeys(PHASES, 0.0)
     overlapped = dict.fromkeys(PHASES, 0.0)
@@ -88,7 +88,7 @@ def split(
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals in order of time, those that overlap as one."""
+    """Return the intervals in chronological order, with overlapping ones merged."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -99,7 +99,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the time in intervals that do not overlap."""
+    """Return the total length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 

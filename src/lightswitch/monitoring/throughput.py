@@ -1,4 +1,4 @@
-"""Speed and memory of training: as metrics, and as a meter that progress reads too."""
+"""Speed and memory of training as metrics, and the meter of speed, which the progress bar uses too."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightswitch.monitoring.step_results import batches, is_logged
 
 
 class Throughput(Callback):
-    """Callback that logs, at each logged step, the speed since the last one and the peak memory of rank 0.
+    """Callback that logs, at each logged step, the speed since the last logged step and the peak memory of rank 0.
 
-    Time in validation and in saving checkpoints does not count; time spent waiting for data does. Memory is in GiB,
-    speed in seconds a step, samples and tokens a second.
+    The time of validation and of saving checkpoints does not count; time spent waiting for data does. Memory is in GiB,
+    speed in seconds per step, samples per second and tokens per second.
 
     Args:
-        samples_per_step: the global batch.
-        tokens_per_sample: a sample's length in tokens, where samples are sequences.
+        samples_per_step: the global batch size.
+        tokens_per_sample: length of a sample in tokens, if samples are sequences.
     """
 
     def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
@@ -31,7 +31,7 @@ class Throughput(Callback):
         self._meter = Meter()
 
     def count(self, samples_per_step: int) -> None:
-        """Set the number of samples a step, as of a data loader with batches of its own."""
+        """Set the number of samples per step, for a data loader that determines its batches itself."""
         self._samples_per_step = samples_per_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,15 +71,15 @@ class Throughput(Callback):
 
 
 class Meter:
-    """Meter of optimizer steps a second, updated at each step and each pause.
+    """Meter of optimizer steps per second, updated at each step and each pause.
 
-    The first steps warm caches, allocators and data workers up, and do not count.
+    The first steps warm up caches, allocators and data workers, and do not count.
 
     Args:
-        window: readings over which the speed is taken.
+        window: number of readings over which the speed is measured.
 
     Attributes:
-        steps_per_second: at the last reading; None until there are steps to measure.
+        steps_per_second: speed at the last reading; None until there are steps to measure.
     """
 
     WARMUP_STEPS = 3
@@ -89,7 +89,7 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Begin anew at a step, with a warm-up."""
+        """Reset the meter at a step, and start with a warm-up."""
         self.steps_per_second: float | None = None
         self._readings.clear()
         self._warm_step = step + self.WARMUP_STEPS
@@ -99,16 +99,16 @@ class Meter:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether steps are still to be noted: the reading that all others are against is taken when this ends."""
+        """Whether `update` must be called after each step: the first reading is taken at the end of the warm-up."""
         return not self._readings
 
     def update(self, step: int) -> None:
-        """Note a step; call it after each, while the meter is warming up."""
+        """Take the first reading if the warm-up ends at this step. Call it after each step of the warm-up."""
         if self.is_warming_up and step >= self._warm_step:
             self._readings.append((step, self._training_seconds()))
 
     def read(self, step: int) -> float | None:
-        """Take a reading, and return the steps a second since `window` readings ago; None until there are any."""
+        """Take a reading, and return the steps per second over the last `window` readings; None until there are any."""
         if self._readings and step > self._readings[-1][0]:
             first_step, first_seconds = self._readings[0]
             seconds = self._training_seconds()
@@ -117,7 +117,7 @@ class Meter:
         return self.steps_per_second
 
     def pause(self) -> None:
-        """Stop the clock, as for a validation; a second time it does nothing."""
+        """Stop the clock, for example for a validation; does nothing if it is stopped."""
         if self._pause_start is None:
             self._pause_start = perf_counter()
 
@@ -128,7 +128,7 @@ class Meter:
             self._pause_start = None
 
     def seconds_for(self, steps: float) -> float | None:
-        """Return the expected wall time of so many more steps, with pauses in the proportion seen so far."""
+        """Return the expected wall time of so many more steps, with the same proportion of pauses as so far."""
         if self.steps_per_second is None:
             return None
         training_seconds = self._training_seconds()
@@ -140,7 +140,7 @@ class Meter:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors took on a CUDA device; elsewhere, that the process took on the host."""
+    """Return the peak memory of tensors on a CUDA device; for other devices, of the process on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     units_bytes = 1 if sys.platform == "darwin" else 1024

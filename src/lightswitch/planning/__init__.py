@@ -1,5 +1,5 @@
-"""What a run will take, known before it starts: memory, arithmetic, communication, and what fits.
+"""Estimate a run before it starts: memory, arithmetic, communication, and the strategies that fit.
 
-simulation.py runs the strategy's own code for one rank on tensors without data; all else is arithmetic over what
-ledger.py has noted.
+simulation.py runs the real strategy code for one rank on fake tensors. The other modules compute from the events that
+ledger.py records.
 """

@@ -1,4 +1,4 @@
-"""The strategies that a plan compares, and advice where none of them fits, or memory has run out."""
+"""Strategies that a plan compares, and advice if none of them fits or a run is out of memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightswitch.planning.estimate import STATES, Estimate
 from lightswitch.planning.fakes import World
 from lightswitch.planning.timeline import Kind
 
-_TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by strategy=auto
-_TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # on one device
+_TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # with strategy=auto
+_TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # with strategy=auto on one device
 _RECOMPUTES = "activation_checkpointing"
 _OFFLOADS = "cpu_offload"
 _ORDER = (
@@ -35,21 +35,21 @@ _ORDER = (
     "fsdp_tp",
     "fsdp_offload",
 )  # the simplest first
-_SUPERSEDED = ("FSDP1",)  # planned where it is asked for
+_SUPERSEDED = ("FSDP1",)  # planned only if it is configured
 _REPLICATED = ("Single", "DDP")
-_WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # by stage: parameters and gradients, parameters
+_WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # unsharded share of the states, by stage: parameters and gradients; parameters
 _ZERO = "DeepSpeed"
-_FULL = 0.9  # of a device: beside states that take so much, no step has room
+_FULL = 0.9  # share of a device's memory; states that take more leave no room for a step
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy, and how it is chosen.
+    """A strategy, and the overrides that select it.
 
     Attributes:
-        words: overrides that choose it on the command line.
-        node: of the config: the class, and its arguments.
-        precision: None for the run's own.
+        words: command-line overrides that select it.
+        node: its config node: the class and its arguments.
+        precision: None for the run's precision.
     """
 
     words: tuple[str, ...]
@@ -58,12 +58,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Name of the strategy, as it is typed."""
+        """Name of the strategy on the command line."""
         return self.words[0].partition("=")[2]
 
     @property
     def on_host(self) -> tuple[Kind, ...]:
-        """Kinds of states that are kept in the host's memory."""
+        """Kinds of states that are offloaded to the host's memory."""
         if self.node.get(_OFFLOADS):
             return STATES
         offloaded: dict[Kind, str] = {"parameters": "offload_parameters", "optimizer": "offload_optimizer"}
@@ -71,17 +71,17 @@ class Candidate:
 
     @property
     def offloads(self) -> bool:
-        """Return whether any state is kept in the host's memory."""
+        """Return whether any state is offloaded to the host's memory."""
         return bool(self.on_host)
 
     @property
     def param_dtype(self) -> str | None:
-        """Dtype in which the strategy computes; None for the precision's."""
+        """Dtype in which the strategy computes; None for the dtype of the precision."""
         return self.node.get("param_dtype") or (self.node.get("mixed_precision") or {}).get("param_dtype")
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each device holds everything."""
+        """Whether each device holds all states unsharded."""
         return str(self.node.get("_target_")).rpartition(".")[2] in _REPLICATED
 
     @property
@@ -92,16 +92,16 @@ class Candidate:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is DeepSpeed's."""
+        """Whether it is a DeepSpeed strategy."""
         return str(self.node.get("_target_")).rpartition(".")[2] == _ZERO
 
     def kept_share(self, nodes: int, devices_per_node: int) -> float:
-        """Return the share of parameters, gradients and optimizer state that a device keeps from step to step."""
+        """Return the share of parameters, gradients and optimizer state that a device holds between steps."""
         if self.is_replicated:
             return 1.0
         if self.node.get(_OFFLOADS):
             return 0.0
-        if self.is_zero:  # it shards one kind after the other; Adam's state is as large as all else
+        if self.is_zero:  # each stage shards one more kind; Adam's state is as large as parameters and gradients
             whole = _WHOLE_UNDER_ZERO.get(self._stage, 0.0)
             return whole + (1 - whole) / (nodes * devices_per_node)
         is_hybrid = self.node.get("sharding_strategy") == "HYBRID_SHARD"
@@ -112,17 +112,19 @@ class Candidate:
         return int(self.node.get("stage", 2))
 
     def on_device(self) -> str:
-        """Return what decides the candidate's simulation, as text. Offloading does not: all simulated tensors are on
-        the CPU."""
+        """Return the settings that affect the simulation, as text to compare.
+
+        Offloading is not among them, because all simulated tensors are on the CPU.
+        """
         there = {key: value for key, value in self.node.items() if key != _OFFLOADS}
         return json.dumps([there, self.precision and self.precision.value], sort_keys=True)
 
     def at(self, precision: Precision) -> Candidate:
-        """Return the candidate in a precision."""
+        """Return the candidate with another precision."""
         return replace(self, words=(*self.words, f"precision={precision.name}"), precision=precision)
 
     def recomputing(self) -> Candidate | None:
-        """Return the candidate with activation checkpointing; None where it has that already, or can't have it."""
+        """Return the candidate with activation checkpointing; None if it has that already or does not support it."""
         if self.node.get(_RECOMPUTES) or _RECOMPUTES not in _arguments(self.node):
             return None
         words = (*self.words, f"trainer.strategy.{_RECOMPUTES}=true")
@@ -130,18 +132,18 @@ class Candidate:
 
 
 def chosen(choice: object, node: Mapping[str, Any]) -> Candidate:
-    """Return the strategy that was asked for, with its arguments as given."""
+    """Return the configured strategy with its arguments."""
     return Candidate((f"strategy={choice}",), node)
 
 
 def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candidate]:
-    """Return every strategy of the config folders that is a class by itself, the simplest first.
+    """Return all strategies of the config folders that are separate classes, the simplest first.
 
-    Left out are those that differ from another one only in how processes are started, those that lack a value (???),
-    and HYBRID_SHARD where there is one node.
+    Strategies are left out if they differ from another one only in how processes are started, lack a value (???), are
+    superseded (FSDP1), or use HYBRID_SHARD on a single node.
 
     Args:
-        with_zero: DeepSpeed's stages are among them, where it is installed.
+        with_zero: whether to include DeepSpeed's stages if DeepSpeed is installed.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for name, path in files_of_group(hydra, "strategy").items():
@@ -155,8 +157,10 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
 
 
 def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candidate]:
-    """Return what strategy=auto tries, in its order: strategies that keep all on the devices before those that use the
-    host's memory, and each of the two groups once more with activation checkpointing.
+    """Return the strategies that strategy=auto tries, in order.
+
+    Strategies that keep everything on the devices come before those that offload to the host, and each of the two
+    groups is repeated with activation checkpointing.
     """
     found = [one for one in every(hydra, nodes) if one.name in _TRIED]
     if nodes * devices_per_node == 1:
@@ -171,8 +175,10 @@ def _recomputing(those: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
-    """Return whether a node is a strategy of its own. One that names a function, as auto's, stands for one of the
-    others."""
+    """Return whether a config node is a strategy to compare.
+
+    A node that names a function, such as that of strategy=auto, stands for one of the others.
+    """
     module, _, name = str(node.get("_target_")).rpartition(".")
     if name in _SUPERSEDED or find_spec(module) is None:
         return False
@@ -184,17 +190,17 @@ def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
 
 
 def _arguments(node: Mapping[str, Any]) -> set[str]:
-    """Return the names of a strategy's arguments; those of FSDP also for a subclass that hands options on."""
+    """Return the names of a strategy's arguments, including those of base classes, such as FSDP."""
     classes = get_class(str(node["_target_"])).__mro__
     return {name for cls in classes if "__init__" in vars(cls) for name in inspect.signature(cls).parameters}
 
 
 def what_would_fit(tried: Sequence[Estimate], sharding: Sequence[Estimate], device: Device) -> str:
-    """Return the smallest change that helps: a smaller micro batch, more devices, or larger ones.
+    """Return advice on the smallest change that makes the run fit: a smaller micro-batch, or more or larger devices.
 
     Args:
-        tried: what does not fit.
-        sharding: those of them that shard all states over all devices.
+        tried: the estimates, none of which fits.
+        sharding: those of ``tried`` that shard all states over all devices.
     """
     samples = max(found.largest_micro_batch or 0 for found in tried)
     if samples:
@@ -205,9 +211,9 @@ def what_would_fit(tried: Sequence[Estimate], sharding: Sequence[Estimate], devi
 
 
 def devices_needed(found: Estimate) -> int | None:
-    """Return the least number of devices over which a sharded run fits; None where no number helps.
+    """Return the smallest number of devices on which a sharded run fits; None if no number is enough.
 
-    States are divided by their number; what else a device holds stays.
+    States are divided by the number of devices; all other memory per device stays the same.
     """
     memory = found.memory
     states = sum(memory.peak.by_kind.get(kind, 0) for kind in STATES)
@@ -218,16 +224,17 @@ def devices_needed(found: Estimate) -> int | None:
 def next_words(
     states: float, usable: float, batch: BatchPlan, at: Candidate, others: Sequence[Candidate], world: World
 ) -> tuple[str, ...]:
-    """Return what to type next for a run that ran out of memory; nothing where only more or larger devices help.
+    """Return the overrides to try next for a run that is out of memory; none if only more or larger devices help.
 
-    Where the device has room beside the states, it is activations that are too many: half of the samples, or
-    activation checkpointing. Where it has none, or that is done, the next strategy that keeps less of the states.
+    If the states leave room on the device, the activations are too large: use at most half the micro-batch, else
+    activation checkpointing. If there is no room, or both are done already, use the next strategy that holds a smaller
+    share of the states and leaves room.
 
     Args:
         states: bytes of all parameters, gradients and optimizer state.
-        usable: bytes of a device.
-        at: the strategy under which it ran.
-        others: those to turn to, in this order.
+        usable: usable bytes of a device.
+        at: the strategy that ran out of memory.
+        others: strategies to switch to, in order of preference.
     """
     kept = at.kept_share(world.nodes, world.devices_per_node)
     if kept * states < _FULL * usable:
@@ -244,5 +251,5 @@ def next_words(
 
 
 def bytes_needed(bytes: float, device: Device) -> float:
-    """Return the bytes of memory that a device of this kind needs, so that this many of them are usable."""
+    """Return the memory that a device of this kind needs so that ``bytes`` of it are usable."""
     return GIB * bytes / device.with_memory(1).usable_bytes(1)

@@ -1,4 +1,4 @@
-"""Collectives of a step: what they send within a node and between nodes."""
+"""Collectives of a step, and the bytes that they send within a node and between nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import ScriptObject, Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-_NAMES = {  # by the operator's name, in torch.ops.c10d and torch.ops._c10d_functional
+_NAMES = {  # by operator name in torch.ops.c10d and torch.ops._c10d_functional
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
     "_allgather_base_": "all_gather",
@@ -32,11 +32,11 @@ _NAMES = {  # by the operator's name, in torch.ops.c10d and torch.ops._c10d_func
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective.
+    """One collective operation.
 
     Attributes:
-        bytes: of the whole tensor: what each rank has after an all-gather, or before a reduce-scatter.
-        ranks: of the group.
+        bytes: size of the full tensor, which each rank holds after an all-gather or before a reduce-scatter.
+        ranks: ranks of its process group.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that collectives bring to one device from others in its node, and to one node from other nodes."""
+    """Bytes that one device receives from others in its node, and that one node receives from other nodes."""
 
     within: float
     between: float
 
 
 def collective(func: Any, args: Any, made: list[Tensor]) -> Collective | None:
-    """Return the collective that an operator is; None for any other operator."""
+    """Return the collective that an operator runs; None if the operator is not a collective."""
     if func.namespace not in ("c10d", "_c10d_functional") or (name := _NAMES.get(func._opname)) is None:
         return None
     given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -72,17 +72,17 @@ def _ranks(namespace: str, args: Any) -> tuple[int, ...]:
 
 
 def traffic(collectives: Iterable[Collective], devices_per_node: int) -> Traffic:
-    """Return the least that links must carry, whatever the algorithm.
+    """Return the minimum traffic that links must carry, independent of the algorithm.
 
-    Of an all-gather, each device has to receive what it lacks, and so has each node; a reduce-scatter is the same
-    backwards, an all-reduce both (Thakur et al. 2005, doi:10.1177/1094342005051521).
+    In an all-gather, each device and each node must receive the bytes that it lacks. A reduce-scatter is the reverse,
+    and an all-reduce is both (Thakur et al. 2005, doi:10.1177/1094342005051521).
     """
     within = between = 0.0
     for one in collectives:
         nodes = len({rank // devices_per_node for rank in one.ranks})
-        local = len(one.ranks) / max(1, nodes)  # devices of the group in a node
+        local = len(one.ranks) / max(1, nodes)  # devices of the group per node
         times = 2 if one.name == "all_reduce" else 1
-        groups = devices_per_node / local if nodes > 1 else 0  # of the same kind, which share the node's network
+        groups = devices_per_node / local if nodes > 1 else 0  # parallel groups that share the node's network
         between += times * groups * one.bytes * (nodes - 1) / max(1, nodes)
         within += times * one.bytes * (local - 1) / local if local > 1 else 0
     return Traffic(within, between)
@@ -90,11 +90,11 @@ def traffic(collectives: Iterable[Collective], devices_per_node: int) -> Traffic
 
 @dataclass(frozen=True)
 class Exchange:
-    """Traffic of a rank in a step by one kind of collective, within one group.
+    """Traffic of a rank in one step, for one kind of collective in one process group.
 
     Attributes:
-        count: of collectives in a step.
-        bytes: of their whole tensors; see `Collective`.
+        count: number of collectives per step.
+        bytes: total size of their full tensors; see `Collective`.
     """
 
     name: str
@@ -104,12 +104,12 @@ class Exchange:
 
 
 def exchanges(step: Iterable[tuple[Collective, int]]) -> tuple[Exchange, ...]:
-    """Return a step's collectives, summed by name and group, the largest first.
+    """Return a step's collectives, summed by name and process group, the largest first.
 
-    Groups of one rank send nothing, and are left out.
+    Groups of one rank send nothing and are left out.
 
     Args:
-        step: each collective, and how often it comes in the step.
+        step: each collective and its number of occurrences in the step.
     """
     count: Counter[tuple[str, tuple[int, ...]]] = Counter()
     sent: Counter[tuple[str, tuple[int, ...]]] = Counter()

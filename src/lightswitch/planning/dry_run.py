@@ -1,4 +1,4 @@
-"""A dry run as text and as data: what one rank of a world, and its job, would do."""
+"""Simulate single ranks of a run, and format the findings of a dry run as text and as plain data."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ SHARD, REPLICATE = "shard", "replicate"
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One rank, what it takes, and what it reads.
+    """One simulated rank, with its estimate, traffic and samples.
 
     Attributes:
-        sent: in a step.
-        reads: of each training loader.
+        sent: its collectives in one step.
+        reads: the first samples that it reads from each training loader.
     """
 
     rank: Rank
@@ -57,10 +57,10 @@ class DryRun:
     """Findings of a dry run.
 
     Attributes:
-        strategy: its name, with precision.
-        ranks: those that were asked for.
-        script: the job script by its parts, and what they would be; empty where there is none.
-        commands: that start the run, by launcher.
+        strategy: name of the strategy and the precision.
+        ranks: the simulated ranks, rank 0 first.
+        script: the sections of the job script with their contents; empty if there is no job script.
+        commands: the command that starts the run, by launcher.
     """
 
     strategy: str
@@ -77,7 +77,7 @@ class DryRun:
 
 
 def page(dry_run: DryRun) -> str:
-    """Return the sections of a dry run, each with its name at the left."""
+    """Format a dry run as text, in sections with their names on the left."""
     sections = {
         "world": _world(dry_run),
         "batch": [str(dry_run.batch)],
@@ -183,7 +183,7 @@ def _checkpoint(estimate: Estimate) -> list[str]:
 
 
 def span(ranks: Sequence[int]) -> str:
-    """Return ranks in few words: `0 to 7`, `5, 13, 21 … 1021`."""
+    """Format ranks in short form: `0 to 7`, `5, 13, 21 … 1021`."""
     if len(ranks) > 2 and len({second - first for first, second in pairwise(ranks)}) == 1:
         if ranks[1] - ranks[0] == 1:
             return f"{ranks[0]} to {ranks[-1]}"
@@ -196,7 +196,7 @@ def _all(ranks: Sequence[int]) -> str:
 
 
 def as_data(dry_run: DryRun) -> dict[str, Any]:
-    """Return the whole dry run as plain data: bytes, seconds, operations."""
+    """Return the complete dry run as plain data, in bytes, seconds and operations."""
     world = dry_run.first.rank.world
     return {
         "world": {"nodes": world.nodes, "devices_per_node": world.devices_per_node, "ranks": world.size},
@@ -228,11 +228,11 @@ def _rank_data(one: Rehearsed) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh, as a rank sees it.
+    """One dimension of the device mesh, as seen by a rank.
 
     Attributes:
-        position: of the rank on it.
-        ranks: that differ from this one in this axis alone, in order.
+        position: the rank's coordinate along the dimension.
+        ranks: the ranks, including this one, that share its coordinates in all other dimensions, in order.
     """
 
     name: str
@@ -243,13 +243,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered at once, or the model as one.
+    """Module whose parameters are gathered together, or the whole model if it is not sharded.
 
     Attributes:
-        path: in the model; empty for its root, with all that is in no other unit.
-        kind: its class.
-        parameters: by number, of the whole unit.
-        bytes, rank_bytes: of them all, and of those that this rank keeps.
+        path: path in the model; empty for the root, which has the parameters of no other unit.
+        kind: class name of the module.
+        parameters: number of parameters in the unit, over all ranks.
+        bytes, rank_bytes: size of all its parameters, and of this rank's shard.
     """
 
     path: str
@@ -261,11 +261,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank, after its first steps.
+    """A rank after its simulated steps.
 
     Attributes:
-        data_rank: its number among those that read different samples.
-        axes: of the mesh, the outermost first; none for one device.
+        data_rank: data-parallel rank.
+        axes: dimensions of the device mesh, the outermost first; empty for a single device.
     """
 
     world: World
@@ -275,15 +275,14 @@ class Rank:
 
     @property
     def number(self) -> int:
-        """Number of the rank in the world."""
+        """Global rank."""
         return self.world.rank
 
 
 def rehearse(work: Work, strategy: Strategy, world: World) -> tuple[Rank, Step]:
-    """Return what a rank of a world is, and its step, under a strategy.
+    """Simulate a rank under a strategy, and return its place in the world and its step.
 
-    torch keeps shardings by their mesh, with the process groups of the rank that came first: a process is good for one
-    rank alone.
+    torch caches shardings by mesh, with the process groups of the first rank, so a process can simulate only one rank.
 
     Raises:
         NeedsValues, Refused: see `simulate`.
@@ -308,7 +307,7 @@ def _axes(strategy: Strategy, world: World) -> Iterator[Axis]:
             ranks = tuple(dist.get_process_group_ranks(group))
             yield Axis(name, size, ranks.index(world.rank), ranks)
     elif isinstance(strategy, DDPStrategy | FSDP1):
-        name = SHARD if isinstance(strategy, DeepSpeedStrategy) else REPLICATE  # ZeRO cuts what it cuts over all
+        name = SHARD if isinstance(strategy, DeepSpeedStrategy) else REPLICATE  # ZeRO shards over all ranks
         yield Axis(name, world.size, world.rank, tuple(range(world.size)))
 
 
@@ -319,7 +318,7 @@ def _mesh_of(strategy: Strategy) -> DeviceMesh | None:
 
 
 def _units_of(strategy: Strategy, model: nn.Module) -> Iterator[Unit]:
-    """Yield the units, outer before inner, each without those inside of it."""
+    """Yield the units, outer before inner; a unit excludes the parameters of units nested in it."""
     root = strategy.model or model
     if isinstance(strategy, FSDP1):
         for path, module in root.named_modules():
@@ -344,14 +343,14 @@ def _unit(path: str, module: nn.Module, own: list[nn.Parameter]) -> Unit:
 def _kept(parameter: nn.Parameter) -> Tensor:
     if isinstance(parameter, DTensor):
         return parameter._local_tensor
-    part: Tensor = getattr(parameter, "ds_tensor", parameter)  # of ZeRO 3
+    part: Tensor = getattr(parameter, "ds_tensor", parameter)  # the shard under ZeRO 3
     return part
 
 
 def _flat_unit(path: str, module: FullyShardedDataParallel) -> Unit:
-    """Return a unit of FSDP1, whose parameters are one flat one."""
+    """Return a unit of FSDP1, which stores its parameters as one flat parameter."""
     handle = module._handle
-    if handle is None:  # it has none of its own
+    if handle is None:  # the module has no parameters of its own
         return Unit(path, _kind(module.module), 0, 0, 0)
     flat = handle.flat_param
     size, count = flat.dtype.itemsize, sum(shape.numel() for shape in flat._shapes)
@@ -359,7 +358,7 @@ def _flat_unit(path: str, module: FullyShardedDataParallel) -> Unit:
 
 
 def _kind(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    return type(module).__name__.removeprefix("FSDP")  # fully_shard adds this prefix to the class name
 
 
 def _count(parameters: list[nn.Parameter]) -> int:
@@ -371,4 +370,4 @@ def _bytes(parameters: list[nn.Parameter]) -> int:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO 3 has parts alone, between two steps
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # between steps, ZeRO 3 holds only shards

@@ -1,4 +1,4 @@
-"""What a run takes on a device, from one simulated step: memory, time, traffic, a checkpoint. Arithmetic alone."""
+"""Compute a run's memory, step time, traffic and checkpoint size from one simulated step."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from lightswitch.planning.collectives import Collective, Traffic, traffic
 from lightswitch.planning.device import Device
 from lightswitch.planning.timeline import Growth, Kind, Peak
 
-STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")  # what one step leaves to the next
-_MOST_SAMPLES = 2**20  # of a micro batch: beyond it, what is searched is not memory
+STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")  # states that persist between steps
+_MOST_SAMPLES = 2**20  # upper limit of the search for the largest micro-batch
 
 
 @dataclass(frozen=True)
 class Step:
-    """Work of one rank in an optimizer step, counted once for a micro batch and once for the last one.
+    """Work of one rank in an optimizer step, counted once for its last micro-batch and once for any other one.
 
     Attributes:
-        growth: of its memory with the samples of a micro batch.
-        samples: size of the micro batch in which operations and collectives were counted.
-        micro_flops: floating-point operations of a micro batch.
-        micro_collectives: of a micro batch that is not a step's last.
-        last_collectives: of a step's last micro batch, with clipping and the optimizer.
-        parameters: number of the whole model's parameters.
-        parameter_bytes, optimizer_bytes: of the whole model, as a checkpoint holds them.
-        guessed: values that a micro batch has asked for, and that were guessed, by the place that asks.
+        growth: growth of memory with the samples of a micro-batch.
+        samples: size of the micro-batch in which operations and collectives were counted.
+        micro_flops: floating-point operations of a micro-batch.
+        micro_collectives: collectives of a micro-batch that is not the last of a step.
+        last_collectives: collectives of the last micro-batch of a step, with gradient clipping and the optimizer step.
+        parameters: number of parameters of the whole model.
+        parameter_bytes, optimizer_bytes: size of the whole model's parameters and optimizer state in a checkpoint.
+        guessed: number of guessed tensor values in a micro-batch, by the source line that reads them.
     """
 
     growth: Growth
@@ -41,18 +41,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's batch, world and precision: what is asked for, apart from the strategy.
+    """Batch sizes, world size and precision of a run, independent of the strategy.
 
     Attributes:
-        micro_batch, accumulation: samples a device takes at once, and how often a step.
-        replicas: devices that read different samples.
-        nodes, devices_per_node: which the world is made of.
-        precision, matmul_precision: as typed.
-        param_dtype: torch's name of the dtype in which the strategy computes; None for the precision's.
-        steps: of the whole run; None where it has no limit.
-        tokens_per_sample: None for data that are not of tokens.
-        disk_gb_per_second: of all that write a checkpoint.
-        global_batch: samples of an optimizer step; some less than these make, where it does not divide.
+        micro_batch, accumulation: samples per device in a micro-batch, and micro-batches per optimizer step.
+        replicas: number of data-parallel ranks.
+        nodes, devices_per_node: size of the world.
+        precision, matmul_precision: as configured.
+        param_dtype: torch's name of the dtype in which the strategy computes; None for the dtype of ``precision``.
+        steps: optimizer steps of the whole run; None if unlimited.
+        tokens_per_sample: None if the data has no tokens.
+        disk_gb_per_second: total write speed of all ranks that write a checkpoint.
+        global_batch: samples per optimizer step; less than ``micro_batch * accumulation * replicas`` if it does not
+            divide evenly.
     """
 
     micro_batch: int
@@ -70,12 +71,12 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.devices_per_node
 
     @property
     def rounds_weights(self) -> bool:
-        """Return whether weights are kept in 16 bits, where small updates of them are lost."""
+        """Return whether weights are stored in 16 bits, which loses small updates."""
         return self.precision in ("16-true", "bf16-true")
 
 
@@ -84,10 +85,10 @@ class Memory:
     """Memory of a device at the peak of a step.
 
     Attributes:
-        runtime_bytes: beside tensors; see `Device.runtime_bytes`.
-        usable_bytes: what it could hold.
-        host_bytes: what the process keeps in the host's memory instead; of it, ``host_parameter_bytes``.
-        usable_host_bytes: what it could have there.
+        runtime_bytes: memory beside tensors; see `Device.runtime_bytes`.
+        usable_bytes: memory available to the process on the device.
+        host_bytes: memory that the process offloads to the host, including ``host_parameter_bytes``.
+        usable_host_bytes: memory available to the process on the host.
     """
 
     peak: Peak
@@ -99,33 +100,33 @@ class Memory:
 
     @property
     def bytes(self) -> float:
-        """Bytes in all."""
+        """Total bytes on the device."""
         return self.peak.bytes + self.runtime_bytes
 
     @property
     def fits(self) -> bool:
-        """Return whether the device and the host can hold it."""
+        """Return whether the step fits in the memory of the device and of the host."""
         return self.bytes <= self.usable_bytes and self.host_bytes <= self.usable_host_bytes
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Lower bounds of a step's time, each as if the others took none.
+    """Lower bounds of a step's time, each from one resource as if all others were infinitely fast.
 
     Attributes:
-        seconds: by what bounds it: arithmetic, memory, links within a node, network between nodes.
+        seconds: lower bound by resource: arithmetic, memory, links in a node, network between nodes, host memory.
     """
 
     seconds: Mapping[str, float]
 
     @property
     def bound(self) -> str | None:
-        """Name of what takes longest; None where nothing is known."""
+        """Resource with the largest lower bound; None if no bound is known."""
         return max(self.seconds, key=self.seconds.__getitem__, default=None)
 
     @property
     def least_seconds(self) -> float | None:
-        """Largest of the bounds: no step is shorter."""
+        """Largest of the lower bounds; None if no bound is known."""
         return max(self.seconds.values(), default=None)
 
 
@@ -134,10 +135,10 @@ class Estimate:
     """Memory, time and traffic of a run under one strategy.
 
     Attributes:
-        words: overrides that choose the strategy on the command line.
-        largest_micro_batch: that the device can hold; None where it is not known, 0 where not even one sample fits.
-        flops: of a step, of one device.
-        checkpoint_bytes: of one checkpoint, over all ranks.
+        words: command-line overrides that select the strategy.
+        largest_micro_batch: most samples that fit on the device; None if unknown, 0 if not even one sample fits.
+        flops: floating-point operations of one device in a step.
+        checkpoint_bytes: size of one checkpoint, over all ranks.
         guessed: see `Step`.
     """
 
@@ -154,27 +155,27 @@ class Estimate:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Return the most samples a second, over all devices."""
+        """Return the upper bound of samples per second, over all devices; None if unknown."""
         seconds = self.time.least_seconds
         return self.run.global_batch / seconds if seconds else None
 
     @property
     def hours(self) -> float | None:
-        """Return the least hours of the whole run."""
+        """Return the lower bound of the whole run's time in hours; None if unknown."""
         seconds, steps = self.time.least_seconds, self.run.steps
         return seconds * steps / 3600 if seconds and steps else None
 
     @property
     def save_seconds(self) -> float:
-        """Return the seconds to write a checkpoint."""
+        """Return the seconds that it takes to write a checkpoint."""
         return self.checkpoint_bytes / (self.run.disk_gb_per_second * 1e9)
 
 
 def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_host: Collection[Kind] = ()) -> Estimate:
-    """Return what a run takes under a strategy whose step was simulated.
+    """Return the estimate of a run under a strategy whose step was simulated.
 
     Args:
-        on_host: what is kept in the host's memory.
+        on_host: kinds of states that are offloaded to the host's memory.
     """
     groups = len({one.ranks for one in (*step.micro_collectives, *step.last_collectives) if len(one.ranks) > 1})
     memory = memory_at(run.micro_batch, step.growth, device, run.devices_per_node, groups, on_host)
@@ -197,7 +198,7 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_ho
 def memory_at(
     samples: int, growth: Growth, device: Device, devices_per_node: int, groups: int, on_host: Collection[Kind] = ()
 ) -> Memory:
-    """Return what a device holds at its peak, at a micro batch of so many samples."""
+    """Return the peak memory of a device with a micro-batch of ``samples`` samples."""
     peak = growth.at(samples).peak()
     host = parameters = 0.0
     if on_host:
@@ -218,9 +219,9 @@ def memory_at(
 def largest_micro_batch(
     growth: Growth, device: Device, devices_per_node: int, groups: int, on_host: Collection[Kind] = ()
 ) -> int | None:
-    """Return the most samples of a micro batch that a device can hold; None where growth is not known.
+    """Return the largest micro-batch that fits on a device; None if the growth of memory is unknown.
 
-    Found by bisection: what a step holds grows with its samples.
+    The search is a bisection, because memory grows with the number of samples.
     """
     if not growth.is_known:
         return None
@@ -244,8 +245,8 @@ def step_time(flops: float, moved_bytes: float, sent: Traffic, host_bytes: float
     """Return the lower bounds of a step's time.
 
     Args:
-        moved_bytes: that the device's memory has to read and write at least.
-        host_bytes: that come from the host's memory.
+        moved_bytes: minimum bytes that are read from and written to the device's memory.
+        host_bytes: bytes that are copied from the host's memory.
     """
     peak = device.peak_flops(run.param_dtype or run.precision, run.matmul_precision)
     rates = {
@@ -264,7 +265,7 @@ def _per_second(gb: float | None) -> float | None:
 
 
 def _step_traffic(step: Step, run: Run) -> Traffic:
-    """Return the traffic of a step: that of its last micro batch, and that of the others as often as they come."""
+    """Return the traffic of a step, summed over its micro-batches."""
     micro = traffic(step.micro_collectives, run.devices_per_node)
     last = traffic(step.last_collectives, run.devices_per_node)
     times = run.accumulation - 1
@@ -272,14 +273,14 @@ def _step_traffic(step: Step, run: Run) -> Traffic:
 
 
 def _host_traffic(memory: Memory, run: Run) -> float:
-    """Return the bytes that a device gets from the host: its shards, for the forward and the backward pass."""
+    """Return the bytes that a device copies from the host: its shards, for each forward and each backward pass."""
     return 2 * run.accumulation * memory.host_parameter_bytes
 
 
 def _moved_bytes(memory: Memory, run: Run) -> float:
-    """Return the bytes that a step reads and writes at least, if everything else were fused.
+    """Return the minimum bytes that a step reads and writes, assuming that everything else is fused.
 
-    Activations are written and read once; parameters are read in each forward and backward pass; the optimizer reads
+    Activations are written and read once. Parameters are read in each forward and backward pass. The optimizer reads
     parameters, gradients and its state, and writes parameters and state.
     """
     held = memory.peak.by_kind

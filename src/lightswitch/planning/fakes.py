@@ -1,4 +1,4 @@
-"""What a planned step has in place of other ranks, of DDP, of DeepSpeed's engine, and of memory for its tensors."""
+"""Stand-ins for other ranks, DDP, DeepSpeed's engine and real tensors in a planned step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torchmetrics import Metric
 from lightswitch import patches
 from lightswitch.mixins import Mixin, with_mixin
 
-CPU = torch.device("cpu")  # of another device, fake tensors ask for that device's driver
-_AGREEING: dict[str, Callable[[list[int]], Any]] = {  # what asks rank 0 for its numbers, and what answers for it
+CPU = torch.device("cpu")  # fake tensors on another device need that device's driver
+_AGREEING: dict[str, Callable[[list[int]], Any]] = {  # DeepSpeed functions that query rank 0 -> replacements
     "assert_lst_len_same_as_other_ranks": lambda numbers: None,
     "get_lst_from_rank0": lambda numbers: numbers,
 }
-_KEPT = (  # of a process's first engine, and taken by the next one
+_KEPT = (  # globals that a process's first engine sets and later ones reuse
     ("deepspeed.utils.groups", "_WORLD_GROUP"),
     ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED"),
     ("deepspeed.runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE"),
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, and which of them is simulated."""
+    """Size of a run's world, and the rank that is simulated."""
 
     nodes: int
     devices_per_node: int
@@ -51,29 +51,29 @@ class World:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.nodes * self.devices_per_node
 
 
 def has_collectives() -> bool:
-    """Return whether this torch has collectives for tensors without values; 2.8 has none."""
+    """Return whether this torch has collectives for meta tensors; torch 2.8 has none."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta")
 
 
 @contextmanager
 def fake_group(world: World) -> Iterator[None]:
-    """Context with a default process group of a world, in which collectives leave tensors as they are."""
+    """Set up a fake default process group of a world, in which collectives leave tensors unchanged."""
     told_by = sys.excepthook
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=HashStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = told_by  # torch's names this rank before each line, once more for each group
+        sys.excepthook = told_by  # torch's hook prefixes each line with this rank, once more for every group
 
 
 class FakeCluster(ClusterEnvironment):
-    """Cluster environment of a simulated world, whose processes Lightning takes to be started by someone else."""
+    """Cluster environment of a simulated world, for which Lightning starts no processes."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class FakeCluster(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return False: it is given, and never found."""
+        """Return False: this environment is only passed explicitly."""
         return False
 
     def world_size(self) -> int:
@@ -93,14 +93,14 @@ class FakeCluster(ClusterEnvironment):
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the world is given."""
+        """Do nothing: the world size is fixed."""
 
     def global_rank(self) -> int:
-        """Return the rank that is simulated."""
+        """Return the simulated rank."""
         return self._world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the rank is given."""
+        """Do nothing: the rank is fixed."""
 
     def local_rank(self) -> int:
         """Return the rank within its node."""
@@ -112,15 +112,15 @@ class FakeCluster(ClusterEnvironment):
 
 
 def fake_tensors(model: LightningModule, fake: FakeTensorMode) -> None:
-    """Replace the tensors of a module by fake ones of the CPU: parameters, buffers, states of metrics.
+    """Replace a module's parameters, buffers and metric states by fake CPU tensors.
 
     Args:
-        model: may be on the meta device; tied parameters stay tied.
+        model: may be on the meta device. Tied parameters stay tied.
     """
     replaced: dict[Tensor, Tensor] = {}
     for part in model.modules():
         if isinstance(part, Metric) and part.device.type == "meta":
-            part._apply(lambda tensor: torch.empty_like(tensor, device=CPU))  # its own way to remember another device
+            part._apply(lambda tensor: torch.empty_like(tensor, device=CPU))  # updates the metric's stored device
         kept = {name: value for name, value in vars(part).items() if name != "_modules"}
         vars(part).update(tree_map_only(Tensor, lambda tensor: _fake(tensor, fake, replaced), kept))
 
@@ -138,15 +138,15 @@ def _fake(tensor: Tensor, fake: FakeTensorMode, replaced: dict[Tensor, Tensor]) 
 
 
 class FakeDDP(DistributedDataParallel):
-    """Stand-in for DistributedDataParallel that takes the same memory and sends the same bytes.
+    """Stand-in for DistributedDataParallel that uses the same memory and sends the same bytes.
 
-    Each 25 MiB of gradients have a bucket, which is averaged once it is full.
+    Gradients are grouped into buckets, and each bucket is averaged once it is full.
 
     Args:
-        module: whose gradients are averaged.
-        bucket_bytes: of a bucket; the first is of 1 MiB at most.
-        gradient_as_bucket_view: gradients lie in the buckets, and not beside them.
-        sent_dtype: that a communication hook casts to; None for the gradients' own.
+        module: the module whose gradients are averaged.
+        bucket_bytes: size of a bucket; the first has at most 1 MiB.
+        gradient_as_bucket_view: whether gradients are views of the buckets instead of separate tensors.
+        sent_dtype: dtype to which a communication hook casts; None for the gradients' dtype.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class FakeDDP(DistributedDataParallel):
         gradient_as_bucket_view: bool = False,
         sent_dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # not DistributedDataParallel's, which makes the reducer
+        nn.Module.__init__(self)  # skip DistributedDataParallel's, which creates the reducer
         self.module = module
         self.require_backward_grad_sync = True
         self.static_graph = False
@@ -179,7 +179,7 @@ class FakeDDP(DistributedDataParallel):
 
 
 class _Bucket:
-    """Gradients of one dtype, in the order in which the backward pass makes them."""
+    """Bucket of gradients of one dtype, in the order in which the backward pass computes them."""
 
     def __init__(self, owner: FakeDDP, parameters: Sequence[nn.Parameter]) -> None:
         self._owner = owner
@@ -190,7 +190,7 @@ class _Bucket:
         self._missing = len(parameters)
 
     def take(self, parameter: Tensor) -> None:
-        """Hook a parameter's gradient: once all are there, average them."""
+        """Count a parameter's gradient and, once the bucket is full, average it. Gradient hook."""
         if not self._owner.require_backward_grad_sync:
             return
         if self._owner.gradient_as_bucket_view:
@@ -203,10 +203,10 @@ class _Bucket:
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Mode in which DeepSpeed's own code reads 0 of any tensor: no overflow, and a norm that is not clipped.
+    """Dispatch mode in which DeepSpeed's code reads 0 from any tensor: no overflow, and a norm that is not clipped.
 
-    What the model itself reads is not answered. DeepSpeed's device, `cpu:0`, is replaced by `cpu`, where all other
-    tensors are: copies of real tensors, too.
+    Reads by other code, such as the model, are not answered. DeepSpeed's device `cpu:0` is replaced by `cpu`, where
+    all other tensors are, including copies of real tensors.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
 
 
 def _asker() -> str:
-    """Return the name of the module whose function has called torch."""
+    """Return the name of the Python module that called torch."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _module(frame).partition(".")[0] == "torch":
         frame = frame.f_back
@@ -241,9 +241,9 @@ def _module(frame: Any) -> str:
 
 @contextmanager
 def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
-    """Context in which DeepSpeed's engine is one rank of a world; what it changes in this process is undone at the end.
+    """Run DeepSpeed's engine as one rank of a world in this context, and undo its changes to the process at the end.
 
-    It does nothing for other strategies.
+    Does nothing for other strategies.
     """
     if not isinstance(strategy, DeepSpeedStrategy):
         yield
@@ -256,7 +256,7 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
     asked = {name: getattr(asking, name) for name in _AGREEING}
     kept = [(import_module(module), name) for module, name in _KEPT]
     before = [getattr(module, name) for module, name in kept]
-    os.environ["LOCAL_RANK"] = str(world.rank % world.devices_per_node)  # DeepSpeed's own way to know it
+    os.environ["LOCAL_RANK"] = str(world.rank % world.devices_per_node)  # from which DeepSpeed reads it
     for name, answer in _AGREEING.items():
         patches.replace(asking, name, answer)
     try:
@@ -273,27 +273,30 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
 
 
 def plan_in_bfloat16(strategy: DeepSpeedStrategy) -> None:
-    """Plan DeepSpeed's float16 as bfloat16, as it has none on CPUs: weights in 16 bits, beside copies in 32."""
+    """Plan DeepSpeed's float16 as bfloat16, because DeepSpeed has no float16 on CPUs.
+
+    Both store weights in 16 bits beside 32-bit copies.
+    """
     config = strategy.config or {}
     config.pop("fp16", None)
     config["bf16"] = dict(_WITH_32_BIT_COPIES)
 
 
 def shards_gradients(strategy: Strategy) -> bool:
-    """Return whether DeepSpeed reduces gradients in each micro batch: stage 1 does in a step's last alone."""
+    """Return whether DeepSpeed reduces gradients in every micro-batch; stage 1 reduces only in the last of a step."""
     config = getattr(strategy, "config", None) or {}
     return isinstance(strategy, DeepSpeedStrategy) and config.get("zero_optimization", {}).get("stage", 0) > 1
 
 
 def alone(strategy: Strategy) -> Strategy:
-    """Return a strategy that neither moves fake tensors nor waits for other ranks."""
+    """Return a copy of a strategy that neither moves fake tensors nor waits for other ranks."""
     has_reducer = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     return with_mixin(_AloneInDDP if has_reducer else _Alone, strategy)
 
 
 class _Alone(Mixin, Strategy):
     def model_to_device(self) -> None:
-        """Do nothing: fake tensors are made where they are to be."""
+        """Do nothing: fake tensors are created on the right device."""
 
     def teardown(self) -> None:
         """Do nothing: it would move the model."""
@@ -304,7 +307,7 @@ class _Alone(Mixin, Strategy):
 
 class _AloneInDDP(_Alone, DDPStrategy):
     def _setup_model(self, model: nn.Module) -> FakeDDP:
-        """Return a stand-in for DistributedDataParallel, whose reducer waits."""
+        """Return a stand-in for DistributedDataParallel, whose reducer would wait for other ranks."""
         options = self._ddp_kwargs
         sent = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(getattr(self, "comm_hook", None) or "")
         return FakeDDP(
@@ -315,11 +318,14 @@ class _AloneInDDP(_Alone, DDPStrategy):
         )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Do nothing: Lightning would prepare the reducer for a module that optimizes by hand."""
+        """Do nothing: Lightning would prepare the reducer for a module with manual optimization."""
 
 
 class Converted(Mixin, Precision):
-    """Precision whose module is converted already, as torch can't with fake tensors."""
+    """Precision plugin that skips the conversion of the module, which torch can't do with fake tensors.
+
+    The module was converted before its tensors were replaced.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module

@@ -1,4 +1,4 @@
-"""The ledger of a step's memory: each storage with its bytes, from when it is made until it is freed, real or fake."""
+"""Ledger of a step's memory: records when each storage, real or fake, is allocated, resized and freed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Phase = Literal["setup", "forward", "backward", "optimizer"]
 
 
 class Block:
-    """A storage. What it is for may be known only later: gradients are named after the backward pass.
+    """A tensor storage. Its kind may be set later: gradients, for example, are named after the backward pass.
 
     Attributes:
         kind: None until it is named; see `role`.
-        where: the path of the module at work when it was made.
-        first_bytes: its size when it was made; ``bytes`` changes when it is resized.
+        where: path of the module that was running when it was allocated.
+        first_bytes: its size when it was allocated; ``bytes`` changes when it is resized.
     """
 
     __slots__ = ("bytes", "first_bytes", "kind", "phase", "where")
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def role(self) -> Kind:
-        """Kind of the storage; while it has no name, an activation if the forward pass has made it, else temporary."""
+        """Kind of the storage; if unnamed, activations for storages of the forward pass, else temporary."""
         return self.kind or ("activations" if self.phase == "forward" else "temporary")
 
     def is_like(self, other: Block) -> bool:
@@ -60,7 +60,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment: how many changes, collectives and floating-point operations had been noted."""
+    """Point in time, as the number of changes, collectives and floating-point operations recorded so far."""
 
     changes: int
     collectives: int
@@ -68,14 +68,14 @@ class Mark:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Mode that notes storages made and freed, collectives and floating-point operations.
+    """Dispatch mode that records allocated and freed storages, collectives and floating-point operations.
 
-    What a kernel takes for itself, and gives back before it ends, is not seen.
+    Memory that a kernel allocates and frees internally is not recorded.
 
     Args:
-        fake: the mode whose tensors stand for real ones, entered before; None where tensors are real. Fake ones of
-            other modes take no memory.
-        where: returns the path of the module at work.
+        fake: the mode whose fake tensors are counted as real memory, entered before this mode; None if tensors are
+            real. Fake tensors of other modes take no memory.
+        where: returns the path of the running module.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None, where: Callable[[], str] = str) -> None:
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.collectives: list[Collective] = []
         self.flops = 0
         self._changes: list[tuple[Block, int]] = []
-        self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the storage's address in C++
+        self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the address of the C++ storage
 
     def __enter__(self) -> Ledger:
         resize = _RESIZE
@@ -112,16 +112,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         let_be_asked(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # the operator that comes most often
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # the most frequent operator
             return FakeTensor.__torch_dispatch__(func, types, args)
-        if func.namespace == "profiler":  # of FSDP's record_function; it has no tensors
+        if func.namespace == "profiler":  # from FSDP's record_function; it has no tensors
             with torch._C._DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
         if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # it does the same with its local tensor, which comes here, too
+            return NotImplemented  # DTensor then runs the operator on its local tensor, which this mode sees
         out = self._out(func, types, args, kwargs or {})
         if self.fake is not None and len(self.fake.enter_stack) > self._depth:
-            return out  # the mode was entered once more, by DTensor, to work out shapes: they take no memory
+            return out  # DTensor has entered the mode again to compute shapes, which takes no memory
         made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
         if self.fake is not None:
             self.values.follow(func, args, kwargs or {}, made)
@@ -145,20 +145,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return func(*args, **kwargs)
 
     def _is_real(self, types: Any, args: Any) -> bool:
-        """Return whether an operator among fake ones takes values that are there: the ranks of a device mesh."""
+        """Return whether an operator in a simulated step runs on real tensors, such as the ranks of a device mesh."""
         if self.fake is None or FakeTensor in types:
             return False
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         return bool(given) and not any(tensor.is_meta for tensor in given)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Set the phase of the step from now on."""
+        """Set the current phase of the step."""
         self.phase = phase
 
     def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> Block | None:
-        """Set the kind of a tensor's storage and return the storage; None where it takes no memory.
+        """Set the kind of a tensor's storage and return the storage, or None if it takes no memory.
 
-        A storage that was made before the ledger was opened is entered now.
+        A storage that was allocated before the ledger was entered is added now.
         """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         block = self._note_tensor(local)
@@ -167,14 +167,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return block
 
     def mark(self) -> Mark:
-        """Return this moment, for `between`."""
+        """Return the current point in time, to pass to `between`."""
         return Mark(len(self._changes), len(self.collectives), self.flops)
 
     def between(self, start: Mark, end: Mark, times: Mapping[Block, float] = MappingProxyType({})) -> Timeline:
-        """Return the bytes that were held at a moment, and how they changed until another.
+        """Return the bytes in use at ``start`` and their changes until ``end``.
 
         Args:
-            times: factors for the bytes of storages; 1 for others.
+            times: factors by which to multiply the bytes of storages; 1 if missing.
         """
         held: dict[Kind, float] = defaultdict(float)
         for block, bytes in self._changes[: start.changes]:
@@ -186,19 +186,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return Timeline(dict(held), changes)
 
     def made(self, start: Mark, end: Mark) -> list[Block]:
-        """Return the storages that were made between two moments, in order."""
+        """Return the storages that were allocated between two points in time, in order."""
         before = {block for block, _ in self._changes[: start.changes]}
         return list(dict.fromkeys(b for b, _ in self._changes[start.changes : end.changes] if b not in before))
 
     def held(self, at: Mark) -> set[Block]:
-        """Return the storages that were there at a moment."""
+        """Return the storages in use at a point in time."""
         bytes: Counter[Block] = Counter()
         for block, change in self._changes[: at.changes]:
             bytes[block] += change
         return {block for block, held in bytes.items() if held}
 
     def _placed(self, start: int, end: int) -> Iterator[tuple[Block, int, Phase, str]]:
-        """Yield changes with the phase and the module at work, which are those of the newest block."""
+        """Yield changes with the phase and path of the most recently allocated block."""
         phase, where = "setup", ""
         for block, bytes in self._changes[start:end]:
             if bytes > 0:
@@ -218,7 +218,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         key, bytes = storage._cdata, storage.nbytes()
         _, block = self._blocks.get(key, (None, None))
         if block is None:
-            if resized:  # made before the ledger was opened, or none of its own
+            if resized:  # allocated before the ledger was entered, or not tracked
                 return None
             block = Block(bytes, self.phase, self.where())
             self._blocks[key] = weakref.ref(storage, lambda _: self._forget(key)), block
@@ -235,12 +235,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 _DEVICE = torch.ops.prim.device.default
 _RESIZE = torch.UntypedStorage.resize_
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts those of GPUs alone
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts only the GPU kernels
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of an operator, of matrices alone, as torch counts them."""
+    """Return the floating-point operations of an operator as torch counts them: matrix operations only."""
     kind = func._overloadpacket
     if kind is _ATTENTION:
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's

@@ -1,4 +1,4 @@
-"""A plan as text, as data and as a picture."""
+"""Format a plan as text, as plain data and as a picture."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightswitch.planning.timeline import Kind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-UNITS = {"GiB": GIB, "MiB": GIB // 1024}  # of memory, in bytes
+UNITS = {"GiB": GIB, "MiB": GIB // 1024}  # units of memory, in bytes
 SENT_UNITS = {"GB": 1e9, "MB": 1e6}
 _HEADER = (
     *("strategy", "precision", "micro batch", "GiB", "fits"),
     *("parameters", "gradients", "optimizer", "activations", "other"),
     *("most samples", "s a step", "bound by", "GB sent", "host"),
 )
-_ONLY_IF_TOLD = ("precision", "host")  # columns that are left out where no row has one
+_ONLY_IF_TOLD = ("precision", "host")  # columns that are omitted if no row has a value
 _TEXTS = ("strategy", "precision", "bound by")
 _SHOWN: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
 _LABELS = {
@@ -33,15 +33,16 @@ _LABELS = {
     "gathered": "gathered units",
     "communication": "communication",
 }
-_NEAR = 4  # times the widest bar: then the device's memory is drawn, too
-_LEAST_SHARE = 1e-3  # of the widest bar: what is thinner can't be seen
+_NEAR = 4  # draw the device's memory limit if it is below this multiple of the widest bar
+_LEAST_SHARE = 1e-3  # of the widest bar; thinner segments are invisible
 
 
 def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Return estimates in the order in which to take them.
+    """Return estimates sorted from the most to the least recommended.
 
-    What fits comes first, by the least time of a step to two digits, then as given: the simplest first; where weights
-    are kept in 16 bits, after all that keep them in 32. What does not fit follows, by its memory.
+    Estimates that fit come first, sorted by the lower bound of the step time, rounded to two digits; ties keep the
+    given order, the simplest strategy first. Those with 16-bit weights follow all others that fit. Estimates that do
+    not fit come last, sorted by memory.
     """
     return sorted(
         estimates, key=lambda one: (not one.memory.fits, one.memory.fits and one.run.rounds_weights, _rank(one))
@@ -53,7 +54,7 @@ def _rank(one: Estimate) -> float:
 
 
 def table(estimates: Iterable[Estimate]) -> str:
-    """Return a row for each estimate, in the order given; memory of a device in GiB, or in MiB where it is little."""
+    """Return a table with one row per estimate, in the given order; memory is in GiB, or in MiB if all are small."""
     estimates = list(estimates)
     unit = unit_of(max((one.memory.bytes for one in estimates), default=0))
     sent_unit = sent_unit_of(max(map(_sent_bytes, estimates), default=0))
@@ -89,28 +90,28 @@ def _sent_bytes(one: Estimate) -> float:
 
 
 def sent_unit_of(most_bytes: float) -> str:
-    """Return the unit that bytes which are sent are told in."""
+    """Return the unit in which to print sent bytes."""
     return "GB" if most_bytes >= 1e8 else "MB"
 
 
 def name(one: Estimate) -> str:
-    """Return what chooses a strategy, in few words: with its precision, where several are compared."""
+    """Return the short name of an estimate: its strategy and, if several precisions are compared, its precision."""
     return ", ".join(filter(None, (strategy(one), precision(one))))
 
 
 def strategy(one: Estimate) -> str:
-    """Return the strategy, and whether it has activation checkpointing."""
+    """Return the strategy's name, with a suffix if it uses activation checkpointing."""
     short = one.words[0].partition("=")[2]
     return short + (", recomputing" if any("activation_checkpointing" in word for word in one.words) else "")
 
 
 def precision(one: Estimate) -> str:
-    """Return the precision, where several are compared; else nothing."""
+    """Return the precision if several are compared, else an empty string."""
     return next((word.partition("=")[2] for word in one.words if word.startswith("precision=")), "")
 
 
 def answer(best: Estimate, device: Device) -> str:
-    """Return the line that says what to take, or that nothing fits and by how much."""
+    """Return one line that recommends the best estimate, or says that nothing fits and how much memory is needed."""
     if not best.memory.fits:
         return f"nothing fits; the least is {took(best, device)}"
     rates = []
@@ -124,11 +125,11 @@ def answer(best: Estimate, device: Device) -> str:
 
 
 def left_out(refused: Mapping[tuple[str, ...], str], taken: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield a line for each reason: what it keeps out.
+    """Yield one line per refusal reason, with the strategies and precisions that it excludes.
 
     Args:
-        refused: reasons, a line each, by the words that choose a strategy and a precision.
-        taken: words of what is not refused.
+        refused: refusal reasons, one per line, keyed by the overrides that select a strategy and a precision.
+        taken: overrides of the candidates that are not refused.
     """
     every = {words[:2] for words in (*refused, *taken)}
     kept_out: dict[str, list[tuple[str, ...]]] = {}
@@ -141,7 +142,10 @@ def left_out(refused: Mapping[tuple[str, ...], str], taken: Iterable[tuple[str, 
 
 
 def _chosen(those: Sequence[tuple[str, ...]], every: Collection[tuple[str, ...]]) -> str:
-    """Return strategies and precisions in few words: without the latter, if it is each; without the former likewise."""
+    """Return refused strategies and precisions in short form.
+
+    Precisions are omitted if these strategies are refused in all of them, and strategies likewise.
+    """
     parts = [list(dict.fromkeys(words[place] for words in those if place < len(words))) for place in (0, 1)]
     for place, part in enumerate(parts):
         if {words for words in every if words[place : place + 1] and words[place] in part} <= set(those):
@@ -150,13 +154,13 @@ def _chosen(those: Sequence[tuple[str, ...]], every: Collection[tuple[str, ...]]
 
 
 def _joined(words: Sequence[str]) -> str:
-    """Return words of one key: strategy=ddp,fsdp."""
+    """Join overrides of one key: strategy=ddp,fsdp."""
     key = words[0].partition("=")[0]
     return f"{key}={','.join(word.partition('=')[2] for word in words)}"
 
 
 def details(best: Estimate) -> Iterator[tuple[str, str]]:
-    """Yield what else is known of the one to take, each with what it is about; plan.json has it of all."""
+    """Yield (label, text) pairs with details of the best estimate; plan.json has the details of all estimates."""
     peak, sent, run = best.memory.peak, best.traffic, best.run
     yield "peak", f"{peak.phase}, at {peak.where}" if peak.where else peak.phase
     if best.memory.host_bytes:
@@ -173,7 +177,7 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
 
 
 def guessed(one: Estimate) -> str:
-    """Return a line on the values that a step asks for; empty where it asks for none."""
+    """Return a line about the tensor values that had to be guessed; empty if there are none."""
     if not (count := sum(one.guessed.values())):
         return ""
     values = "1 value" if count == 1 else f"{count} values"
@@ -183,7 +187,7 @@ def guessed(one: Estimate) -> str:
 
 
 def took(one: Estimate, device: Device) -> str:
-    """Return in a line what a strategy takes of the device's memory, and whether values were guessed."""
+    """Return one line with a strategy's memory use on the device, and whether values were guessed."""
     memory = one.memory
     of = share(memory.bytes, memory.usable_bytes)
     about = ", with guessed values" if one.guessed else ""
@@ -191,49 +195,49 @@ def took(one: Estimate, device: Device) -> str:
 
 
 def share(bytes: float, whole_bytes: float) -> str:
-    """Return bytes out of a total as text: 61.2 of 78.8 GiB, 3.5 MiB of 78.8 GiB."""
+    """Format bytes out of a total: 61.2 of 78.8 GiB, 3.5 MiB of 78.8 GiB."""
     one, whole = amount(bytes), amount(whole_bytes)
     unit = whole.rpartition(" ")[2]
     return f"{one.removesuffix(unit).strip()} of {whole}"
 
 
 def amount(bytes: float) -> str:
-    """Return bytes with their unit: 61.2 GiB, 3.5 MiB."""
+    """Format bytes with a unit: 61.2 GiB, 3.5 MiB."""
     unit = unit_of(bytes)
     return f"{number(bytes, unit)} {unit}"
 
 
 def unit_of(most_bytes: float) -> str:
-    """Return the unit that bytes are told in."""
+    """Return the unit in which to print bytes of memory."""
     return "GiB" if most_bytes >= GIB / 10 else "MiB"
 
 
 def number(bytes: float, unit: str = "GiB") -> str:
-    """Return bytes in a unit: 0.003, 1.25, 61.2, 120."""
+    """Format bytes in a given unit, without the unit: 0.003, 1.25, 61.2, 120."""
     return digits(bytes / UNITS[unit])
 
 
 def digits(number: float) -> str:
-    """Return a number with three digits, and without an exponent: 0.003, 61.2, 1200; <0.001 of one that is less."""
+    """Format a number with three digits and no exponent: 0.003, 61.2, 1200; <0.001 for smaller numbers."""
     if 0 < number < 0.001:
         return "<0.001"
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
 def size(bytes: float) -> str:
-    """Return bytes with a magnitude of 1000: 85 B, 1.97 MB, 3.12 GB."""
+    """Format bytes with a decimal prefix: 85 B, 1.97 MB, 3.12 GB."""
     return magnitude(bytes, "B")
 
 
 def magnitude(number: float, unit: str) -> str:
-    """Return a number of a unit with a magnitude of 1000: 30 TFLOP."""
+    """Format a number and its unit with a decimal prefix: 30 TFLOP."""
     told = compact(number)
     shown = told.rstrip("kMGT")
     return f"{shown} {told[len(shown) :]}{unit}"
 
 
 def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:
-    """Return the whole plan as plain data: bytes, seconds, operations."""
+    """Return the complete plan as plain data, in bytes, seconds and operations."""
     return {"device": asdict(device), "strategies": [of_estimate(one) for one in estimates], "refused": refused}
 
 
@@ -269,7 +273,7 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
 
 
 def picture(estimates: Sequence[Estimate], device: Device) -> figures.Picture:
-    """Return a bar for each estimate, by kinds of memory, in the order given from the top."""
+    """Draw one bar per estimate, split by kind of memory, from top to bottom in the given order."""
     widest = max(one.memory.bytes for one in estimates)
     unit = unit_of(widest)
     unit_bytes = UNITS[unit]
@@ -313,7 +317,7 @@ def _limit(estimates: Sequence[Estimate], device: Device) -> str:
 
 
 def _parts(memory: Memory) -> dict[str, float]:
-    """Return bytes by label; what has none of its own is temporary."""
+    """Return bytes by label; kinds without a label count as temporary."""
     kinds = memory.peak.by_kind
     shown = {label: kinds.get(kind, 0.0) for kind, label in _LABELS.items()}  # type: ignore[call-overload]  # a kind
     return {**shown, "temporary": memory.peak.bytes - sum(shown.values()), "runtime": memory.runtime_bytes}

@@ -1,4 +1,4 @@
-"""The training data of a planned run: micro batches of any size, and the samples that ranks read first."""
+"""Training data of a planned run: micro-batches of any size, and the first samples that each rank reads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Samples:
     """The start of the training data.
 
     Attributes:
-        batch: returns a batch of so many samples; the loader's own batch where that can't be cut.
+        batch: returns a batch with the given number of samples, or the loader's own batch if that can't be cut.
         is_cut: whether batches can be cut to any number of samples.
-        owner: of the loaders: the data module, set up, or the module.
-        loaders: of training, as Lightning is given them.
+        owner: the object that defines the loaders: the data module, already set up, or the module.
+        loaders: the training loaders, as Lightning gets them.
     """
 
     batch: Callable[[int], Any]
@@ -40,10 +40,11 @@ class Samples:
 def first_samples(
     model: LightningModule, data: LightningDataModule | None, shares_streams: bool = True, prepares_data: bool = True
 ) -> Samples:
-    """Return the first samples of the training data, of the data module or, without one, of the module itself.
+    """Return the first samples of the training data of the data module or, without one, of the module.
 
     Args:
-        shares_streams: streams are cut, too; else a loader's own batch is a micro batch.
+        shares_streams: whether to cut the batches of iterable datasets, too; if not, a micro-batch is the loader's
+            own batch.
         prepares_data: whether to call the data module's `prepare_data`.
 
     Raises:
@@ -76,13 +77,13 @@ def _is_cut(loader: object) -> bool:
 
 
 def _own_batch(loader: object) -> int | None:
-    """Return the samples of a batch of a stream that splits itself; None for other loaders."""
+    """Return the batch size of a loader of an iterable dataset; None for other loaders."""
     is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return loader.batch_size if is_stream else None  # type: ignore[attr-defined]  # a DataLoader's
 
 
 def _batch(loader: Any, count: int) -> Any:
-    """Return a batch of a loader, without its workers: no process is started for a plan."""
+    """Return a batch of a loader without starting its worker processes."""
     if not isinstance(loader, DataLoader):
         return next(iter(loader))
     if isinstance(loader.dataset, IterableDataset):
@@ -96,10 +97,10 @@ def _batch(loader: Any, count: int) -> Any:
 
 
 def _repeated(samples: Iterable[Any], count: int) -> list[Any]:
-    """Return so many samples, repeated from the first where there are fewer.
+    """Return ``count`` samples; if there are fewer, repeat them from the first.
 
     Raises:
-        Refused: there is none.
+        Refused: there are no samples.
     """
     found = list(islice(samples, count))
     if not found:
@@ -109,12 +110,12 @@ def _repeated(samples: Iterable[Any], count: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Reads:
-    """Samples that one rank reads of one training loader.
+    """Samples that one rank reads from one training loader.
 
     Attributes:
-        why_not: the reason why its samples are not known; then there are no others.
-        samples: of an epoch, over all ranks.
-        steps: the indices of each micro batch of each step.
+        why_not: the reason why the samples are unknown; if set, the other attributes are empty.
+        samples: number of samples in an epoch, over all ranks.
+        steps: sample indices, by step and micro-batch.
     """
 
     why_not: str | None = None
@@ -123,13 +124,13 @@ class Reads:
 
 
 def first_reads(loaders: Any, plan: BatchPlan, rank: int, seed: int, steps: int) -> tuple[Reads, ...]:
-    """Return what a rank reads of each training loader in its first steps.
+    """Return the samples that a rank reads from each training loader in its first steps.
 
     Args:
-        rank: among those that read different samples.
+        rank: data-parallel rank.
 
     Raises:
-        Refused: the loaders can't be cut for so many devices, or can't be combined.
+        Refused: the loaders can't be split over this many devices, or can't be combined.
     """
     mode = loaders._mode if isinstance(loaders, CombinedLoader) else CYCLE
     combined = Combined(lambda: mode)
@@ -147,10 +148,10 @@ def first_reads(loaders: Any, plan: BatchPlan, rank: int, seed: int, steps: int)
 
 
 def check_evaluation(loaders: Any, plan: BatchPlan) -> None:
-    """Check that evaluation can be shared by all devices.
+    """Check that each evaluation loader can be split over all devices.
 
     Raises:
-        Refused: there are fewer samples than devices.
+        Refused: a loader has no samples.
     """
     for loader in _each(loaders):
         if obstacle(loader) is None:

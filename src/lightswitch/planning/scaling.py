@@ -1,4 +1,4 @@
-"""How a run scales: what a sweep's dry runs tell of time, memory and communication as the world grows."""
+"""Scaling of a run: time, memory and communication by world size, from the dry runs of a sweep."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HEADER = (
     *("ranks", "global batch", "micro batch", "GiB", "fits", "s a step", "bound by"),
     *("GB a device", "samples/s", "efficiency"),
 )
-_TEXTS = (6,)  # of its columns
-_LEAST_SECONDS = 0.1  # of the longest step: shorter ones are told in milliseconds
-_NEAR = 4  # times what is drawn: then the device's memory is, too
+_TEXTS = (6,)  # columns of text
+_LEAST_SECONDS = 0.1  # shorter steps are shown in milliseconds
+_NEAR = 4  # draw the device's memory limit if it is below this multiple of the largest value
 
 
 def of_sweep(folder: Path) -> Iterator[str]:
-    """Yield what to print of a sweep's dry runs, and write it beside them: scaling.json, and a picture."""
+    """Yield the text to print about a sweep's dry runs, and write scaling.json and a picture to its folder."""
     lines = read(folder.glob(f"*/{FILE}"))
     if not lines:
         return
@@ -47,7 +47,7 @@ def of_sweep(folder: Path) -> Iterator[str]:
 
 
 def read(files: Iterable[Path]) -> list[Line]:
-    """Return a line for each strategy of dry runs."""
+    """Read the files of dry runs and return one line per strategy."""
     found: dict[str, list[Point]] = {}
     for file in files:
         told = json.loads(file.read_text())
@@ -71,7 +71,10 @@ def _point(estimate: dict[str, Any]) -> Point:
 
 
 def table(line: Line) -> str:
-    """Return a row for each world; efficiency is samples a second of a device, by those in the first."""
+    """Return a table with one row per world size.
+
+    Efficiency is samples per second and device, relative to the smallest world.
+    """
     unit = report.unit_of(max(point.bytes for point in line.points))
     header = tuple(unit if name == "GiB" else name for name in _HEADER)
     return "\n".join(aligned([header, *_rows(line, unit)], _TEXTS))
@@ -96,12 +99,14 @@ def _rows(line: Line, unit: str) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds and bytes of a device in a world of so many.
+    """Step time and bytes of a device at one world size.
 
     Attributes:
-        usable_bytes: what it could hold.
-        seconds: of a step at least, by what bounds it; None where nothing is known.
-        received_bytes: in a step, from other devices.
+        bytes: peak memory of the device.
+        usable_bytes: memory that a process can use on the device.
+        seconds: lower bound of the step time; None if unknown.
+        bound: resource that sets this bound.
+        received_bytes: bytes received from other devices in a step.
     """
 
     ranks: int
@@ -116,26 +121,26 @@ class Point:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Return the most samples a second, over all devices."""
+        """Return the upper bound of samples per second, over all devices; None if unknown."""
         return self.global_batch / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True)
 class Line:
-    """One strategy in worlds of growing size."""
+    """One strategy at increasing world sizes."""
 
     strategy: str
     points: tuple[Point, ...]
 
     def efficiencies(self) -> list[float | None]:
-        """Return samples a second of a device, by those of the first world; None where no time is known."""
+        """Return samples per second and device, relative to the first world; None if no time is known."""
         rates = [point.samples_per_second for point in self.points]
         shares = [rate / point.ranks if rate else None for rate, point in zip(rates, self.points, strict=True)]
         return [share / shares[0] if share and shares[0] else None for share in shares]
 
 
 def picture(lines: Sequence[Line]) -> figures.Picture:
-    """Draw three panels over the number of devices; the first is left out where no time is known."""
+    """Draw up to three panels over the number of devices: step time, memory, received bytes. Empty ones are omitted."""
     description = " ".join(f"{line.strategy}: {_told(line)}." for line in lines)
     title = "Seconds a step, memory and received bytes of a device over the number of devices"
     return figures.picture(partial(_draw, lines), 10, 3.9, title, description)

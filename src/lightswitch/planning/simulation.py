@@ -1,4 +1,4 @@
-"""One rank's steps through Lightning's loop and the strategy's own code, on tensors without data."""
+"""Simulate the training steps of one rank with Lightning's loop and the real strategy code, on fake tensors."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from lightswitch.strategies.kernels import FusedStep
 from lightswitch.strategies.trained import Unused
 
 _NEEDS_VALUES = (UnsupportedFakeTensorException, UnsupportedOperatorException)
-_IN_C = "data is not allocated"  # of torch, where C++ reads a fake tensor
-_FIRST, _MEASURED, _LARGER = range(3)  # numbers of the steps
-_QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # whose lines are of a run
+_IN_C = "data is not allocated"  # torch's error message when C++ code reads a fake tensor
+_FIRST, _MEASURED, _LARGER = range(3)  # step numbers
+_QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # loggers to silence
 
 
 @dataclass(frozen=True)
 class Work:
-    """Model and batches of a run, apart from its strategy.
+    """Model and batches of a run, independent of its strategy.
 
     Attributes:
         model: builds the module.
-        batch: returns a micro batch of so many samples.
-        is_cut: whether ``batch`` returns any number of samples; else its batches have one size.
-        samples: of a micro batch.
-        accumulation: micro batches a step.
-        options: further arguments of the Trainer.
+        batch: returns a micro-batch with the given number of samples.
+        is_cut: whether ``batch`` can return any number of samples; if not, all its batches have the same size.
+        samples: number of samples in a micro-batch.
+        accumulation: number of micro-batches per optimizer step.
+        options: additional Trainer arguments.
     """
 
     model: Callable[[], LightningModule]
@@ -78,19 +78,19 @@ class Work:
 def simulate(
     work: Work, strategy: Strategy, world: World, look: Callable[[Trainer], None] = lambda trainer: None
 ) -> Step:
-    """Simulate steps of one rank of a world under a strategy, and return what the second of them does.
+    """Simulate training steps of one rank under a strategy and return the measurements of the second step.
 
-    The first step makes the optimizer's state. It has twice the samples, so that its forward and backward passes,
-    compared with the second step's, show how memory grows with samples. Where they can't be compared, a third step of
-    twice the samples shows it. A batch that can't be cut has one size in all steps.
+    The first step creates the optimizer state. It uses twice as many samples, so that comparing its forward and
+    backward passes with those of the second step shows how memory grows with the number of samples. If the two steps
+    can't be compared, a third step with twice the samples is run. If batches can't be cut, all steps use the same size.
 
     Args:
-        look: called after the steps, while the rank and its process groups are there.
+        look: called after the steps, while the process groups still exist.
 
     Raises:
-        NeedsValues: the module asks for values, and a plan's guesses of them do not lead through a step.
-        Refused: the strategy, or the module, fails.
-        Unplanned: this torch can't stand in for other ranks.
+        NeedsValues: the step reads tensor values, and fails with the guessed ones.
+        Refused: the strategy or the module can't run. Their other exceptions propagate unchanged.
+        Unplanned: this torch version has no collectives for fake tensors.
     """
     if world.size > 1 and not has_collectives():
         raise Unplanned(
@@ -131,7 +131,7 @@ def simulate(
 
 
 def _needing(values: Values, error: Exception) -> Exception:
-    """Return an error as it is told: that of a step which has been given guesses may follow from them."""
+    """Return the error to raise: `NeedsValues` if guessed values may have caused it, else the error unchanged."""
     if _IN_C in str(error):
         return NeedsValues("has C++ code read values")
     if values.guessed:
@@ -142,13 +142,13 @@ def _needing(values: Values, error: Exception) -> Exception:
 
 
 def _sizes(work: Work) -> tuple[int, ...]:
-    """Return the micro batch of each step; the third step is made only where the first can't be compared."""
+    """Return the micro-batch size of each step. The third step runs only if the first two can't be compared."""
     larger = 2 * work.samples if work.is_cut else work.samples
     return (larger, work.samples, larger)
 
 
 def _growth(work: Work, tracking: Tracking, own: Timeline) -> Growth:
-    """Return how memory grows from the measured step to one of twice the samples."""
+    """Return the memory growth from the measured step to a step with twice the samples."""
     if not work.is_cut:
         return Growth((work.samples, work.samples), (own, own))
     larger = tracking.resized(_FIRST, _MEASURED) or tracking.step(_LARGER).timeline
@@ -156,14 +156,17 @@ def _growth(work: Work, tracking: Tracking, own: Timeline) -> Growth:
 
 
 def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
-    """Return the collectives of a micro batch before a step's last; where a step has only one, those it would have."""
+    """Return the collectives of a micro-batch other than the last one of a step.
+
+    If the step has only one micro-batch, return those that an earlier micro-batch would run.
+    """
     if len(collectives) == 1 and isinstance(strategy, DDPStrategy) and not shards_gradients(strategy):
         return ()
     return collectives[0]
 
 
 def without_step(work: Work) -> Work:
-    """Return the same work with a training step that only sums the parameters: enough to know their states."""
+    """Return a copy of ``work`` whose training step only sums the parameters, which is enough to size their states."""
 
     def model() -> LightningModule:
         made = work.model()
@@ -176,7 +179,7 @@ def without_step(work: Work) -> Work:
 def _prepared(
     work: Work, strategy: Strategy, world: World, tracking: Tracking, fake: FakeTensorMode
 ) -> tuple[LightningModule, Trainer]:
-    """Return the module on fake tensors, and a Trainer that writes nothing."""
+    """Return the module with fake tensors and a Trainer that writes no files."""
     with torch.device("meta"):
         model = work.model()
     trainer = Trainer(
@@ -202,27 +205,30 @@ def _prepared(
         model.configure_model()
     trainer.precision_plugin.convert_module(model)
     fake_tensors(model, fake)
-    patches.replace(model, "configure_model", lambda: None)  # it is done
-    patches.replace(model, "log", lambda *_, **__: None)  # there is nothing to log
+    patches.replace(model, "configure_model", lambda: None)  # already called above
+    patches.replace(model, "log", lambda *_, **__: None)  # fake tensors have no values to log
     strategy.precision_plugin = with_mixin(Converted, strategy.precision_plugin)
-    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
+    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # real runs patch it, too
     if isinstance(strategy, DeepSpeedStrategy):
-        patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine moves it
+        patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine would move the model
     return model, trainer
 
 
 def _options(work: Work, model: LightningModule) -> dict[str, Any]:
-    """Return further arguments of the Trainer; a module that clips itself or optimizes by hand is not clipped, as in a
-    run."""
+    """Return additional Trainer arguments.
+
+    As in a real run, gradient clipping is off if the module overrides `configure_gradient_clipping` or uses manual
+    optimization.
+    """
     options = {name: value for name, value in work.options.items() if name != "plugins"}
     by_itself = not model.automatic_optimization or is_overridden("configure_gradient_clipping", model)
     return options | {"gradient_clip_val": None} if by_itself else options
 
 
 class _Alone(Callback):
-    """Callback that ends the run once enough steps are made, and has a strategy wait for no other rank's parameters.
+    """Callback that stops the run after enough steps and keeps the strategy from waiting for other ranks.
 
-    It ends the run before the end of the epoch, where a schedule may need a metric.
+    It stops before the end of the epoch, because a scheduler may need a metric there.
     """
 
     def __init__(self, work: Work, tracking: Tracking) -> None:
@@ -248,7 +254,7 @@ class _Alone(Callback):
 
 
 def _empty_lists(model: nn.Module) -> None:
-    """Empty the states of metrics that are lists, so that each step is like the one before."""
+    """Empty metric states that are lists, so that every step uses the same memory."""
     for part in model.modules():
         if isinstance(part, Metric):
             for name, default in part._defaults.items():
@@ -257,11 +263,11 @@ def _empty_lists(model: nn.Module) -> None:
 
 
 class _Batches:
-    """Data loader of the simulated micro batches, each of new tensors."""
+    """Data loader that yields the simulated micro-batches as new fake tensors."""
 
     def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode, tracking: Tracking) -> None:
         self._sizes = [size for size in sizes for _ in range(work.accumulation)]
-        self._sizes.append(self._sizes[-1])  # which is not reached
+        self._sizes.append(self._sizes[-1])  # one extra, so that the epoch does not end; never trained
         self._fake = fake
         self._tracking = tracking
         self._batches = {size: work.batch(size) for size in set(self._sizes)}
@@ -291,12 +297,12 @@ def _processes(strategy: Strategy, world: World) -> Iterator[None]:
         with nullcontext() if alone else fake_group(world):
             yield
     finally:
-        patches.replace(rank_zero_only, "rank", own_rank)  # strategies set it to the rank that is simulated
+        patches.replace(rank_zero_only, "rank", own_rank)  # strategies set it to the simulated rank
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context that silences libraries and strategies: their messages are meant for real runs."""
+    """Silence libraries and strategies in this context: their messages are meant for real runs."""
     levels = {name: logging.getLogger(name).level for name in _QUIET}
     for name in levels:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -310,9 +316,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _optimizer_bytes(trainer: Trainer, parameters: int) -> int:
-    """Return the bytes of the optimizer's whole state, of which this rank holds a part."""
+    """Return the bytes of the full optimizer state, of which this rank may hold only a shard."""
     of_groups = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
-    of_groups = of_groups or [p for o in trainer.optimizers for p in o.state]  # ZeRO 3 has them in no group
+    of_groups = of_groups or [p for o in trainer.optimizers for p in o.state]  # ZeRO 3 leaves the groups empty
     held = sum(_whole(parameter).numel() for parameter in of_groups)
     states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
     bytes = sum(_whole(value).nbytes for value in states if isinstance(value, Tensor) and value.ndim)
@@ -320,5 +326,5 @@ def _optimizer_bytes(trainer: Trainer, parameters: int) -> int:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a DTensor, without memory."""
+    """Return a meta tensor with the global shape of a DTensor; return other tensors unchanged."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""How the memory of a device changes in a step, and its peak: arithmetic alone."""
+"""Timeline of a device's memory during a step, and its peak. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the memory in use: bytes that are taken or, if negative, given back.
+    """A change of the memory in use: bytes that are allocated or, if negative, freed.
 
     Attributes:
-        phase: of the step: forward, backward or optimizer.
-        where: path of the module at work.
+        phase: phase of the step: setup, forward, backward or optimizer.
+        where: path of the running module.
     """
 
     kind: Kind
@@ -32,10 +32,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a device holds at once, and when that is.
+    """Peak memory of a device, and the moment when it occurs.
 
     Attributes:
-        by_kind: bytes, which add up to ``bytes``.
+        by_kind: bytes by kind, which add up to ``bytes``.
         phase, where: see `Change`.
     """
 
@@ -45,7 +45,7 @@ class Peak:
     where: str
 
     def extrapolated(self, other: Peak, weight: float) -> Timeline:
-        """Return a step that has this peak at a weight of 0 and the other at 1, kind by kind, and nothing else."""
+        """Return a timeline with only a peak, extrapolated per kind: this peak at weight 0, ``other`` at weight 1."""
         held = {
             kind: max(0.0, self.by_kind.get(kind, 0.0) * (1 - weight) + other.by_kind.get(kind, 0.0) * weight)
             for kind in KINDS
@@ -57,17 +57,17 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes that are held when a step starts, and how they change until it ends."""
+    """Bytes in use at the start of a step, and their changes until its end."""
 
     before: Mapping[Kind, float]  # bytes
     changes: tuple[Change, ...]
 
     def held(self) -> list[float]:
-        """Return the bytes that are held at the start and after each change."""
+        """Return the bytes in use at the start and after each change."""
         return list(accumulate((change.bytes for change in self.changes), initial=sum(self.before.values())))
 
     def peak(self) -> Peak:
-        """Return the first of the moments at which most is held."""
+        """Return the peak; if it occurs several times, the first occurrence."""
         held = self.held()
         at = max(range(len(held)), key=held.__getitem__)
         by_kind: dict[Kind, float] = defaultdict(float, self.before)
@@ -78,9 +78,9 @@ class Timeline:
         return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
 
     def accumulating(self) -> Timeline:
-        """Return the step as if another micro batch had come before it, to whose gradients it adds its own.
+        """Return the step as if it accumulated its gradients onto those of an earlier micro-batch.
 
-        A gradient is freed once it is added, which is when the next one is made.
+        A gradient is freed once it is added, which is when the next one is allocated.
         """
         changes, pending = [], 0.0
         for change in self.changes:
@@ -95,15 +95,16 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Growth:
-    """A step at two sizes of its micro batch, from which it is extrapolated to any other.
+    """A step at two micro-batch sizes, from which it is extrapolated to any other size.
 
-    The bytes of each storage are affine in the samples. Those of the peak are not, as it may move to another moment; so
-    storages are extrapolated, and the peak is found anew. A step that takes another path at another size, as one whose
-    loss is computed in chunks, has no storages that correspond: there the two peaks are extrapolated, kind by kind.
+    The bytes of each storage are affine in the number of samples. The peak is not, because it may move to another
+    moment. So storages are extrapolated, and the peak is computed from them. If a step runs different operations at
+    another size, for example because its loss is computed in chunks, storages do not correspond, and the two peaks are
+    extrapolated per kind instead.
 
     Attributes:
-        samples: the two sizes.
-        steps: the step at each.
+        samples: the two micro-batch sizes.
+        steps: the step at each size.
     """
 
     samples: tuple[int, int]
@@ -115,7 +116,7 @@ class Growth:
         return self.samples[0] != self.samples[1]
 
     def at(self, samples: int) -> Timeline:
-        """Return the step at a micro batch of so many samples; the first of the two, where growth is not known."""
+        """Return the step at a micro-batch of ``samples`` samples; the first of the two steps if growth is unknown."""
         one, other = self.steps
         if samples == self.samples[0] or not self.is_known:
             return one
@@ -130,12 +131,12 @@ class Growth:
         return Timeline(before, changes)
 
     def accumulating(self) -> Growth:
-        """Return the growth of a step that accumulates several such micro batches; see `Timeline.accumulating`."""
+        """Return the growth of a step that accumulates gradients over micro-batches; see `Timeline.accumulating`."""
         one, other = self.steps
         return Growth(self.samples, (one.accumulating(), other.accumulating()))
 
     def peak_bytes(self, samples: int) -> float:
-        """Return the bytes of `at(samples).peak()`, in less time."""
+        """Return the bytes of `at(samples).peak()`, but compute them faster."""
         weight = self._weight(samples)
         return max(a + weight * (b - a) for a, b in self._held)
 
@@ -153,7 +154,7 @@ class Growth:
 
     @cached_property
     def _held(self) -> list[tuple[float, float]]:
-        """Pairs of the bytes that both steps hold after each change, each pair once; of two paths, at their peaks."""
+        """Distinct pairs of the bytes in use in both steps after each change; only the peaks if the paths differ."""
         if not self._is_one_path:
             return [(self._peaks[0].bytes, self._peaks[1].bytes)]
         return sorted(set(zip(*(step.held() for step in self.steps), strict=True)))

@@ -1,4 +1,4 @@
-"""The ledger over a Trainer's steps: the same for fake tensors, by which a run is planned, and for real ones."""
+"""Callback that records a Trainer's steps in a ledger, with fake tensors (to plan a run) or real ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lightswitch.planning.collectives import Collective
 from lightswitch.planning.ledger import Block, Ledger, Mark
 from lightswitch.planning.timeline import Kind, Timeline
 
-_OF_PARAMETERS = ("parameters", "gradients", "gathered", "buffers")  # as large at any micro batch
+_OF_PARAMETERS = ("parameters", "gradients", "gathered", "buffers")  # independent of the micro-batch size
 # Attributes of DeepSpeedZeroOptimizer (stages 1 and 2) and DeepSpeedZeroOptimizer_Stage3, in DeepSpeed 0.19
-_COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # which the optimizer steps
+_COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # updated by the optimizer
 _GRADIENTS = ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
 _ON_HOST = (
     *("accumulated_grads_in_cpu", "offload_gradient_dict", "param_buffer_of_bit16_for_cpu_offload_groups"),
@@ -37,10 +37,10 @@ _ON_DEVICE = ("temp_grad_buffer_for_gpu_offload",)
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """An optimizer step.
+    """A recorded optimizer step.
 
     Attributes:
-        collectives: of each of its micro batches; those of the last one with clipping and the optimizer's.
+        collectives: collectives of each micro-batch; the last one includes gradient clipping and the optimizer step.
         flops: floating-point operations of this device.
     """
 
@@ -50,28 +50,28 @@ class TrackedStep:
 
 
 class Tracking(Callback):
-    """Callback that keeps a ledger from before the strategy places the model until the training ends.
+    """Callback that keeps a ledger open from before the strategy places the model until training ends.
 
     Args:
-        fake: the mode that training is to happen in; None where tensors are real.
-        inner: modes that see each operator before it is noted.
+        fake: fake tensor mode to train in; None if tensors are real.
+        inner: dispatch modes that see each operator before the ledger does.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None, inner: Sequence[TorchDispatchMode] = ()) -> None:
         self._fake, self._inner = fake, inner
         self._modules = Modules()
         self.ledger = Ledger(fake, self._modules.at_work)
-        self._marks: list[list[Mark]] = []  # of each step: its start, and the end of each micro batch
-        self._batches: list[list[Block]] = []  # of each step: what its micro batches lie in
-        self._read: set[Block] = set()  # what all micro batches lie in
+        self._marks: list[list[Mark]] = []  # by step: its start, and the end of each micro-batch
+        self._batches: list[list[Block]] = []  # by step: the storages of its micro-batches
+        self._read: set[Block] = set()  # the storages of all micro-batches
         self._open = ExitStack()
 
     def steps(self) -> list[TrackedStep]:
-        """Return the steps that were made, in order."""
+        """Return all recorded steps, in order."""
         return [self.step(number) for number in range(len(self._marks))]
 
     def step(self, number: int) -> TrackedStep:
-        """Return one of the steps, which are numbered from 0."""
+        """Return one recorded step; steps are numbered from 0."""
         marks = self._marks[number]
         collectives = tuple(
             tuple(self.ledger.collectives[start.collectives : end.collectives]) for start, end in pairwise(marks)
@@ -80,17 +80,17 @@ class Tracking(Callback):
         return TrackedStep(timeline, collectives, marks[-1].flops - marks[0].flops)
 
     def resized(self, other: int, at: int) -> Timeline | None:
-        """Return the timeline that step ``at`` would have at the micro batch size of the earlier step ``other``.
+        """Return the timeline that step ``at`` would have at the micro-batch size of the earlier step ``other``.
 
-        Storages of the forward and backward passes get the bytes that they have in ``other``. The optimizer's stay:
-        they depend on parameters alone, and ``other`` may be the first step, in which the optimizer also makes its
-        state.
+        Storages of the forward and backward passes get the bytes that they have in ``other``. Those of the optimizer
+        step are unchanged: they depend only on parameters, and ``other`` may be the first step, which also creates the
+        optimizer state.
 
         Args:
             other, at: numbers of the two steps, from 0.
 
         Returns:
-            None where the two steps do not make the same storages; then a step of that size has to be made.
+            None if the two steps do not allocate corresponding storages; then a step of that size must be run.
         """
         earlier, own = self._marks[other], self._marks[at]
         pairs = list(zip_longest(self._passes(earlier), self._passes(own)))
@@ -104,12 +104,12 @@ class Tracking(Callback):
         return self.ledger.between(own[0], own[-1], times)
 
     def _passes(self, marks: list[Mark]) -> list[Block]:
-        """Return the storages of a step's forward and backward passes whose bytes may grow with the samples."""
+        """Return the storages of a step's forward and backward passes that may grow with the number of samples."""
         made = (block for block in self.ledger.made(marks[0], marks[-1]) if block not in self._read)
         return [b for b in made if b.phase in ("forward", "backward") and b.role not in _OF_PARAMETERS]
 
     def name_batch(self, batch: Any) -> list[Block]:
-        """Name the tensors of a micro batch, which may be read before its turn, as activations."""
+        """Name the tensors of a micro-batch as activations; the batch may be prefetched before its step."""
         named = (self.ledger.name(tensor, "activations") for tensor in _tensors(batch))
         found = [block for block in named if block is not None]
         self._read.update(found)
@@ -153,7 +153,7 @@ class Tracking(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._marks[-1].append(self.ledger.mark())
-        self._name_buffers(pl_module)  # a metric has new states, or a longer list of them
+        self._name_buffers(pl_module)  # metrics may have new or longer states
         for optimizer in trainer.optimizers:
             for state in optimizer.state.values():
                 for tensor in _tensors(state):
@@ -164,7 +164,7 @@ class Tracking(Callback):
             self.ledger.name(buffer, "buffers")
 
     def _name_of_zero(self, trainer: Trainer) -> None:
-        """Name the tensors of DeepSpeed's own, which it makes and frees in the middle of a step."""
+        """Name DeepSpeed's internal tensors, which it allocates and frees during a step."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             for kind, tensor in zero_kinds(trainer.optimizers[0], trainer.lightning_module.parameters()):
                 self.ledger.name(tensor, kind)
@@ -176,26 +176,26 @@ class Tracking(Callback):
         self.close()
 
     def close(self) -> None:
-        """Leave the modes."""
+        """Exit the dispatch modes."""
         self._open.close()
 
 
 class Modules:
-    """The module at work: the innermost in a forward pass, the one that is differentiated in a backward pass."""
+    """Tracker of the running module: in a backward pass, the module whose operations are being differentiated."""
 
     def __init__(self) -> None:
         self._paths: dict[int, str] = {}  # by id: a metric's hash changes with its states
         self._running: list[str] = []
-        self._starts: list[int] = []  # numbers of autograd's nodes at which another module was at work, in order
-        self._after: list[str] = []  # the module from there on
+        self._starts: list[int] = []  # sequence numbers of autograd nodes at which the running module changed, in order
+        self._after: list[str] = []  # the module from each of these numbers on
 
     def know(self, model: nn.Module) -> None:
-        """Note the paths of a model's modules."""
+        """Record the paths of a model's modules."""
         for path, module in model.named_modules():
             self._paths[id(module)] = path.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")
 
     def at_work(self) -> str:
-        """Return the path of the module at work; empty where none is."""
+        """Return the path of the running module; empty if there is none."""
         if self._running:
             return self._running[-1]
         node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
@@ -228,13 +228,13 @@ class Modules:
     def _note(self) -> None:
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # torch's, untyped
         if self._starts and number < self._starts[-1]:
-            return  # numbers are a thread's own
+            return  # sequence numbers are counted per thread
         self._starts.append(number)
         self._after.append(self._running[-1] if self._running else "")
 
 
 def _metric_states(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the states of metrics, and the values that they are reset to, which lie on the device as well."""
+    """Yield the states of metrics and their default values, which are on the device as well."""
     for part in model.modules():
         if isinstance(part, Metric):
             yield from _tensors([getattr(part, name) for name in part._defaults])
@@ -246,14 +246,14 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def zero_kinds(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield the tensors that a ZeRO optimizer holds now, with their kinds; where some share memory, the last kind
-    counts.
+    """Yield the tensors that a ZeRO optimizer holds now, with their kinds.
 
-    Where the optimizer is offloaded, its part of the gradients is in the host's memory beside its state, and is told
-    with that.
+    If several tensors share memory, the last kind counts. If the optimizer is offloaded, its gradient shards are in the
+    host's memory and count as optimizer state.
 
     Args:
-        parameters: of the model; at stage 3, a rank keeps a part of each, and now and then has the whole.
+        parameters: parameters of the model. At stage 3, a rank holds a shard of each and gathers the full tensor
+            temporarily.
     """
     offloads = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     gradients: Kind = "optimizer" if offloads else "gradients"

@@ -1,4 +1,4 @@
-"""What fake tensors answer: values that a planned step asks for, and results of operators seen before."""
+"""Values of fake tensors that a planned step reads, and a cache of operator results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lightswitch import patches
 from lightswitch.errors import NeedsValues, shown
 
 _FLOATS, _INTEGERS, _BOOLS = (0.5, 0.0, -8.0, 8.0), (1, 0, 2, 3), (True, False, True, False)  # the first is the guess
-_MOST_ELEMENTS = 2**20  # of a tensor whose true values are computed
-_PATIENCE, _MOST_ASKED = 100, 1000  # times that one place of one module asks in a micro batch
+_MOST_ELEMENTS = 2**20  # largest tensor whose true values are computed
+_PATIENCE, _MOST_ASKED = 100, 1000  # reads by one source line in one module and micro-batch
 _INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
 _PACK = torch.ops.aten._pack_padded_sequence.default
 _ENGINE, _SIMULATION = str(Path(__file__).parents[1]), "lightswitch.planning.simulation"
@@ -34,46 +34,46 @@ _INSTALLED = tuple(str(Path(get_path(name)).resolve()) for name in ("stdlib", "p
 
 
 class Values:
-    """Values of fake tensors, for the operators and methods that go by them.
+    """Values of fake tensors, for operators and methods that depend on them.
 
-    What follows from the batch alone, as the longest of its lengths, is computed beside the step. Of anything else, a
-    float is 0.5, an integer 1, and a bool True, but for what no finite number is: `isnan`, or `x > 3` of the 0.5. What
-    has as many elements as values say has the most that it can have: `nonzero`, `unique`, `x[mask]`. A place that asks
-    more than a hundred times is given 0, or the other bool, every second time: it may be a loop that ends by a value.
+    Values that follow from the batch alone, such as the longest of its sequence lengths, are computed exactly beside
+    the step. All others are guessed: a float is 0.5, an integer 1 and a bool True, unless the bool is computed from
+    other guesses, such as `isnan(x)` or `x > 3`, which are False for 0.5. Results whose size depends on values get the
+    largest possible size: `nonzero`, `unique`, `x[mask]`. A source line that reads values more than 100 times gets 0,
+    or the opposite bool, every second time, because it may be in a loop that ends on a value.
 
     Args:
-        where: returns the path of the module at work.
+        where: returns the path of the running module.
 
     Attributes:
-        guessed: how often each place of the user's code has asked for what was guessed, in the micro batch that asked
-            most.
+        guessed: number of guessed reads by each line of the user's code, in the micro-batch with the most reads.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
         self.guessed: Counter[str] = Counter()
         self._where = where
         self._asked: Counter[tuple[str, str]] = Counter()
-        self._known = _Notes()  # a real tensor, by the fake one that stands for it
-        self._likely = _Notes()  # what an element is at each of the guesses, by the fake tensor
+        self._known = _Notes()  # fake tensor -> real tensor with its values
+        self._likely = _Notes()  # fake tensor -> value of an element for each of the candidate values
 
     def restart(self) -> None:
-        """Begin a micro batch."""
+        """Reset the read counts at the start of a micro-batch."""
         self._asked.clear()
 
     def know(self, tensor: Tensor, real: Tensor) -> None:
-        """Note the values of a tensor of the batch."""
+        """Record the real values of a tensor of the batch."""
         if real.numel() <= _MOST_ELEMENTS and real.layout == torch.strided:
             with _disable_current_modes():
                 self._known.put(tensor, real.detach().clone())
 
     def read(self, tensor: Tensor, method: Callable[[Tensor], Any]) -> Any:
-        """Return what a method that reads values returns of a fake tensor."""
+        """Return the result of a value-reading method for a fake tensor."""
         is_other = self._ask([tensor])
         with _disable_current_modes():
             return method(self._real(tensor, is_other))
 
     def answer(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator returns that goes by values."""
+        """Return the result of an operator whose output depends on values."""
         is_size = torch.Tag.data_dependent_output not in func.tags
         is_other = self._ask(_tensors(args[1] if func in (_INDEX, _SELECT, _PACK) else (args, kwargs)))
         if func is _INDEX:
@@ -88,10 +88,10 @@ class Values:
             real = partial(self._sized, distinct) if is_largest else partial(self._real, is_other=is_other)
             out = func(*tree_map_only(FakeTensor, real, args), **tree_map_only(FakeTensor, real, dict(kwargs)))
         fake = tree_map_only(Tensor, lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), out)
-        return (fake[0], out[1]) if func is _PACK else fake  # as torch reads the sizes in C++
+        return (fake[0], out[1]) if func is _PACK else fake  # torch reads the batch sizes in C++, so they stay real
 
     def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> None:
-        """Work out what is known of the tensors that an operator has made."""
+        """Derive the known and likely values of the tensors that an operator has returned."""
         first = args[0] if args else None
         while isinstance(first, list | tuple) and first:
             first = first[0]
@@ -121,7 +121,7 @@ class Values:
     def _follows(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], made: Tensor
     ) -> Tensor:
-        """Return what an element of a tensor is at each of the guesses."""
+        """Return the value of an output element for each of the candidate values."""
         with _disable_current_modes():
             if torch.Tag.pointwise in func.tags:
                 args, kwargs = tree_map_only(Tensor, self._element, (args, dict(kwargs)))
@@ -150,7 +150,7 @@ class Values:
         return value.expand(tensor.shape)
 
     def _sized(self, distinct: bool, tensor: Tensor) -> Tensor:
-        """Return values of which an operator makes the most that it can."""
+        """Return values for which the operator's result has the largest possible size."""
         if tensor in self._known or not (distinct or tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
             return self._real(tensor, is_other=False)
         if tensor.dtype == torch.bool and not distinct:
@@ -158,7 +158,7 @@ class Values:
         return torch.arange(1, 1 + tensor.numel()).to(tensor.dtype).view(tensor.shape)
 
     def _places(self, index: Tensor | None, is_other: bool) -> list[Tensor | None]:
-        """Return what a mask stands for in an index: a tensor of places for each of its dimensions."""
+        """Replace a mask in an index by index tensors, one for each of the mask's dimensions."""
         if index is None or index.dtype != torch.bool:
             return [index]
         count = self._count(index, is_other)
@@ -173,7 +173,11 @@ class Values:
         return all(one in self._known or not isinstance(one, FakeTensor) for one in given)
 
     def _ask(self, given: Sequence[Tensor]) -> bool:
-        """Count a question, unless its answer is known; return whether it has been asked too often."""
+        """Count a read unless the values are known, and return whether to answer with the opposite of the guess.
+
+        Raises:
+            NeedsValues: one source line has read values more than 1000 times.
+        """
         if self._are_known(given):
             return False
         place = _place()
@@ -186,7 +190,7 @@ class Values:
 
 
 class _Notes:
-    """Tensors that are noted of others, as long as these are there."""
+    """Mapping from tensors to tensors that drops an entry when its key is freed."""
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -206,7 +210,7 @@ class _Notes:
 
 
 def let_be_asked(values: Values | None) -> None:
-    """Have fake tensors answer those of their methods that read values in C++; with None, as before."""
+    """Patch the methods of fake tensors that read values in C++ so that ``values`` answers; None undoes it."""
     if values is None:
         methods = {"numpy": Tensor.numpy, "tolist": _TOLIST, "__format__": Tensor.__format__}
     else:
@@ -228,7 +232,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _place() -> str:
-    """Return the file and line of the user's code that asks, or else of the library's outside of torch."""
+    """Return the file and line of the user's code that reads a value.
+
+    If there is none, return that of a library other than torch and lightswitch; empty if there is none either.
+    """
     frame: FrameType | None = sys._getframe(2)
     found = None
     while frame is not None and frame.f_globals["__name__"] != _SIMULATION:
@@ -246,13 +253,13 @@ def _is_installed(file: str) -> bool:
     return file.startswith(("<", _ENGINE)) or str(Path(file).resolve()).startswith(_INSTALLED)
 
 
-_NAMESPACES = ("aten", "fsdp")  # whose operators do no more than their schema says
+_NAMESPACES = ("aten", "fsdp")  # their operators have no effects beyond their schema
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _Unknown(Exception):
-    """Error: an argument can't be a part of the cache's key."""
+    """An argument can't be part of a cache key."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +267,8 @@ class _Made:
     """A tensor that an operator returns.
 
     Attributes:
-        of: index of the tensor argument that is returned as it is or, with ``shape``, whose storage is shared; None for
-            a new storage.
+        of: index of the tensor argument that is returned unchanged or, if ``shape`` is set, whose storage is shared;
+            None for a new storage.
         shape: None for the argument itself.
     """
 
@@ -275,25 +282,25 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Return value of an operator: tensors, or nothing."""
+    """Recipe for rebuilding an operator's return value: tensors, or nothing."""
 
     made: tuple[_Made, ...]
     as_returned: Callable[[list[Tensor]], Any]
 
 
 class Repeats:
-    """Cache of what operators return, by the shapes of their tensors.
+    """Cache of operator results, by the shapes of their tensors.
 
-    The fake mode has a cache of its own, whose keys cost more than most operators, and which leaves out `t` and
+    FakeTensorMode has a cache, too, but its keys cost more than most operators, and it excludes `t` and
     `_unsafe_view`.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
-        self._recipes: dict[Hashable, _Recipe | None] = {}  # None: what can't be repeated
+        self._recipes: dict[Hashable, _Recipe | None] = {}  # None: not cacheable
 
     def call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call an operator, or make what it returns from the cache."""
+        """Call an operator, or build its result from the cache."""
         given: list[FakeTensor] = []
         try:
             key = self._key(func, args, kwargs, given)
@@ -307,15 +314,17 @@ class Repeats:
         return out
 
     def _is_key(self, key: Hashable, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call still has this key; not so if the operator has changed an argument's shape."""
+        """Return whether a call still has this key, which is False if the operator changed an argument's shape."""
         try:
             return self._key(func, args, kwargs, []) == key
         except _Unknown:
             return False
 
     def _key(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], given: list[FakeTensor]) -> Hashable:
-        """Return the key of a call: the shapes of its tensors, which are appended to ``given``, and its other
-        arguments."""
+        """Return the cache key of a call: the layout of its tensors and its other arguments.
+
+        The tensors are appended to ``given``.
+        """
         key: list[Hashable] = [func, torch.get_default_dtype()]
         self._extend(key, args, given)
         if kwargs:

@@ -1,1 +1,1 @@
-"""Checks of a request before a process is started: every problem that can be known by then. Imports no torch."""
+"""Checks of a run's config, launcher and devices before any process starts. Importing them does not import torch."""

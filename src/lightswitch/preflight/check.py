@@ -1,4 +1,4 @@
-"""Check of a whole request, which tells all problems at once."""
+"""Check of a run's whole config and environment, which reports all problems together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 
 
 def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
-    """Return how the run's batch is cut, if nothing is wrong with its config.
+    """Check a run's config and environment, and return its batch plan.
 
     Raises:
-        RefusedRequest: with all problems found. Those in what was typed come first and alone, and before torch is
-            imported, as the others may follow from them.
+        RefusedRequest: with all problems found. Problems in the overrides are raised first, alone and before torch is
+            imported, because they may cause the others.
     """
     _raise(root_keys.missing(cfg))
     moved.follow(cfg, run)
@@ -66,11 +66,14 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
 
 
 def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
-    """Return the problems in what was typed, whatever the machine; those of values once there are none of names.
+    """Return the problems in the overrides that do not depend on the machine.
+
+    The checks run in three groups: integers beyond 64 bits; names, keys and values; device counts and Trainer
+    arguments. A group runs only if those before it find nothing.
 
     Args:
-        cfg: resolved.
-        hydra: Hydra's part of the config, with the overrides as typed.
+        cfg: resolved config.
+        hydra: Hydra's node of the config, with the overrides as typed.
     """
     typed, choices = typed_overrides(hydra), _choices(hydra)
     given = {key: cfg.get(key) for key in ("name", "run_id")}
@@ -96,7 +99,7 @@ def _nodes(typed: list[str]) -> set[str]:
 
 
 def _machine(cfg: dict[str, Any], run: RunContext) -> Iterator[Iterator[str]]:
-    """Yield the checks of what this machine has."""
+    """Yield the checks of this machine's devices and compiler."""
     yield devices.absent(cfg["trainer"], run.placement)
     yield devices.compiler_problems(cfg, devices.accelerator(cfg["trainer"]))
 
@@ -118,7 +121,7 @@ def _resolved(cfg: DictConfig, run: RunContext) -> Any:
 
 
 def _missing(node: Any, key: str = "") -> Iterator[str]:
-    """Tell of each value that is `???`, OmegaConf's mark of one that has to be typed."""
+    """Yield a problem for each value that is `???`, OmegaConf's marker for a mandatory value."""
     if node == "???":
         yield f"{key}: there is no default; type {key}=VALUE"
     elif isinstance(node, dict | list):
@@ -127,7 +130,8 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
 
 
 def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
-    """Word a key that refers to one that is not there: `model=vit` reads data.image_size, which images alone have."""
+    """Return the message for a value that refers to a missing key: `model=vit` reads data.image_size, which only image
+    data have."""
     found = str(error).splitlines()[0]
     wanted = re.search(r"'(\w+)\.(\w+)' not found", found)
     choices = sorted(_choices_with(wanted[1], wanted[2], run)) if wanted else []
@@ -136,7 +140,7 @@ def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
 
 
 def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
-    """Yield the choices of a group whose file has a key."""
+    """Yield the choices of a group whose file sets a top-level key."""
     for name, file in files_of_group(run.hydra, group).items():
         if re.search(rf"^{key}:", file.read_text(), re.MULTILINE):
             yield f"{group}={name}"
@@ -154,13 +158,13 @@ def _batch(cfg: dict[str, Any]) -> Iterator[str]:
 def _plan(cfg: dict[str, Any]) -> BatchPlan:
     world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     strategy = cfg["trainer"].get("strategy")
-    together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # on the same samples
+    together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # ranks on the same data
     replicas = max(1, world // max(1, together))
     return BatchPlan.derive(cfg["global_batch_size"], _micro_batch(cfg), replicas)
 
 
 def _micro_batch(cfg: dict[str, Any]) -> int | None:
-    """Return the micro batch that is asked for; none where it is yet to be decided."""
+    """Return the configured micro-batch size, or None if it is `auto`, still to be found."""
     return None if (size := cfg["micro_batch_size"]) == AUTO else size
 
 
@@ -189,7 +193,7 @@ def _request(cfg: dict[str, Any], nodes: int) -> strategies.Request:
 
 
 def _worlds_to_come(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield why the strategy could not go on with some number of nodes that torchrun may come to, and what to type."""
+    """Yield a problem if the strategy refuses a number of nodes that an elastic torchrun may continue with."""
     worlds = placement.elastic_nodes() or range(0)
     refusing = {nodes: list(strategies.problems(_request(cfg, nodes))) for nodes in worlds}
     unfit = [nodes for nodes, problems in refusing.items() if problems]
@@ -220,7 +224,7 @@ def _checkpoints(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:
 
 
 def _chosen_alone(typed: list[str]) -> str | None:
-    """Return the callbacks that were typed as a choice, without those of the default; None where none were."""
+    """Return the choice that was typed for callbacks if it leaves out `default`, otherwise None."""
     chosen = [
         value for key, value in map(key_and_value, typed) if key == "callbacks" and re.fullmatch(r"[\w,[\]]+", value)
     ]
@@ -250,7 +254,7 @@ def _run_directory(run_dir: Path) -> Iterator[str]:
 def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
     if cfg["mode"] == "fit" and cfg["ckpt_path"] and cfg["resume"] != "auto":
         yield f"ckpt_path={cfg['ckpt_path']} and resume={cfg['resume']} both name where the run starts; leave one out"
-    may_be_new = cfg["mode"] == "fit" and cfg["ckpt_path"] == "last"  # Lightning, too, starts anew where there is none
+    may_be_new = cfg["mode"] == "fit" and cfg["ckpt_path"] == "last"  # Lightning, too, starts from scratch without one
     named = {
         "init_from": cfg["init_from"],
         "ckpt_path": None if may_be_new else cfg["ckpt_path"],
@@ -275,7 +279,7 @@ def _what_is_missing(path: Path, typed: Path) -> str:
 
 
 def _checkpoints_within(path: Path) -> Iterator[Path]:
-    """Yield what is named as a checkpoint in a folder, as that of a run: the last one first."""
+    """Yield the checkpoints in a folder, or in the `checkpoints` folder of a run, last.ckpt first."""
     for folder in (path, path / "checkpoints"):
         yield from sorted(folder.glob("*.ckpt"), key=lambda other: (other.name != "last.ckpt", other.name))
 

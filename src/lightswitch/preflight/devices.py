@@ -1,4 +1,4 @@
-"""The devices of a run, and the processes that torchrun, srun or the user has started for them."""
+"""Device counts of a run, and checks of its devices and of the processes started by torchrun, srun or the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightswitch.errors import nearest
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
 _NAMES = ("auto", "gpu", "cuda", "mps", "cpu", "tpu")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
-_FEWER = {  # by launcher: how fewer processes are started on a node, and how each sees more GPUs
+_FEWER = {  # by launcher: how to start fewer processes on a node, or let each see more GPUs
     "slurm": "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
     "torchrun": "use --nproc-per-node={}, or let CUDA_VISIBLE_DEVICES name {}",
     "env": "export LOCAL_WORLD_SIZE={} and so many ranks, or let CUDA_VISIBLE_DEVICES name {}",
@@ -27,11 +27,11 @@ _FEWER = {  # by launcher: how fewer processes are started on a node, and how ea
 
 @dataclass(frozen=True)
 class Present:
-    """Accelerators that this process sees.
+    """Number of accelerators that this process sees, by kind.
 
     Attributes:
-        cuda: GPUs of NVIDIA or, in a torch for ROCm, of AMD.
-        mps: GPUs of Apple.
+        cuda: NVIDIA GPUs, or AMD GPUs with a ROCm build of torch.
+        mps: Apple GPUs.
     """
 
     cuda: int = 0
@@ -46,7 +46,7 @@ def present() -> Present:
 
 
 def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the numbers of nodes and devices, whatever the machine has."""
+    """Yield the problems in the numbers of nodes and devices that do not depend on the machine."""
     nodes, devices = trainer["num_nodes"], trainer["devices"]
     if type(nodes) is not int or nodes < 1:
         yield f"trainer.num_nodes={nodes}: use a number from 1"
@@ -63,32 +63,32 @@ def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
 
 
 def indices(devices: int | str | list[int]) -> list[int] | None:
-    """Return the GPUs that `Trainer(devices=)` names by their numbers; None where it says how many."""
+    """Return the GPU indices that `Trainer(devices=)` lists, or None if it is a count."""
     if isinstance(devices, str) and "," in devices:  # "2," is the one GPU with the index 2
         return [int(index) for index in devices.split(",") if index.strip()]
     return [int(index) for index in devices] if isinstance(devices, list) else None
 
 
 def count(trainer: dict[str, Any], there: Present | None = None) -> int:
-    """Return the number of devices a node that a trainer's arguments mean.
+    """Return the number of devices per node that a Trainer's arguments select.
 
     Args:
-        trainer: its arguments, of which those about devices are right by themselves.
-        there: what the machine has; None to look, where the number follows from it.
+        trainer: arguments of the Trainer; those about devices have passed `wrong_counts`.
+        there: accelerators of this machine; None to look them up if the number depends on them.
     """
     devices = trainer["devices"]
     if devices in _AS_MANY_AS_THERE_ARE:
         there = there or present()
-        return max(1, getattr(there, accelerator(trainer, there), 1))  # of CPUs, Lightning's auto is one process
+        return max(1, getattr(there, accelerator(trainer, there), 1))  # on CPUs, Lightning's auto is one process
     named = indices(devices)
     return int(devices) if named is None else len(named)
 
 
 def accelerator(trainer: dict[str, Any], there: Present | None = None) -> str:
-    """Return the accelerator in use: cpu, cuda, mps or tpu, where `auto` and `gpu` stand for what there is.
+    """Return the accelerator in use: cpu, cuda, mps or tpu, with `auto` and `gpu` resolved.
 
     Args:
-        there: what the machine has; None to look, where the answer follows from it.
+        there: accelerators of this machine; None to look them up if the answer depends on them.
     """
     name = str(trainer.get("accelerator", "auto"))
     if name not in ("auto", "gpu"):
@@ -98,11 +98,11 @@ def accelerator(trainer: dict[str, Any], there: Present | None = None) -> str:
 
 
 def absent(trainer: dict[str, Any], place: Placement, there: Present | None = None) -> Iterator[str]:
-    """Yield what is asked of accelerators that this machine does not have.
+    """Yield the problems of a run that requests accelerators that this machine does not have.
 
     Args:
-        place: who started this process.
-        there: what the machine has; None to look.
+        place: the launcher that started this process, and its numbers of nodes and processes.
+        there: accelerators of this machine; None to look them up.
     """
     there = there or present()
     name, devices = str(trainer.get("accelerator", "auto")), trainer["devices"]
@@ -131,7 +131,7 @@ def _gpus(count: int) -> str:
 
 
 def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
-    """Yield why a model can't be compiled.
+    """Yield the reasons why the model can't be compiled as configured.
 
     Args:
         cfg: the whole config, resolved.
@@ -159,7 +159,7 @@ def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
 
 
 def _gathers(strategy: object) -> bool:
-    """Return whether a strategy's node is of one that gathers the parameters of a unit before it computes."""
+    """Return whether a strategy gathers the parameters of each unit before the unit computes."""
     if not isinstance(strategy, dict):
         return False
     name = str(strategy.get("_target_")).rpartition(".")[2]
@@ -167,7 +167,7 @@ def _gathers(strategy: object) -> bool:
 
 
 def _without_compiler(accelerator: str) -> Iterator[str]:
-    """Yield what inductor lacks to build its kernels."""
+    """Yield the tools that inductor needs to build its kernels, and that are missing."""
     if accelerator not in ("cpu", "mps") and importlib.util.find_spec("triton") is None:
         yield "compile=true needs triton on a GPU, which is not installed; type pip install triton"
     variable, default = ("CXX", "g++") if accelerator in ("cpu", "mps") else ("CC", "gcc")
@@ -192,7 +192,7 @@ _DETECT = "lightswitch.cluster.environments.detect"
 
 
 def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield how the processes that were started differ from the trainer's nodes and devices."""
+    """Yield a problem if the processes that were started do not match the Trainer's nodes and devices."""
     nodes, per_node = trainer["num_nodes"], count(trainer)
     if not place.is_external:
         yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
@@ -210,9 +210,9 @@ def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
 
 
 def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
-    """Yield variables that give this process a rank beyond the run's.
+    """Yield environment variables that give this process a rank outside of the run.
 
-    Lightning believes them, and trains without a word or a checkpoint.
+    Lightning trusts them, and would train without any output or checkpoint.
     """
     arguments = {"NODE_RANK": "trainer.num_nodes", "LOCAL_RANK": "trainer.devices"}
     for name, count in counts.items():
@@ -226,7 +226,7 @@ def _counted(count: int | None, noun: str) -> str:
 
 
 def absent_processes(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield that a cluster was named whose launcher did not start this process."""
+    """Yield a problem if `cluster` names a launcher that did not start this process."""
     name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
     wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
     found = place.launcher
@@ -236,9 +236,9 @@ def absent_processes(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
 
 
 def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield that a run has several nodes, and nothing starts processes on the others or says where the first one is.
+    """Yield a problem if a run has several nodes, but nothing starts processes on the others or names the first node.
 
-    It would wait for them until `meet_timeout_seconds` are over.
+    The process would wait for the others until `meet_timeout_seconds` have passed.
     """
     nodes = cfg["trainer"]["num_nodes"]
     named = str((cfg.get("cluster") or {}).get("_target_", _DETECT)) != _DETECT
@@ -251,10 +251,10 @@ def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
 
 
 def unfit_for_changes() -> Iterator[str]:
-    """Yield that torchrun would not survive a change of its nodes.
+    """Yield a problem if torchrun would not survive a change of its nodes.
 
-    Unless told otherwise, agents of torch 2.4 to 2.13 keep the address that the first group of nodes met at: one that
-    joins waits for it, and all wait for a node that was lost with rank 0, until they time out.
+    By default, the agents of torch 2.4 to 2.13 reuse the rendezvous address of the first group of nodes: a node that
+    joins waits for it, and if the node of rank 0 is lost, all others wait for it, until they time out.
     """
     nodes = elastic_nodes()
     if nodes is not None and os.environ.get(NO_SHARED_STORE) != "1":

@@ -1,4 +1,4 @@
-"""The environment of a process: launchers' variables that mean nothing or lack others, and packages that do not fit."""
+"""Checks of the environment variables that launchers set, and of the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightswitch import versions
 from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
 
-_LEAST = {  # whole numbers, and the smallest that each may be
+_LEAST = {  # integers, each with its smallest valid value
     **dict.fromkeys(("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "JSM_NAMESPACE_RANK"), 0),
     **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), 0),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), 1),
@@ -18,7 +18,7 @@ _LEAST = {  # whole numbers, and the smallest that each may be
     **dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"), 1),
 }
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")
-_FORMS = {  # of other variables: a pattern, and its description
+_FORMS = {  # other variables, each with a pattern and its description
     "MASTER_ADDR": (r"\S+", "a host's name or address"),
     "OMP_NUM_THREADS": (r"(\d*[1-9]\d*(,\d*[1-9]\d*)*)?", "a number of threads from 1"),
     "CUDA_VISIBLE_DEVICES": (
@@ -26,23 +26,23 @@ _FORMS = {  # of other variables: a pattern, and its description
         "numbers of GPUs such as 0,1, or their UUIDs",
     ),
 }
-_NEEDED = {  # by launcher: the variables that each process gets
+_NEEDED = {  # by launcher: the variables that each process needs
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "env": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "slurm": ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 }
-_SIGNS = {  # by launcher: the variables that reveal it, and how it is used
+_SIGNS = {  # by launcher: the variables that reveal it, and how to use it
     "torchrun": (("TORCHELASTIC_RUN_ID",), "start it by torchrun --nproc-per-node=N train.py"),
     "env": (("RANK", "WORLD_SIZE"), f"export {', '.join(_NEEDED['env'])} for each process"),
     "slurm": (("SLURM_STEP_NUM_TASKS",), "start it by srun python train.py"),
 }
-_BELOW = {  # by launcher: which number is below which other
+_BELOW = {  # by launcher: variables that must be below others
     "torchrun": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
     "env": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"},
     "slurm": {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
     "local": {"LOCAL_RANK": "WORLD_SIZE"},
 }
-_ORDERED = {  # by launcher: a process's rank, its node's rank, and its rank on the node
+_ORDERED = {  # by launcher: global rank, node rank and local rank
     "torchrun": ("RANK", "GROUP_RANK", "LOCAL_RANK"),
     "env": ("RANK", "NODE_RANK", "LOCAL_RANK"),
     "slurm": ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
@@ -52,18 +52,18 @@ _MEND = {
     "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
     "slurm": "start it by srun --distribution=block",
 }
-_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its children
+_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its child processes
 _INDEX = "https://download.pytorch.org/whl"
-_BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # PyTorch's own, behind the + of a version
+_BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # PyTorch's builds, after the + of a version
 
 
 def check(environ: Mapping[str, str] = os.environ) -> None:
-    """Check what launchers have exported.
+    """Check the environment variables that launchers set.
 
-    Lightning, torch and DeepSpeed take most of it for numbers, or for a rank among processes that are not there.
+    Lightning, torch and DeepSpeed use them unchecked: as numbers, or as a rank among processes that may not exist.
 
     Raises:
-        RefusedRequest: with all that is wrong, a line each.
+        RefusedRequest: with all problems, one line each.
     """
     problems = list(_malformed(environ)) or list(_misplaced(environ))
     if problems:
@@ -91,7 +91,7 @@ def _told(environ: Mapping[str, str], name: str, expected: str) -> str:
 
 
 def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield what contradicts itself among variables that are well-formed each."""
+    """Yield contradictions between variables that are each well-formed."""
     launcher = placement.launcher(environ)
     yield from (
         list(_incomplete(launcher, environ))
@@ -137,15 +137,15 @@ def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield ranks that are not counted node by node.
+    """Yield a problem if the ranks are not numbered node by node.
 
-    Strategies that shard over a node's devices, and Lightning, rely on that order.
+    Lightning, and strategies that shard over the devices of a node, rely on that order.
     """
     place = placement.detect(environ)
     rank, node, local = _ORDERED[launcher]
     per_node = place.devices_per_node or 1
     if place.nodes * per_node != int(environ["SLURM_NTASKS" if launcher == "slurm" else "WORLD_SIZE"]):
-        return  # reported by preflight.launchers
+        return  # reported by devices.other_counts
     within = int(environ.get(local, place.rank % per_node))
     if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
         told = _set(environ, [name for name in (rank, node, local) if name in environ])
@@ -154,12 +154,12 @@ def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield variables that give this process a rank among others, where it is to start all others itself.
+    """Yield variables that give this process a rank, although no launcher has started other processes.
 
-    Lightning believes them: it would be silent, write no checkpoint, or wait for the others.
+    Lightning trusts them: the process would print nothing, write no checkpoint, or wait for the other ranks.
     """
     if "RANK" not in environ and environ.keys() >= set(_OF_LIGHTNING):
-        return  # Lightning has started it
+        return  # a child process that Lightning has started
     if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
         missing = [name for name in _NEEDED["env"] if name not in environ]
         mend = f"type unset {' '.join(placed)}, or {_SIGNS['env'][1]}"
@@ -189,18 +189,18 @@ def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def unfit_packages() -> Iterator[str]:
-    """Yield a line for a torchvision that is built for another torch: torchmetrics imports it in every run."""
+    """Yield a problem if torchvision is built for another torch; torchmetrics imports torchvision in every run."""
     found = versions.of(("torch", "torchvision"))
     if len(found) == 2:
         yield from apart(found, versions.required_by("torchvision"))
 
 
 def apart(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
-    """Yield a line where torch and torchvision are not built for one another.
+    """Yield a problem if torch and torchvision are not built for each other.
 
     Args:
-        found: their versions.
-        requirements: torchvision's.
+        found: versions of torch and torchvision.
+        requirements: of torchvision, from its metadata.
     """
     torch, _, build = found["torch"].partition("+")
     build_of_vision = found["torchvision"].partition("+")[2]
@@ -210,7 +210,7 @@ def apart(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str
     if not of_another and (not is_known or build == build_of_vision):
         return
     major, minor = (int(number) for number in torch.split(".")[:2])
-    wanted = f"torchvision==0.{minor + 15}.*" if major == 2 else "torchvision"  # 2.8 and 0.23, and so on
+    wanted = f"torchvision==0.{minor + 15}.*" if major == 2 else "torchvision"  # 2.8 with 0.23, and so on
     index = f" --index-url {_INDEX}/{build}" if _BUILD.fullmatch(build) else ""
     kind = f"torch {needed}" if of_another else f"a torch {f'of {build_of_vision}' if build_of_vision else 'of PyPI'}"
     yield (

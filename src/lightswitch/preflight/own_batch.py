@@ -1,4 +1,4 @@
-"""The batch size that a run's data have themselves: what a step takes where no global_batch_size is given."""
+"""The batch size in the config of a run's data: the default of global_batch_size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ _GLOBAL = "global_batch_size"
 
 
 class OwnBatch(NamedTuple):
-    """A batch size, and the key that has it: `data.batch_size`."""
+    """A batch size, and the config key that sets it, such as `data.batch_size`."""
 
     key: str
     size: int
 
 
 def of(cfg: DictConfig) -> OwnBatch | None:
-    """Return the batch size of a config's data, or of the model where that has the loaders: as the config has it, else
-    the default of its constructor; None where there is none, or where its dataset deals out samples itself."""
+    """Return the batch size of the data, or of a model that has the loaders itself.
+
+    The config's value comes first, then the default of the constructor. Return None if there is neither, or if the
+    dataset splits its samples by ranks itself.
+    """
     node = next((key for key in ("data", "model") if key in cfg and cfg._get_node(key)), None)
     if node is None or not isinstance(cfg[node], DictConfig) or cfg[node].get("sharded_by") == "dataset":
         return None
@@ -29,7 +32,7 @@ def of(cfg: DictConfig) -> OwnBatch | None:
     defaults = parameters(str(raw.get("_target_")))
     for name in aliases.names(_GLOBAL):
         if name in raw:
-            size = None if _GLOBAL in str(raw[name]) else cfg[node][name]  # it may follow the global batch
+            size = None if _GLOBAL in str(raw[name]) else cfg[node][name]  # it may refer to global_batch_size
         elif name in defaults:
             size = _number(defaults[name].default)
         else:

@@ -1,4 +1,4 @@
-"""Checks of a run that is only planned, or of a module that is only checked: one process does it."""
+"""Checks for mode=plan, mode=dry_run and mode=check, which are each started as a single process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _KEYS = {
 }
 CHECK = "check"
 _CHECK_KEYS = ("steps", "devices", "strategies")
-_LEAST_STEPS, _LEAST_DEVICES = 2, 2  # one before a kill, and one after it
+_LEAST_STEPS, _LEAST_DEVICES = 2, 2  # at least one step before a kill, and one after it
 
 
 def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, object]) -> Iterator[str]:
-    """Yield why a run can't be planned, a line each.
+    """Yield the reasons why a run can't be planned, one line each.
 
     Args:
-        precisions: by the names that the config folders have.
+        precisions: precisions in the config folders, by name.
     """
     mode = cfg["mode"]
     if place.is_external:
@@ -48,7 +48,7 @@ def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, obj
 
 
 def _missing(cfg: dict[str, Any], name: str) -> Iterator[str]:
-    """Yield the keys of a node that the mode reads and the config lacks."""
+    """Yield the keys of a node that the mode reads, and that the config does not have."""
     node = cfg.get(name)
     if not isinstance(node, dict):
         yield f"{name}: the config has no such key, and mode={cfg['mode']} reads it; add it to config.yaml"
@@ -82,12 +82,12 @@ def _of_dry_run(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def ranks(asked: Any) -> list[Any]:
-    """Return rank 0 and those that are asked for, once each: a number, a list, or None."""
+    """Return rank 0 and the configured ranks, without duplicates; `asked` is a number, a list or None."""
     return list(dict.fromkeys([0, *(asked if isinstance(asked, list) else [] if asked is None else [asked])]))
 
 
 def on_its_device(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config whose trainer has the accelerator that the plan's device is, here or not."""
+    """Return a resolved config whose Trainer uses the planned kind of device, even if this machine has none."""
     node = (cfg.get("plan") or {}).get("device") or {}
     if not str(node.get("_target_")).endswith(".Device"):
         return cfg
@@ -95,10 +95,10 @@ def on_its_device(cfg: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_problems(cfg: dict[str, Any], place: Placement, strategies: Collection[str]) -> Iterator[str]:
-    """Yield why a module can't be checked, a line each.
+    """Yield the reasons why a module can't be checked, one line each.
 
     Args:
-        strategies: that the config folders have.
+        strategies: names of the strategies in the config folders.
     """
     if place.is_external:
         yield (

@@ -1,4 +1,4 @@
-"""Keys of a config: missing, misspelt, with a value that means nothing, or read by nothing."""
+"""Checks of a config's keys: missing, misspelt, with an invalid value, or not read by anything."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _READ = (
 
 
 def missing(cfg: DictConfig) -> Iterator[str]:
-    """Yield the keys that the engine reads and a config lacks, as one of another project may, before anything is
-    resolved."""
+    """Yield the keys that the engine reads and an unresolved config, such as one of another project, does not have."""
     for key in _READ:
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
@@ -53,15 +52,15 @@ def missing(cfg: DictConfig) -> Iterator[str]:
 
 
 def _raw_keys(node: Any) -> list[Any]:
-    """Return the keys of a node without resolving their values, as `in` would."""
+    """Return the keys of a node without resolving their values, which `in` would do."""
     return list(node.keys()) if isinstance(node, DictConfig) and not node._is_none() else []
 
 
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
-    """Yield each `+key=` that resembles a key or a group there is; any other is a variable of the user's own.
+    """Yield each `+key=` that resembles an existing key or group; any other is taken as a variable of the user.
 
     Args:
-        cfg: resolved.
+        cfg: resolved config.
         overrides: as typed.
     """
     for override in overrides:
@@ -102,14 +101,14 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def beyond_integers(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield each whole number, anywhere in a resolved config, that 64 bits do not hold."""
+    """Yield each integer in a resolved config that does not fit into 64 bits."""
     for key, value in _leaves(cfg):
         if type(value) is int and abs(value) > LARGEST_INTEGER:
             yield f"{key}: found a number of {len(str(abs(value)))} digits; use one of at most {LARGEST_INTEGER}"
 
 
 def _beyond_seconds(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield each time that is too short to work, or too long to be counted; those of model and data are their own."""
+    """Yield each `*_seconds` value that is too small or too large, except in model and data."""
     for key, value in _leaves({name: node for name, node in cfg.items() if name not in ("model", "data")}):
         least = LEAST_SECONDS.get(key, LEAST_SECONDS_OF_OTHERS)
         if key.endswith("_seconds") and type(value) in (int, float) and not least <= value <= MOST_SECONDS:
@@ -125,7 +124,7 @@ def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def no_switch(key: str, value: object) -> Iterator[str]:
-    """Yield that a value is neither true nor false."""
+    """Yield a problem if a value is neither true nor false."""
     if type(value) is not bool:
         yield f"{key}={value}: found {type(value).__name__}, expected true or false"
 
@@ -136,7 +135,7 @@ def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterato
 
 
 def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
-    """Yield that a learning rate is to follow the global batch, and there is none, or nothing reads it."""
+    """Yield a problem if lr_scaling is on, but there is no optimizer.lr, or the model does not refer to it."""
     rule = plain["lr_scaling"]["rule"]
     if rule == "none":
         return
@@ -162,38 +161,39 @@ def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
         yield str(error)
 
 
-# What a run is made of. Any other node is there to be referred to, as `optimizer: ${optimizer}` of a model does.
+# Nodes that a run reads. Any other node only matters if one of these refers to it, such as `${optimizer}` in model.
 _MADE = ("model", "data", "trainer", "callbacks", "logger", "cluster", "compile", "device", "plan", "hydra")
 _READ_BY_A_RUN = {*_MADE, *(key.partition(".")[0] for key in (*KINDS, *KINDS_OF_OTHERS))}
-_WHEN = {  # keys that the engine reads in some runs alone: a key, the values it has there, and what to type
+_WHEN = {  # keys that are read only if another key has certain values: that key, the values, and what to type
     "dry_run": ("mode", ("dry_run",), "mode=dry_run"),
     "check": ("mode", ("check",), "mode=check"),
     "lr_scaling.reference_batch_size": ("lr_scaling.rule", ("linear", "sqrt"), "lr_scaling.rule=linear or sqrt"),
 }
-_FROM = ("experiment", "debug")  # groups whose files set keys anywhere
-_NOBODYS = "nobody's"  # the value by which a key's readers are found
+_FROM = ("experiment", "debug")  # groups whose files may set any key
+_NOBODYS = "nobody's"  # a value set for a key, to find out what reads the key
 
 
 def unread_problems(cfg: DictConfig, hydra: HydraConf) -> Iterator[str]:
-    """Yield what was typed or stands in an experiment, and is not read by what the config names: it would be passed
-    over without a word.
+    """Yield the keys from the command line, an experiment or a debug config that nothing reads.
+
+    They would be ignored silently.
 
     Args:
-        cfg: unresolved, without Hydra's part; a config whose values can be resolved.
+        cfg: unresolved, without Hydra's node; its values can be resolved.
     """
-    names, found = _keys(hydra), dict[str, list[str]]()  # by what is told of them
+    names, found = _keys(hydra), dict[str, list[str]]()  # keys by message
     for key, told in unread(cfg, names).items():
         found.setdefault(told, []).append(names[key])
     yield from (f"{listed(origins)}: {told}" for told, origins in found.items())
 
 
 def unread(cfg: DictConfig, keys: Iterable[str]) -> dict[str, str]:
-    """Return those of some keys of a config that nobody reads, each with why, and what is read instead."""
+    """Return the keys that nothing in a config reads, each with the reason and what to type instead."""
     return {key: told for key in keys if (told := _told(cfg, key)) is not None}
 
 
 def _keys(hydra: HydraConf) -> dict[str, str]:
-    """Return the keys of experiments, and those that were typed, each with how to name it."""
+    """Return the keys set by an experiment, a debug config or the command line, each with its name in messages."""
     choices: Any = hydra.runtime.choices
     found: dict[str, str] = {}
     for group in _FROM:
@@ -207,7 +207,7 @@ def _keys(hydra: HydraConf) -> dict[str, str]:
 
 
 def _keys_of(file: Path) -> Iterator[str]:
-    """Yield the keys that a file of the whole config sets, and the groups whose choice it overrides."""
+    """Yield the keys that a file sets anywhere in the config, and the groups whose choice it overrides."""
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     for entry in content.pop("defaults", []):
         words = [str(word).removeprefix("override ") for word in entry] if isinstance(entry, dict) else []
@@ -225,7 +225,7 @@ def _leaf_keys(node: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _told(cfg: DictConfig, key: str) -> str | None:
-    """Return why a key is read by nobody, and what is; None where somebody reads it."""
+    """Return why nothing reads a key, and what to type instead; None if something reads it."""
     for node, (switch, values, typed) in _WHEN.items():
         if f"{key}.".startswith(f"{node}."):
             return None if OmegaConf.select(cfg, switch) in values else f"nothing reads it without {typed}"
@@ -238,13 +238,13 @@ def _told(cfg: DictConfig, key: str) -> str | None:
 
 
 def _is_read(cfg: DictConfig, key: str) -> bool:
-    """Return whether anything that a run is made of has another value where the key has."""
+    """Return whether another value of a key changes anything that a run reads."""
     other = cfg.copy()
     with open_dict(other):
         OmegaConf.update(other, key, _NOBODYS, force_add=True)
     try:
         return _read(other) != _read(cfg)
-    except OmegaConfBaseException:  # what refers to it fails
+    except OmegaConfBaseException:  # something refers to it, and can't be resolved
         return True
 
 
@@ -254,14 +254,14 @@ def _read(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _is_the_scripts(key: str) -> bool:
-    """Return whether the script itself reads a key, as that of a fork may."""
+    """Return whether the main script itself reads a key, as train.py in a fork may do."""
     script = Path(sys.argv[0])
     text = script.read_text(encoding="utf-8") if script.suffix == ".py" and script.is_file() else ""
     return re.search(rf"\bcfg\.{re.escape(key)}\b|\bcfg\[.{re.escape(key)}.\]", text) is not None
 
 
 def _of_model(cfg: DictConfig, group: str) -> str:
-    """Return that the model takes no optimizer or schedule of the config's, and what it takes."""
+    """Return the message that the model does not use the config's optimizer or scheduler, with what it accepts."""
     target = str(OmegaConf.select(cfg, "model._target_"))
     name, takes = target.rpartition(".")[2], parameters(target)
     own_node: Any = OmegaConf.to_container(cfg.model, resolve=False)

@@ -1,4 +1,4 @@
-"""Signatures of the code that a config names, read from its source: nothing is imported, so no torch."""
+"""Signatures of the code that a config names, read from its source. Nothing is imported, not even torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(No
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a function. Its annotation is followed only when it is asked for: that may parse many modules.
+    """Parameter of a function. Its annotation is resolved only on access, because that may parse many modules.
 
     Attributes:
         name: of the parameter.
-        default: as the source has it; None where there is none.
+        default: source text of the default; None if there is none.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Parameter:
 
     @property
     def kinds(self) -> frozenset[type] | None:
-        """Types that its annotation allows; None where it allows anything."""
+        """Types that its annotation allows; None if it allows anything."""
         return self._accepted[0]
 
     @property
     def literals(self) -> frozenset[object] | None:
-        """Values of typing.Literal that its annotation allows; None where it allows anything."""
+        """Values of typing.Literal that its annotation allows; None if it allows anything."""
         return self._accepted[1]
 
     @functools.cached_property
@@ -53,23 +53,23 @@ class Signature:
 
     Attributes:
         parameters: by name, in order.
-        required: names of those without a default.
-        open_ended: whether it also takes any other keyword.
-        docstrings: of the constructor, its class and its bases, or of the function, the nearest first.
+        required: names of the parameters without a default.
+        open_ended: whether it also accepts any other keyword (**kwargs).
+        docstrings: of the constructor, its class and its bases, nearest first; or of the function.
     """
 
     parameters: dict[str, Parameter]
-    required: frozenset[str]  # without a default
-    open_ended: bool  # takes **kwargs
+    required: frozenset[str]
+    open_ended: bool
     docstrings: tuple[str, ...]
 
 
 @functools.cache
 def signature(target: str) -> Signature | None:
-    """Return the parameters of a class or function by its dotted path; None where the source does not tell.
+    """Return the signature of the class or function at a dotted path; None if its source does not show it.
 
     Raises:
-        LookupError: the module exists and is read, but holds no such name.
+        LookupError: the path has no module, the module does not exist, or it does not define the name.
     """
     module, _, name = target.rpartition(".")
     if not module:
@@ -83,7 +83,7 @@ def signature(target: str) -> Signature | None:
 
 @dataclass(frozen=True)
 class _Scope:
-    """Top level of a module: the names that it binds."""
+    """Top level of a module, with the names that it binds."""
 
     module: str
     path: Path
@@ -113,17 +113,17 @@ def _bound_names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 @functools.cache
 def _scope(module: str) -> _Scope | None:
-    """Return a module's top level; None for what has no Python source.
+    """Return a module's top level; None if it has no Python source.
 
     Raises:
         LookupError: there is no such module.
     """
     top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)  # of a top-level name: imports nothing
+    spec = importlib.util.find_spec(top)  # for a top-level name, this imports nothing
     for part in rest:
         if spec is None:
             break
-        # by its last name alone: under its full one, Python looks for the parent of a folder without __init__.py
+        # by the last name only: for the full one, Python would look up the parent of a folder without __init__.py
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     if spec is None:
         raise LookupError(f"there is no module {module}")
@@ -132,7 +132,7 @@ def _scope(module: str) -> _Scope | None:
 
 
 def _find(module: str, name: str, depth: int = 0) -> tuple[_Scope, ast.stmt] | None:
-    """Return the definition of a name, through the imports that hand it on."""
+    """Return the definition of a name, following imports from other modules."""
     scope = _scope(module)
     if scope is None or depth > 8:
         return None
@@ -167,7 +167,7 @@ def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
 
 
 def _resolution_order(scope: _Scope, node: ast.ClassDef) -> list[tuple[_Scope, ast.ClassDef]]:
-    """Return a class and its ancestors in Python's order: an ancestor of several comes after the last of them."""
+    """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses."""
     found: list[tuple[_Scope, ast.ClassDef]] = [(scope, node)]
     for base in node.bases:
         named = _named(scope, base)
@@ -200,7 +200,7 @@ def _of_function(
 
 
 def _docstring(scope: _Scope, node: ast.ClassDef) -> str:
-    """Return a class's docstring, which its module may also assign to it in pieces, as torch's optimizers do."""
+    """Return a class's docstring, which its module may also assemble and assign, as for torch's optimizers."""
     if told := ast.get_docstring(node):
         return told
     assigned = scope.names.get(f"{node.name}.__doc__")
@@ -208,7 +208,7 @@ def _docstring(scope: _Scope, node: ast.ClassDef) -> str:
 
 
 def _text(scope: _Scope, node: ast.expr) -> str:
-    """Return the text of a string that a module puts together of constants; nothing for what is no constant."""
+    """Return the value of a string expression built from constants; an empty string for anything else."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -284,7 +284,7 @@ def _named(scope: _Scope, node: ast.expr) -> tuple[_Scope, ast.stmt] | None:
         return None
     bound = scope.names[node.id]
     if isinstance(bound, ast.ImportFrom) and _absolute(scope, bound) in sys.stdlib_module_names:
-        return None  # a class such as Path or timedelta, in a file that takes longer to parse than all others
+        return None  # a class such as Path or timedelta, whose file takes longer to parse than all others
     try:
         return _find(scope.module, node.id)
     except LookupError:

@@ -1,4 +1,4 @@
-"""Limits of each strategy, told in a line before a process is started. Imports no torch."""
+"""Limits of each strategy, reported before any process starts. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightswitch.preflight import devices
 
 @dataclass(frozen=True)
 class Request:
-    """Parts of a run's config by which its strategy can take it or not.
+    """Values of a run's config that decide whether a strategy supports the run.
 
     Attributes:
         strategy, model, trainer: nodes of the config, resolved.
-        devices: of a node.
+        devices: number per node.
         accelerator: the one in use: cpu, cuda, mps or tpu.
         batch: global_batch_size and micro_batch_size, in samples.
     """
@@ -31,18 +31,18 @@ class Request:
     model: dict[str, Any]  # the config node model
     trainer: dict[str, Any]  # the config node trainer
     nodes: int
-    devices: int  # a node
+    devices: int
     accelerator: str
-    batch: tuple[int, int | None] = (1, None)  # global_batch_size and micro_batch_size
+    batch: tuple[int, int | None] = (1, None)
 
     @property
     def world_size(self) -> int:
-        """Devices of the run, over all nodes."""
+        """Number of devices over all nodes."""
         return self.nodes * self.devices
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether the run is on GPUs that NCCL connects, or AMD's RCCL."""
+        """Return whether the run is on CUDA GPUs, which communicate through NCCL, or on AMD GPUs through RCCL."""
         return self.accelerator == "cuda"
 
     @property
@@ -52,7 +52,7 @@ class Request:
 
 
 def problems(request: Request) -> Iterator[str]:
-    """Yield why a strategy of the engine's refuses the run; nothing for one of the user's own."""
+    """Yield the reasons why one of the engine's strategies refuses the run; nothing for a user's strategy."""
     name = str(request.strategy.get("_target_")).rpartition(".")[2]
     if name in _CHECKS and name != "Single" and request.accelerator == "mps":
         yield (
@@ -71,7 +71,7 @@ def _single(request: Request) -> Iterator[str]:
 
 
 def _ddp(request: Request) -> Iterator[str]:
-    """Yield why DistributedDataParallel can't take the run, a line each."""
+    """Yield the reasons why DistributedDataParallel does not support the run, one line each."""
     options = request.strategy
     method = options.get("start_method")
     if request.nodes > 1 and method in ("spawn", "fork"):
@@ -109,7 +109,7 @@ def _powersgd(request: Request) -> Iterator[str]:
 
 
 def _fsdp1(request: Request) -> Iterator[str]:
-    """Yield why FullyShardedDataParallel can't take the run, a line each."""
+    """Yield the reasons why FullyShardedDataParallel does not support the run, one line each."""
     options = request.strategy
     yield from _mesh(options.get("sharding_strategy", "FULL_SHARD"), options.get("device_mesh"), request)
     yield from _dtypes(options.get("mixed_precision") or {})
@@ -143,7 +143,7 @@ def _dtypes(mixed_precision: dict[str, str]) -> Iterator[str]:
 
 
 def _fsdp(request: Request) -> Iterator[str]:
-    """Yield why fully_shard can't take the run, a line each."""
+    """Yield the reasons why fully_shard does not support the run, one line each."""
     options = request.strategy
     sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
     devices = request.world_size // options.get("tensor_parallel_size", 1)
@@ -170,10 +170,10 @@ def _fsdp(request: Request) -> Iterator[str]:
 
 
 def _tensor_parallel(request: Request) -> Iterator[str]:
-    """Yield why tensor parallelism can't take the run, a line each; also what fully_shard refuses."""
+    """Yield the reasons why tensor parallelism does not support the run, including those of fully_shard."""
     size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
     if request.precision == "16-true":
-        # torch's fused Adam, which computes in 32 bits, takes no parameters of two meshes, as cut and uncut layers are
+        # torch's fused Adam, which computes in 32 bits, refuses parameters on two meshes: of sharded and other layers
         yield "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
     if size < 1 or request.world_size % size:
         yield (
@@ -192,12 +192,12 @@ def _tensor_parallel(request: Request) -> Iterator[str]:
 
 
 def _deepspeed(request: Request) -> Iterator[str]:
-    """Yield why DeepSpeed can't take the run, a line each."""
+    """Yield the reasons why DeepSpeed does not support the run, one line each."""
     if importlib.util.find_spec("deepspeed") is None:
         yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
         return
     named = devices.indices(request.trainer["devices"])
-    if named is not None and named != list(range(len(named))):  # it takes LOCAL_RANK for the GPU's number (0.19)
+    if named is not None and named != list(range(len(named))):  # it uses LOCAL_RANK as the GPU's index (0.19)
         visible = ",".join(map(str, named))
         yield (
             f"trainer.devices={request.trainer['devices']}: DeepSpeed takes the first GPUs that it sees; "
@@ -244,7 +244,7 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
 
 
 def _compiled(request: Request) -> Iterator[str]:
-    """Yield what the run can't do before an operator of DeepSpeed's is compiled."""
+    """Yield the problems of the DeepSpeed operators that the run would compile, and of its NVMe folder."""
     options, optimizer = request.strategy, str((request.model.get("optimizer") or {}).get("_target_"))
     if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
         path = Path(options.get("nvme_path", "/local_nvme"))
@@ -257,7 +257,7 @@ def _compiled(request: Request) -> Iterator[str]:
 
 
 def _process_group(request: Request) -> Iterator[str]:
-    """Yield why torch can't form the process group that is asked for."""
+    """Yield the reasons why torch can't create the configured process group."""
     backend = request.strategy.get("process_group_backend")
     if backend == "nccl" and not request.on_gpu:
         yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
@@ -268,7 +268,7 @@ def _process_group(request: Request) -> Iterator[str]:
             yield "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; use gloo or nccl"
 
 
-_CHECKS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class that a strategy's file names
+_CHECKS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class in a strategy's _target_
     "Single": _single,
     "DDP": _ddp,
     "FSDP1": _fsdp1,

@@ -1,4 +1,4 @@
-"""Arguments in a config's nodes, against the code that the nodes name."""
+"""Checks of the arguments in config nodes against the signatures of the code that the nodes name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightswitch.config import aliases
 from lightswitch.errors import listed, nearest
 from lightswitch.preflight.signatures import Parameter, Signature, signature
 
-# Keys of nodes that are the engine's, and no arguments of the code that the node names
+# Keys of nodes that the engine reads, and that are not arguments of the node's code
 ENGINE_KEYS = {"data": ("sharded_by",)}
-_SCHEDULES = "torch.optim.lr_scheduler."  # given their optimizer when they are called, and nothing else
-_STRATEGIES = {  # those with options of their own, the simplest first
+_SCHEDULES = "torch.optim.lr_scheduler."  # called with the optimizer, and nothing else
+_STRATEGIES = {  # strategies with options, simplest first
     "ddp": "lightswitch.strategies.ddp.DDP",
     "fsdp": "lightswitch.strategies.fsdp.FSDP",
     "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
@@ -22,17 +22,17 @@ _STRATEGIES = {  # those with options of their own, the simplest first
 }
 Choices = Mapping[str, Container[str]]  # by group
 _NO_CHOICES: Choices = {}
-GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may be given by its own argument of the name
+GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may take as an argument of the same name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
 def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES) -> Iterator[str]:
-    """Yield the arguments that code named by a config does not take, and those that it lacks.
+    """Yield the arguments that the code named by a config does not accept, and the required ones that are missing.
 
     Args:
-        cfg: resolved.
-        keys: top-level nodes to look at.
-        choices: those of callbacks and of loggers.
+        cfg: resolved config.
+        keys: top-level nodes to check.
+        choices: those of the groups callbacks and logger.
     """
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key], cfg)
@@ -43,7 +43,7 @@ def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES
 
 
 def parameters(target: str) -> dict[str, Parameter]:
-    """Return the parameters of code by its dotted path; none where its source does not tell."""
+    """Return the parameters of the code at a dotted path; empty if its source does not show them."""
     try:
         found = signature(target)
     except LookupError:
@@ -64,7 +64,7 @@ def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]
 
 
 def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield problems of a node that names code, and of the nodes in it."""
+    """Yield the problems of a node that names code, and of the nodes inside it."""
     if isinstance(node, list):
         for index, item in enumerate(node):
             yield from _node_problems(f"{path}.{index}", item, cfg)
@@ -106,9 +106,10 @@ def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[s
 
 
 def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield an argument that the code does not take.
+    """Yield a problem for an argument that the code does not accept.
 
-    What takes any keyword hands it on, often without a word: there, only what looks like a slip is refused.
+    Code with **kwargs passes unknown arguments on, often to be ignored silently; for such code, only a likely
+    misspelling is refused.
     """
     if (told := aliases.instead(f"{path}.{key}")) and not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}; type {told}"
@@ -126,14 +127,17 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
 
 
 def _is_in_pieces(value: Any, parameter: Parameter) -> bool:
-    """Return whether an argument of what was `${optimizer}` was typed over it: `model.optimizer.lr=0.1`."""
+    """Return whether overrides such as `model.optimizer.lr=0.1` have replaced `${optimizer}` as an argument's value."""
     takes_dict = re.search(r"dict|mapping|config", parameter.annotation + str(parameter.default), re.IGNORECASE)
     return isinstance(value, dict) and bool(value) and "_target_" not in value and not takes_dict
 
 
 def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg: dict[str, Any]) -> str | None:
-    """Return the key of the config that an argument of other models is here: lr, of a model that is given an optimizer,
-    the config's or one of its own; None if there is none."""
+    """Return the config key that sets an argument known from other models; None if there is none.
+
+    For `model.lr` of a model that takes an optimizer, that is `optimizer.lr`, or `model.optimizer.lr` if the model's
+    optimizer is not the config's.
+    """
     setting = aliases.setting(key)
     group = (setting or "").partition(".")[0]
     if path != "model" or group not in accepted.parameters:
@@ -142,7 +146,7 @@ def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cf
 
 
 def _of_strategies(path: str, key: str) -> str:
-    """Return a sentence that names a strategy which takes the option; nothing where none does."""
+    """Return a sentence that names a strategy with this option; an empty string if there is none."""
     if path != "trainer.strategy":
         return ""
     takers = (name for name, target in _STRATEGIES.items() if (of := signature(target)) and key in of.parameters)
@@ -158,7 +162,7 @@ def _fits(value: Any, parameter: Parameter) -> bool:
     if isinstance(value, dict) or parameter.kinds is None or parameter.literals is None:
         return True
     number = float in parameter.kinds and type(value) is int
-    return number or type(value) in parameter.kinds or value in tuple(parameter.literals)  # a list has no hash
+    return number or type(value) in parameter.kinds or value in tuple(parameter.literals)  # a list is not hashable
 
 
 def _misfit(value: Any, parameter: Parameter) -> str:

@@ -1,4 +1,4 @@
-"""Arguments of the Trainer that the engine sets, that a run can't follow, or a precision that does not suit it."""
+"""Checks of Trainer arguments that the engine sets or can't support, and of the precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lightswitch.preflight.planned import MODES
 from lightswitch.preflight.signatures import signature
 
-_DERIVED = {  # what sets it
+_DERIVED = {  # what sets each argument
     "accumulate_grad_batches": "the batch: set micro_batch_size",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
@@ -22,11 +22,11 @@ _REFUSED = {
     "use_distributed_sampler": "the engine cuts batches, so that their order is the same at any number of devices; "
     "leave it out",
 }
-_SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal one, 6.1e-5
+_SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal number, 6.1e-5
 
 
 def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
-    """Yield the arguments that would not do what they say, and what to type instead.
+    """Yield the arguments that would not have their documented effect, and what to type instead.
 
     Args:
         trainer: the Trainer's node, resolved.
@@ -52,7 +52,7 @@ def _shown(value: object) -> str:
 
 
 def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
-    """Yield why a precision can't be used.
+    """Yield the reasons why the precision can't be used.
 
     Args:
         cfg: the whole config, resolved.
@@ -72,7 +72,7 @@ def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
 
 
 def _unscaled_too_late(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield optimizers that unscale gradients in their step, after they are clipped: torch's with ``fused=True``."""
+    """Yield a problem for optimizers that unscale gradients in step(), after clipping: torch's with ``fused=True``."""
     for key, node in cfg["model"].items():
         if isinstance(node, dict) and node.get("fused") is True:
             path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
@@ -83,7 +83,7 @@ def _unscaled_too_late(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield optimizers that divide by √v + eps where both are 0 in float16, as Adam's: NaN at step 2."""
+    """Yield a problem for optimizers such as Adam that divide by √v + eps if both are 0 in float16: NaN at step 2."""
     for key, node in cfg["model"].items():
         if not isinstance(node, dict) or not _has_eps_below(_SMALLEST_FLOAT16, node):
             continue
@@ -96,7 +96,8 @@ def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _has_eps_below(smallest: float, node: dict[str, Any]) -> bool:
-    """Return whether a node makes an optimizer with a single eps below a number; torch's defaults all are small."""
+    """Return whether a node creates an optimizer with a single eps below a number; without an eps in the node it does,
+    because torch's defaults are all small."""
     accepted = signature(node["_target_"]) if isinstance(node.get("_target_"), str) else None
     if accepted is None or not {"lr", "eps"} <= accepted.parameters.keys():
         return False

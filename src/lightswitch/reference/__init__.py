@@ -1,1 +1,1 @@
-"""What can be typed and configured, read from the config folder and from the code that it names."""
+"""Help, completion and schemas, made from the config folder and from the code that it names."""

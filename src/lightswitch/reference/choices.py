@@ -1,4 +1,4 @@
-"""The files of a config folder: what each is for and its keys; and `--help`, which prints them."""
+"""The files of a config folder, with their keys and descriptions, and the text that `--help` prints about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightswitch.errors import RefusedRequest, nearest
 from lightswitch.preflight import targets
 from lightswitch.preflight.signatures import Parameter, Signature, signature
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # fifteen times as fast, where PyYAML was built with it
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 15 times as fast, if PyYAML was built with it
 _OF_HYDRA = ("defaults", "hydra")
 _SECTION = re.compile(r"^( *)(?:Args|Arguments|Parameters):[ \t]*\n(.*?)(?=^\1\S|\Z)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^\*{0,2}(\w+(?:, \w+)*)(?: *\([^\n]*?\))? ?: *(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -31,10 +31,10 @@ class Key:
 
     Attributes:
         path: from the config's root, as it is typed: `trainer.strategy.tensor_parallel_size`.
-        value: as the file has it; None for an argument that the file leaves to the code.
+        value: source text in the file; None for an argument that the file does not set.
         is_node: whether the file has other keys below it.
-        sentence: the comment beside it, else what the code's docstring says of the argument, or nothing.
-        parameter: that it is given to; None where no code is known to take it.
+        sentence: the comment beside it, or the description of the argument in the code's docstring, or empty.
+        parameter: the parameter of the code that it sets; None if there is none.
     """
 
     path: str
@@ -45,12 +45,12 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last component of its path."""
         return self.path.rpartition(".")[2]
 
     @property
     def kind(self) -> str:
-        """The types that it takes, as its code has them or as a user writes them; nothing where they are not known."""
+        """Types that it accepts, as annotated in the code or as a user writes them; empty if they are unknown."""
         if self.parameter:
             return self.parameter.annotation
         kinds = targets.names((KINDS | KINDS_OF_OTHERS).get(self.path, ()))
@@ -62,7 +62,7 @@ class Choice:
     """A file of a config folder.
 
     Attributes:
-        group: the folder it lies in; empty for the config itself.
+        group: the folder that contains it; empty for config.yaml.
         path: of the file.
     """
 
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The word that chooses it."""
+        """The name that selects it on the command line."""
         return self.path.stem
 
     @functools.cached_property
@@ -80,33 +80,34 @@ class Choice:
 
     @property
     def sentence(self) -> str:
-        """The comment at its head."""
+        """The comment at the top of the file."""
         lines = re.match(r"(?:#.*\n)*", self._text)
         assert lines is not None
         return " ".join(line[1:].strip() for line in lines[0].splitlines() if not line.startswith("# @package"))
 
     @property
     def package(self) -> str:
-        """The key that its content is put at; empty for the root."""
+        """The config key that its content is merged into; empty for the root."""
         found = re.match(r"# @package (\S+)", self._text)
         return self.group if found is None else found[1].replace("_global_", "")
 
     @property
     def defaults(self) -> dict[str, str | None]:
-        """The choice of each group that its defaults list names; `true` and `false` as text."""
+        """The choice of each group in its defaults list; `true` and `false` as text."""
         listed = (yaml.load(self._text, _Loader) or {}).get("defaults", [])
         pairs = [pair for entry in listed if isinstance(entry, dict) for pair in entry.items()]
         return {str(group).removeprefix("override ").lstrip("/"): name and str(name) for group, name in pairs}
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The other choices of its group that it is made of."""
+        """The other choices of its group that its defaults list includes."""
         listed = (yaml.load(self._text, _Loader) or {}).get("defaults", [])
         return tuple(entry for entry in listed if isinstance(entry, str) and entry != "_self_")
 
     @functools.cached_property
     def keys(self) -> tuple[Key, ...]:
-        """The keys in the file's order, each node's followed by what its code takes besides."""
+        """The keys in the order of the file; after the keys of each node, the arguments of its code that are not
+        set."""
         root = yaml.compose(self._text, _Loader)
         return tuple(self._below(root, self.package)) if isinstance(root, yaml.MappingNode) else ()
 
@@ -135,8 +136,8 @@ class Choice:
 
 
 def signature_of(target: str | None) -> Signature | None:
-    """Return the parameters of code that a config names; None where there is no such code, or its source does not
-    tell."""
+    """Return the signature of the code at a dotted path; None if there is no such code, or its source does not show
+    it."""
     try:
         return signature(target) if target and "." in target else None
     except LookupError:
@@ -144,7 +145,7 @@ def signature_of(target: str | None) -> Signature | None:
 
 
 def groups(folder: Path) -> dict[str, list[Choice]]:
-    """Return the choices of each group of a config folder, in the alphabet's order."""
+    """Return the choices of each group of a config folder, in alphabetical order."""
     found: dict[str, list[Choice]] = {}
     for path in sorted(folder.glob("*/**/*.yaml")):
         group = path.parent.relative_to(folder).as_posix()
@@ -154,18 +155,18 @@ def groups(folder: Path) -> dict[str, list[Choice]]:
 
 
 def config(folder: Path) -> Choice:
-    """Return the config itself, which names the choice of each group."""
+    """Return config.yaml, which names the default choice of each group."""
     return Choice("", folder / "config.yaml")
 
 
 def sentences(folder: Path) -> dict[str, str]:
-    """Return what each key of a config folder is, by its path, where some file or the code says it."""
+    """Return the description of each key of a config folder, by path, for the keys that have one."""
     choices = (config(folder), *(choice for group in groups(folder).values() for choice in group))
     return {key.path: key.sentence for choice in reversed(choices) for key in choice.keys if key.sentence}
 
 
 def sentences_of_arguments(docstrings: Iterable[str]) -> dict[str, str]:
-    """Return the first sentence on each argument, by its name; of several docstrings, the first that has it."""
+    """Return the first sentence about each argument, by name, from the first docstring that describes it."""
     found: dict[str, str] = {}
     for docstring in docstrings:
         for name, told in _entries(docstring):
@@ -181,7 +182,7 @@ def _entries(docstring: str) -> Iterator[tuple[str, str]]:
 
 
 def _sentence(told: str) -> str:
-    """Return the first sentence of a paragraph without its markup, nor the default, which the signature has."""
+    """Return the first sentence of a paragraph, without markup and without the default, which the signature has."""
     text = " ".join(told.split("\n\n")[0].split())
     text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]+)`", r"\1", text)
     text = re.sub(r"`([^`<]+?) *(?:<[^>]*>)?`_*", r"\1", text.replace("``", "`"))
@@ -210,15 +211,15 @@ GROUP=CHOICE, KEY=VALUE. Any argument of the model, the data, the Trainer or a c
 
 
 def help_text(about: str, script: Path, folder: Path) -> str:
-    """Return the help on a group, a choice, or all of them.
+    """Return the help on a group, a choice, a node or a key, or the overview.
 
     Args:
-        about: a group, a choice, a node or a key, as `asks_for_help` returns it.
-        script: whose docstring says what it does, and how it is called.
-        folder: of the configs.
+        about: a group, a choice, a node or a key, as `asks_for_help` returns it; empty for the overview.
+        script: the main script, whose docstring begins the overview.
+        folder: the config folder.
 
     Raises:
-        RefusedRequest: there is none of that name.
+        RefusedRequest: nothing has that name.
     """
     found = groups(folder)
     if not about:
@@ -236,7 +237,7 @@ def help_text(about: str, script: Path, folder: Path) -> str:
 
 
 def _of_key(path: str, found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
-    """Yield the lines of a key, or of all below a node, of the config and of the choices that it begins with."""
+    """Yield the help lines of a key, or of all keys below a node, in the config and its default choices."""
     chosen = [choice for group, name in root.defaults.items() for choice in found.get(group, ()) if choice.name == name]
     listed = [part for choice in chosen for part in found[choice.group] if part.name in choice.parts]
     keys = [key for choice in (root, *chosen, *listed) for key in choice.keys if not key.is_node]
@@ -254,7 +255,7 @@ def _docstring(script: Path) -> str:
 
 
 def _overview(found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
-    """Yield the lines of all groups and keys at the config's root, by purpose."""
+    """Yield the help lines of all groups and of the keys at the config's root, by purpose."""
     keys = {key.path: key for key in root.keys if "." not in key.path}
     purposes = {purpose: names.split() for purpose, names in _PURPOSES.items()}
     placed = {name for names in purposes.values() for name in names}
@@ -276,7 +277,7 @@ def _offer(name: str, found: Mapping[str, list[Choice]], keys: Mapping[str, Key]
 
 
 def _keys(choice: Choice) -> Iterator[str]:
-    """Yield the keys of a choice: as the file sets them, then those that it leaves to the code."""
+    """Yield the help lines of a choice: its description, then its keys."""
     keys = [key for key in choice.keys if not key.is_node and not key.name.startswith("_")]
     yield f"{choice.group}={choice.name}: {choice.sentence}"
     yield from _aligned((_told(key) for key in keys), indent="  ")
@@ -289,7 +290,7 @@ def _told(key: Key) -> tuple[str, str]:
 
 
 def _as_typed(parameter: Parameter | None) -> str:
-    """Return the code's default as it is typed."""
+    """Return a parameter's default as a user types it."""
     default = (parameter.default if parameter else None) or ""
     return {"None": "null", "True": "true", "False": "false"}.get(default, default.strip("'"))
 

@@ -1,9 +1,9 @@
-"""Complete what is typed after train.py: groups, choices, keys, values and flags.
+"""Complete the command line of train.py: groups, choices, keys, values and flags.
 
-python -m lightswitch.reference.completion --install                     # into the start files of the shells there are
-python -m lightswitch.reference.completion "python train.py strategy=f"  # what may stand there, a line each
+python -m lightswitch.reference.completion --install                     # for the installed shells of bash, zsh, fish
+python -m lightswitch.reference.completion "python train.py strategy=f"  # print the completions, one a line
 
-It reads the config folder and the source of the code that this names, and imports neither Hydra nor torch.
+It reads the config folder and the source of the code that the configs name, and imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAGS = ("--cfg=job", "--config-dir=", "--config-name=", "--help", "--hydra-hel
 
 
 def main() -> None:
-    """Print what may follow a line that was typed, or install the completion."""
+    """Print the completions of a command line, or install the completion."""
     parser = Command("lightswitch.reference.completion", __doc__)
     parser.add_argument("line", nargs="?", metavar="LINE", help="the command line up to the cursor")
     parser.add_argument("--install", action="store_true", help="let bash, zsh and fish complete with it")
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def after(line: str) -> list[str]:
-    """Return the words that a line may end with, each with what is typed of it; none for another script's."""
+    """Return the possible last words of a command line, each with the typed beginning; empty for another script."""
     words = line.split(" ")
     scripts = [number for number, word in enumerate(words[:-1]) if _SCRIPT.fullmatch(word)]
     if not scripts:
@@ -50,15 +50,15 @@ def after(line: str) -> list[str]:
 
 
 def _conf(script: Path) -> Path:
-    """Return the config folder of train.py, or of a job script, which is run in the project's folder."""
+    """Return the config folder of train.py, or of a job script, which runs in the project's folder."""
     return script.parent / "conf" if script.name == "train.py" else Path("conf")
 
 
 def candidates(words: Sequence[str], folder: Path) -> list[str]:
-    """Return what the last of the words may become.
+    """Return the completions of the last word.
 
     Args:
-        words: after train.py; the last is not finished, and may be empty.
+        words: after train.py; the last one is unfinished, and may be empty.
         folder: the config folder.
     """
     *before, word = words
@@ -93,7 +93,7 @@ def _keys(
 def _values(
     word: str, found: Mapping[str, list[Choice]], root: Choice, chosen: Mapping[str, str | None]
 ) -> Iterator[str]:
-    """Yield what a key may be set to; after `logger=[default,` one more of the group."""
+    """Yield the values that a key may have; after `logger=[default,`, further choices of the group."""
     key, _, typed = word.partition("=")
     group = "device" if key == "plan.device" else "strategy" if key == "trainer.strategy" else key
     if group in found:
@@ -108,7 +108,7 @@ def _values(
 
 
 def _words(key: Key) -> Iterator[str]:
-    """Yield the words that a key allows."""
+    """Yield the literals and booleans that a key accepts."""
     parameter = key.parameter
     if parameter is not None and parameter.literals is not None and parameter.kinds is not None:
         yield from (str(literal) for literal in parameter.literals)
@@ -120,7 +120,7 @@ def _words(key: Key) -> Iterator[str]:
 def _known(
     word: str, found: Mapping[str, list[Choice]], root: Choice, chosen: Mapping[str, str | None]
 ) -> Iterator[Key]:
-    """Yield the keys of the config as chosen; those of a group only where the word is below its node."""
+    """Yield the keys of the config as chosen; those of a group only if the word is below its node."""
     yield from root.keys
     for group, choices in found.items():
         for choice in _chosen(choices, chosen.get(group) or ""):
@@ -129,7 +129,7 @@ def _known(
 
 
 def _chosen(choices: list[Choice], name: str) -> Iterator[Choice]:
-    """Yield the files that a choice stands for: `[default,wandb]` is two, and a default may be made of others."""
+    """Yield the files that a choice selects: `[default,wandb]` selects two, and a file may include others."""
     by_name = {choice.name: choice for choice in choices}
     for one in re.findall(r"[\w.-]+", name):
         if one in by_name:
@@ -139,7 +139,7 @@ def _chosen(choices: list[Choice], name: str) -> Iterator[Choice]:
 
 
 def install(home: Path) -> Iterator[str]:
-    """Write the completion of each shell there is, yield what was done, and leave what is done already."""
+    """Install the completion of each shell on this machine, and yield a line for each file that changes."""
     for shell, start in _SHELLS.items():
         if shutil.which(shell) is None:
             continue

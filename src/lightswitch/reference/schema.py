@@ -1,9 +1,9 @@
-"""JSON schemas of a config folder, by which an editor completes keys, explains them and marks what is wrong.
+"""JSON schemas of a config folder, with which an editor completes keys, explains them and marks errors.
 
 python -m lightswitch.reference.schema conf .vscode/schemas
 
-One file for each group, and one for config.yaml. A node that names code of a group's choices takes the arguments of
-that code; of other code anything is taken, until the schemas are made again.
+It writes one file for each group, and one for config.yaml. A node whose _target_ is in a choice of the group accepts
+only the arguments of that code; with any other _target_ it accepts anything, until the schemas are made again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightswitch.preflight.signatures import Parameter, Signature
 from lightswitch.reference import choices
 from lightswitch.reference.choices import Choice, Key, config, groups, signature_of
 
-_DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server knows whole
+_DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server supports fully
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 _TYPES[type(None)] = "null"
 _INTERPOLATION: dict[str, Any] = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
@@ -34,11 +34,11 @@ _OF_HYDRA: dict[str, dict[str, Any]] = {
     "defaults": {"type": "array"},
     "hydra": {"type": "object"},
 }
-_SEVERAL = ("callbacks", "logger")  # groups whose files hold nodes by name
+_SEVERAL = ("callbacks", "logger")  # groups whose files contain nodes by name
 
 
 def main() -> None:
-    """Write the schemas of the config folder that is named into the folder that is named."""
+    """Write the schemas of a config folder into another folder."""
     parser = Command("lightswitch.reference.schema", __doc__)
     parser.add_argument("conf", type=Path, metavar="CONF", help="the config folder")
     parser.add_argument("into", type=Path, metavar="INTO", help="the folder of the schemas, one for each group")
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def schemas(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the schema of each group of a config folder by the group's name, and that of the config as `config`."""
+    """Return the schema of each group of a config folder by the group's name, and that of config.yaml as `config`."""
     found = groups(folder)
     root = _root(config(folder), found)
     made = {group: _of_group(group, choices, root) for group, choices in found.items()}
@@ -63,7 +63,7 @@ def schemas(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _root(choice: Choice, found: Mapping[str, list[Choice]]) -> dict[str, Any]:
-    """Return the schema of what stands at a config's root: its own keys, and a node for each group."""
+    """Return the schema of config.yaml: its keys, and a node for each group."""
     nodes: dict[str, dict[str, Any]] = {
         group: {"type": ["object", "null"], "description": _offered(found[group])} for group in found
     }
@@ -72,7 +72,7 @@ def _root(choice: Choice, found: Mapping[str, list[Choice]]) -> dict[str, Any]:
 
 
 def _signatures(choices: Iterable[Choice]) -> list[Signature]:
-    """Return those of the code that the files themselves name, and not the nodes in them."""
+    """Return the signatures of the files' top-level _target_, not of nodes inside them."""
     targets = {key.value for choice in choices for key in choice.keys if key.path == f"{choice.group}._target_"}
     return [found for target in targets if (found := signature_of(target))]
 
@@ -90,7 +90,7 @@ def _of_group(group: str, choices: list[Choice], root: dict[str, Any]) -> dict[s
     if group in _SEVERAL:
         defaults = {"defaults": _OF_HYDRA["defaults"]}
         return title | {"type": "object", "properties": defaults, "additionalProperties": node}
-    if packages == {"trainer"} != {group}:  # files whose keys are the Trainer's, as strategy and precision
+    if packages == {"trainer"} != {group}:  # files that set keys of the Trainer, such as strategy and precision
         trainer: dict[str, Any] = root["properties"]["trainer"]
         strategy = node | {"type": ["object", "string"]}
         return title | trainer | {"type": "object", "properties": {**trainer["properties"], "strategy": strategy}}
@@ -98,7 +98,7 @@ def _of_group(group: str, choices: list[Choice], root: dict[str, Any]) -> dict[s
 
 
 def _node(choices: Iterable[Choice]) -> dict[str, Any]:
-    """Return the schema of a node that names code: of that which the choices name, its arguments and no others."""
+    """Return the schema of a node that names code; for code that the choices name, it accepts only its arguments."""
     targets: dict[str, list[Key]] = {}
     for choice in choices:
         for key in choice.keys:
@@ -113,7 +113,7 @@ def _node(choices: Iterable[Choice]) -> dict[str, Any]:
 
 
 def _beside(target: Key, keys: Iterable[Key]) -> list[Key]:
-    """Return the keys of the same node."""
+    """Return the keys of the node that contains `target`."""
     node = target.path.rpartition(".")[0]
     return [key for key in keys if key.path.rpartition(".")[0] == node]
 
@@ -126,7 +126,7 @@ def _case(target: str, keys: list[Key]) -> Iterator[dict[str, Any]]:
 
 
 def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the schema of the arguments that one of the signatures takes."""
+    """Return the schema of the arguments that any of the signatures accepts."""
     known = list(signatures)
     told = {name: text for one in known for name, text in choices.sentences_of_arguments(one.docstrings).items()}
     told |= sentences or {}
@@ -138,7 +138,7 @@ def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | N
 
 
 def _value(parameter: Parameter, sentence: str = "") -> dict[str, Any]:
-    """Return the schema of an argument: what its annotation allows, an interpolation, or a node of its own."""
+    """Return the schema of an argument: values that its annotation allows, an interpolation, or a nested node."""
     default = "" if parameter.default is None else f", {parameter.default} by default"
     told = {
         "description": f"{sentence} ({parameter.annotation}{default})".strip() if parameter.annotation else sentence
@@ -152,7 +152,7 @@ def _value(parameter: Parameter, sentence: str = "") -> dict[str, Any]:
 
 
 def _nested(keys: Iterable[Key], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schema of each key at a path of the config itself."""
+    """Yield the name and the schema of each key directly below a path of config.yaml."""
     listed = list(keys)
     for key in listed:
         if key.path.rpartition(".")[0] == path:
@@ -163,7 +163,7 @@ def _nested(keys: Iterable[Key], path: str) -> Iterator[tuple[str, dict[str, Any
 
 
 def _allowed(path: str) -> dict[str, Any]:
-    """Return what a key of the config itself takes: one of a few words, or values of its types; else anything."""
+    """Return the schema of a key's value in config.yaml: fixed words, or its types; empty if anything is valid."""
     if path in ALLOWED:
         return {"enum": list(ALLOWED[path])}
     kinds = (KINDS | KINDS_OF_OTHERS).get(path)

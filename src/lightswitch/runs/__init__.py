@@ -1,1 +1,1 @@
-"""One run's directory: what it may be called, who writes it, and its log."""
+"""Directory of a run: its name, its lock, its record and its log."""

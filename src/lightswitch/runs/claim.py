@@ -1,4 +1,4 @@
-"""The name of a run's directory, and the lock that the run's first process holds on it."""
+"""Name of a run's directory, and its lock, which the run's first process holds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CLOCK = "%Y-%m-%d_%H-%M-%S"
 
 
 def take(cfg: DictConfig, run: RunContext) -> None:
-    """Hold the run directory until this process ends.
+    """Lock the run directory until this process ends.
 
     Raises:
-        Refused: another start writes there. With several ranks, the refusal is kept until the processes connect.
+        Refused: another start writes there. With several ranks, the error is stored until the processes connect.
     """
-    if not run.is_first or (cfg.get("cluster") or {}).get("node_rank"):  # with cluster=manual, each node has a first
+    if not run.is_first or (cfg.get("cluster") or {}).get("node_rank"):  # cluster=manual: each node has a first process
         return
     try:
         take_folder(run.run_dir, run.process)
@@ -43,15 +43,15 @@ def take(cfg: DictConfig, run: RunContext) -> None:
 
 
 def take_folder(folder: Path, process: Process) -> None:
-    """Hold any directory until this process ends.
+    """Lock any directory until this process ends.
 
     Raises:
-        Refused: another process has it.
+        Refused: another process has the lock.
     """
 
     def end(line: str) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
-        process.leave_now(ExitCode.REFUSED)  # started again, it would be refused as well
+        process.leave_now(ExitCode.REFUSED)  # a restarted process would be refused as well
 
     def save_and_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -60,15 +60,15 @@ def take_folder(folder: Path, process: Process) -> None:
 
 
 def for_child(process: Process) -> Any:
-    """Return the lock in a form that a spawned process inherits; None if no process is being spawned.
+    """Return the lock in a form that a spawned process inherits; None without a lock or if no process is being spawned.
 
-    If this process is killed, the lock lasts until that one ends.
+    If this process is killed, the spawned process holds the lock until it ends.
     """
     return DupFd(process.locks[0].descriptor) if process.locks and get_spawning_popen() is not None else None
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder and those above it, up to the working directory, as far as they are empty.
+    """Remove a folder and its parents below the working directory, as long as they are empty.
 
     Several processes of a launcher may do so at the same time.
     """
@@ -78,10 +78,11 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def new_run_id(environ: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's job id in a job's script or step, or torchrun's run id, or else the time of day.
+    """Return Slurm's job id in a job's script or step, torchrun's run id, or a name made of the start time.
 
     Raises:
-        RefusedRequest: the processes were started one by one, and share nothing to name the run by.
+        RefusedRequest: the processes have nothing in common to name the run by: they were started one by one, or by
+            torchrun on several nodes without an id.
     """
     if (job := _of_slurm(environ)) is not None:
         return job
@@ -94,22 +95,23 @@ def new_run_id(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the job's id as scontrol takes it; SLURM_JOB_ID of an array's last task would mean the whole array."""
+    """Return the job's id as scontrol accepts it; SLURM_JOB_ID of an array's last task would mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ.get("SLURM_JOB_ID")
 
 
 def _of_slurm(environ: Mapping[str, str]) -> str | None:
-    """Return the job's id in what a batch script starts, and may restart; None in a shell that a person types in.
+    """Return the job's id in processes that a batch script starts, and may restart; None in an interactive shell.
 
-    Such a shell has the job's variables, too: salloc's is in no step of the job, and that of `srun --pty` has a port.
-    Outside of a batch script, a step after the first is another command in the allocation: its number is added.
+    Interactive shells have the job's variables, too: salloc's shell is in no step of the job, and the shell of
+    `srun --pty` has a port. Outside of a batch script, a step after the first is another command in the allocation, so
+    its number is added.
     """
     job, is_batch = slurm_job(environ), environ.get("ENVIRONMENT") == "BATCH"
     if job is None:
         return None
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "0")  # only set in what srun starts
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "0")  # only set in processes that srun starts
     if tasks not in ("0", "1") or (tasks == "1" and "SLURM_PTY_PORT" not in environ):
         step = environ.get("SLURM_STEP_ID", "0")
         return job if is_batch or step == "0" else f"{job}.{step}"
@@ -117,7 +119,7 @@ def _of_slurm(environ: Mapping[str, str]) -> str | None:
 
 
 def _is_typed() -> bool:
-    """Return whether this process has a terminal, as a notebook server in a job may open one."""
+    """Return whether this process has a terminal, for example one that a notebook server in a job has opened."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

@@ -1,4 +1,4 @@
-"""The mark of a finished run in its directory, and the metrics that it ended with. Imports no torch."""
+"""Mark of a finished run in its directory, and the run's final metrics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True)
 class Mark:
-    """The end of a run, as written to ended.json.
+    """End of a run, as written to ended.json.
 
     Args:
-        step: optimizer steps that were trained.
-        limits: `max_steps`, `max_epochs` and `max_time` of the Trainer, under which it ended.
-        go_on: the command that continues the run under higher limits; null where there is no checkpoint.
+        step: number of optimizer steps that were trained.
+        limits: the Trainer's `max_steps`, `max_epochs` and `max_time` when the run ended.
+        go_on: command that continues the run under higher limits; null if there is no checkpoint.
     """
 
     step: int
@@ -39,9 +39,9 @@ class Mark:
 
 
 def before(cfg: DictConfig, run: RunContext) -> bool:
-    """Return whether fit and test have ended already under limits at least as high as this start's.
+    """Return whether fit and test have already ended under limits at least as high as this start's.
 
-    Every process of the run finds the same.
+    All processes of the run get the same result.
     """
     if cfg.mode != "fit" or cfg.resume != "auto":
         return False
@@ -58,22 +58,22 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
 
 
 def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
-    """Write the mark of a finished run, with the limits that it has reached.
+    """Write the mark of a finished run, with its limits.
 
     Args:
-        go_on: the command that continues the run under higher limits.
+        go_on: command that continues the run under higher limits.
     """
     regular_files.write_text(run_dir / _FILE, json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
 
 
 def is_marked(run_dir: Path) -> bool:
-    """Return whether fit and test of a run have ended, under the limits it had."""
+    """Return whether fit and test of a run have ended, under the limits of that run."""
     return (run_dir / _FILE).is_file()
 
 
 def forget(run_dir: Path) -> None:
-    """Remove the mark: the run goes on."""
-    if (run_dir / _FILE).is_dir():  # a directory is no mark, and may hold something of the user's
+    """Remove the mark, because the run continues."""
+    if (run_dir / _FILE).is_dir():  # a directory is no mark, and may hold files of the user
         set_aside(run_dir / _FILE)
     (run_dir / _FILE).unlink(missing_ok=True)
 
@@ -85,7 +85,7 @@ def _read(run: RunContext) -> Mark | None:
         ended = regular_files.read_json(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):  # empty, cut short, no text, or no file
+    except (OSError, ValueError):  # empty, truncated, not text, or not a file
         ended = None
     if not _is_whole(ended):
         if run.is_first:
@@ -122,7 +122,7 @@ def write_results(run_dir: Path, metrics: dict[str, float]) -> None:
 
 
 def read_results(run_dir: Path) -> dict[str, float]:
-    """Read the metrics; none if the run has not ended, or the file is damaged."""
+    """Return the metrics in results.json; empty if the run has not ended, or the file is damaged."""
     try:
         return dict(regular_files.read_json(run_dir / RESULTS))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one start of one run writes there at a time, on any machine. Imports no torch."""
+"""Lock of a run directory: one start of one run writes there at a time, on any machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lightswitch.errors import IrregularFile, Refused, shown
 log = logging.getLogger(__name__)
 
 FILE = ".lock"
-_ASKED = ".lock.asked"  # there while the holder is asked to end
+_ASKED = ".lock.asked"  # exists while the holder is requested to end
 _BEAT_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # without a heartbeat, a holder on another machine is dead
-_SETTLE_SECONDS = 2.0  # without flock, two processes that took it at once know after this time which one has it
-_PATIENCE_SECONDS = 30.0  # for children of a dead holder: a rank that finishes its step, a loader worker
+_SILENT_SECONDS = 60.0  # without a heartbeat, after which a holder on another machine counts as dead
+_SETTLE_SECONDS = 2.0  # without flock, two processes that took the lock at once know after this time which one has it
+_PATIENCE_SECONDS = 30.0  # to wait for children of a dead holder: a rank that finishes its step, a loader worker
 _POLL_SECONDS = 0.1
-_LARGEST_PID = 2**31 - 1  # that the kernel takes
+_LARGEST_PID = 2**31 - 1  # that the kernel accepts
 
 
 class Lock:
-    """A lock, held from `take` to `release`, or until the process and all that it has forked have ended."""
+    """Lock that is held from `take` to `release`, or until the process and all of its forked processes have ended."""
 
     def __init__(
         self, path: Path, descriptor: int, text: str, on_lost: Callable[[str], None], on_asked: Callable[[], None]
@@ -47,7 +47,7 @@ class Lock:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Release the lock; a second time, and in a forked process, this does nothing."""
+        """Release the lock. A second call, or a call in a forked process, does nothing."""
         if self._released.is_set() or self._pid != os.getpid():  # a forked process is not the holder
             return
         self._released.set()
@@ -58,17 +58,17 @@ class Lock:
         os.close(self.descriptor)
 
     def _beat(self) -> None:
-        """Touch the lock file, until another process has it: one that was suspended may have been taken for dead."""
+        """Touch the lock file until another process takes it, as it may if this one was suspended and seemed dead."""
         pause_seconds = _SETTLE_SECONDS
         while not self._released.wait(pause_seconds):
             pause_seconds = _BEAT_SECONDS
-            with contextlib.suppress(OSError, ValueError):  # a file system that is away for a while
+            with contextlib.suppress(OSError, ValueError):  # the file system may be unavailable for a while
                 text = regular_files.read_text(self.path)
                 if text != self._text and (other := parse(text)) is not None:
                     self._on_lost(f"{other} has taken the run directory over, and this process ends")
                     return
                 os.utime(self.path, follow_symlinks=False)
-                self.path.with_name(_ASKED).unlink()  # not there, unless another asks
+                self.path.with_name(_ASKED).unlink()  # raises unless another process has requested the end
                 self._on_asked()
 
 
@@ -78,12 +78,12 @@ def take(
     on_asked: Callable[[], None] = lambda: None,
     environ: Mapping[str, str] = os.environ,
 ) -> Lock:
-    """Take the lock of a directory, and wait for what remains of a dead holder.
+    """Take the lock of a directory, and wait for remaining processes of a dead holder.
 
     Args:
-        on_lost: called with a line, in another thread, if another process takes the lock over.
-        on_asked: called in another thread when a node of the same elastic torchrun finds the lock taken: its agents
-            lost sight of one another, and formed two groups. They meet again once this process has ended.
+        on_lost: called with a message, in another thread, if another process takes the lock over.
+        on_asked: called in another thread if a node of the same elastic torchrun finds the lock taken: its agents lost
+            contact and formed two groups. They rendezvous again once this process has ended.
 
     Raises:
         Refused: another process has the lock, or the file can't be written, or is a link.
@@ -118,15 +118,15 @@ def _take(
                 raise Refused(f"{shown(run_dir)} is being written by {other}, of the same torchrun; they meet again")
             if verdict == "lives" or (verdict == "wait" and time.monotonic() > end):
                 raise Refused(_refusal(run_dir, other, waited=verdict == "wait"))
-            if not _is_at(descriptor, path):  # it was removed meanwhile, by its holder or by the lines below
+            if not _is_at(descriptor, path):  # it was removed in the meantime, by its holder or by the lines below
                 continue
             if verdict == "dead" and is_free is not False:
                 text = _write(path, descriptor, here)
-                path.with_name(_ASKED).unlink(missing_ok=True)  # of the holder before
+                path.with_name(_ASKED).unlink(missing_ok=True)  # request to the previous holder
                 closing.pop_all()
                 return Lock(path, descriptor, text, on_lost, on_asked)
             if verdict == "dead":
-                # a server keeps the flock of a machine that is gone, or another start is just taking it: look again
+                # a server still holds the flock of a dead machine, or another start is taking the lock: check again
                 silences += 1
                 if silences > 1:
                     path.unlink(missing_ok=True)
@@ -134,12 +134,12 @@ def _take(
 
 
 def _verdict(other: Holder | None, here: Holder, is_free: bool | None, path: Path) -> str:
-    """Return whether the holder "lives", is "dead", or will be known soon ("wait").
+    """Return whether the holder "lives" or is "dead"; "wait" while its text is missing or its children still run.
 
     Args:
         is_free: whether the flock is free; None if the file system has none.
     """
-    if other is None:  # unlocked; or its holder is about to write it
+    if other is None:  # unlocked, or the holder is about to write the text
         return "wait" if is_free is False else "dead"
     lives = other.lives(here)
     if lives:
@@ -148,7 +148,7 @@ def _verdict(other: Holder | None, here: Holder, is_free: bool | None, path: Pat
     if other.boot == here.boot and is_free is not None:
         if is_free:
             return "dead"
-        return "wait" if is_over else "lives"  # for what the dead process has forked
+        return "wait" if is_over else "lives"  # for processes that the dead one has forked
     if is_over:
         return "dead"
     return "dead" if _is_silent(path, other) else "lives"
@@ -163,7 +163,7 @@ def _refusal(run_dir: Path, other: Holder | None, waited: bool) -> str:
 
 
 def _is_silent(path: Path, other: Holder) -> bool:
-    """Wait for a heartbeat, and return whether none came in time, by the file system's clock, the same for all."""
+    """Wait for a heartbeat; return whether none came in time, by the file system's clock, which all machines share."""
     try:
         beat, start = _beat_of(path), time.monotonic()
         with tempfile.TemporaryFile(dir=path.parent) as now:
@@ -174,13 +174,13 @@ def _is_silent(path: Path, other: Holder) -> bool:
             time.sleep(_POLL_SECONDS)
             if _beat_of(path) != beat:
                 return False
-    except FileNotFoundError:  # it has ended
+    except FileNotFoundError:  # the holder has ended
         pass
     return True
 
 
 def _beat_of(path: Path) -> float:
-    """Return the time of the last heartbeat. Opening the file makes NFS ask the server, not its cache."""
+    """Return the time of the last heartbeat. Opening the file makes NFS query the server instead of its cache."""
     with regular_files.check(path).open() as file:
         return os.fstat(file.fileno()).st_mtime
 
@@ -188,7 +188,7 @@ def _beat_of(path: Path) -> float:
 def _opened(path: Path) -> int:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another start, refused, has removed the empty directory
+        with contextlib.suppress(FileNotFoundError):  # another start that was refused has removed the empty directory
             return regular_files.open_own(path, os.O_RDWR | os.O_CREAT)
 
 
@@ -214,7 +214,7 @@ def _write(path: Path, descriptor: int, here: Holder) -> str:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
-        os.fsync(descriptor)  # where another machine sees it, too
+        os.fsync(descriptor)  # so that another machine sees it, too
     except OSError:  # a full disk
         path.unlink(missing_ok=True)
         raise
@@ -223,19 +223,19 @@ def _write(path: Path, descriptor: int, here: Holder) -> str:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process as a lock file names it.
+    """Process that a lock file names.
 
     Args:
         host: its machine.
         pid: its process id.
-        started: its start time on the kernel's clock, as process ids are reused.
-        boot: the id of the machine's boot, new after each.
-        namespace: the process id's namespace; each container has its own.
-        since: the time of the lock, for people to read.
+        started: its start time on the kernel's clock, because process ids are reused.
+        boot: id of the machine's boot, new after each boot.
+        namespace: namespace of the process id; each container has its own.
+        since: time at which the lock was taken, for people to read.
         directory: the run directory when it was locked.
-        inode: of the lock file.
-        starts: for each job whose launcher restarts its processes, the number of restarts so far.
-        group: where the agents of its elastic torchrun meet; empty in any other process.
+        inode: inode of the lock file.
+        starts: number of restarts so far, for each job whose launcher restarts its processes.
+        group: rendezvous of its elastic torchrun's agents; empty for any other process.
     """
 
     host: str
@@ -253,7 +253,7 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def lives(self, here: Holder) -> bool | None:
-        """Return whether the process is alive; None if this process can't know, as on another machine.
+        """Return whether the process is alive; None if this process can't know, for example on another machine.
 
         Args:
             here: this process.
@@ -268,12 +268,12 @@ class Holder:
         return any(count > self.starts[job] for job, count in here.starts.items() if job in self.starts)
 
     def holds(self, here: Holder) -> bool:
-        """Return whether the lock is of this directory, and not copied with another."""
+        """Return whether the lock belongs to this directory, and was not copied with another one."""
         return self.directory == here.directory or self.inode == here.inode
 
 
 def parse(text: str) -> Holder | None:
-    """Read a lock file's text; None if it is cut short or damaged: then the file's flock has to tell."""
+    """Parse a lock file's text; return None if it is truncated or damaged, so that the file's flock decides."""
     try:
         found = regular_files.as_record(regular_files.parse_json(text, "the lock"), Holder)
     except ValueError:
@@ -282,7 +282,7 @@ def parse(text: str) -> Holder | None:
 
 
 def this_process(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> Holder:
-    """Return this process as the holder of a lock file, which it has opened as ``descriptor``."""
+    """Return this process as the holder of a lock file that it has opened as ``descriptor``."""
     pid = os.getpid()
     return Holder(
         host=platform.node(),
@@ -299,7 +299,7 @@ def this_process(run_dir: Path, descriptor: int, environ: Mapping[str, str]) -> 
 
 
 def starts_of(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return how often Slurm has restarted this job, and torchrun its processes, by the job's name."""
+    """Return how often Slurm has restarted this job, and torchrun its processes, by job name."""
     found = {}
     if "SLURM_JOB_ID" in environ:
         found[f"Slurm job {environ['SLURM_JOB_ID']}"] = environ.get("SLURM_RESTART_COUNT", "0")
@@ -310,7 +310,7 @@ def starts_of(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process; None if it does not exist, or is a zombie."""
+    """Return the start time of a process; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -319,7 +319,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists that /proc hides, as another user's."""
+    """Return whether a process exists but is hidden in /proc, for example another user's."""
     try:
         os.kill(pid, 0)
     except OSError as error:

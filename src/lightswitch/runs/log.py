@@ -1,4 +1,4 @@
-"""The handlers of the terminal and of train.log, which keeps lines in memory until the run has begun."""
+"""Handlers of the terminal and of train.log, which holds lines in memory until the run begins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from lightswitch import regular_files
 
 
-class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # it has none before Python 3.11
-    """A stream handler that says nothing of a terminal that is gone: what prints there ends the run in a line."""
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
+    """Stream handler that ignores write errors, such as those of a closed terminal; a print there ends the run."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -21,7 +21,7 @@ class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # it has none 
 
 
 class RunLog(logging.FileHandler):
-    """A file handler that writes once the run has begun: a start that is refused adds nothing to an earlier log."""
+    """File handler that writes only once the run has begun, so that a refused start adds nothing to an earlier log."""
 
     def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
         super().__init__(filename, mode, encoding, delay=True)
@@ -46,20 +46,20 @@ class RunLog(logging.FileHandler):
             return
         try:
             super().emit(record)
-        except OSError:  # it is opened when it is first written to
+        except OSError:  # the file is opened at the first write
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore errors of the disk, such as a full one: the terminal has the same lines."""
+        """Ignore disk errors, such as a full disk; the terminal has the same lines."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def hold(self, lines: list[str]) -> None:
-        """Keep lines of an earlier process, to be written before this one's."""
+        """Hold lines of an earlier process, to write them before this process's lines."""
         self._held = [*lines, *self.held]
 
     def begin(self) -> None:
-        """Write what was held back; from now on, write at once."""
+        """Write the held lines; from now on, write immediately."""
         if self._held is not None:
             first, self._held = self._held, None
             if first:
@@ -69,13 +69,13 @@ class RunLog(logging.FileHandler):
                     self.flush()
 
     def follow(self) -> None:
-        """Drop the held lines if a process that this one has spawned has written them, and write at once."""
+        """Drop the held lines if a process that this one has spawned has written them, and write immediately."""
         if self._held is not None and _size(self.baseFilename) != self._size_before:
             self._held = None
 
 
 def has_begun() -> bool:
-    """Return whether this process writes its log at once, as the run has begun."""
+    """Return whether this process writes its log immediately, because the run has begun."""
     return any(handler.has_begun for handler in _handlers())
 
 

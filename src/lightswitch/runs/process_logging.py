@@ -1,4 +1,4 @@
-"""The run's logging in each of its processes, without warnings of libraries that tell the user nothing to do."""
+"""Logging of a run in each of its processes, without library warnings that the user can't act on."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lightning.pytorch import Callback
 from lightswitch.runs import log as run_log
 
 _SILENCED = (
-    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates; the user can't change it
+    # Lightning 2.6 calls torch's pytree in a way that torch 2.13 deprecates; the user can't change it
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    # warned in every run that srun did not start, on any machine with Slurm
+    # shown in every run that srun did not start, on any machine with Slurm
     r"The `srun` command is available on your system but is not used",
     # a guess from the number of cores; data in memory is fastest without workers
     r"The '.*dataloader' does not have many workers",
-    # position is a function of samples consumed: lightswitch.batches resumes it exactly
+    # the position is a function of the consumed samples; lightswitch.batches resumes from it exactly
     r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
     # a resumed run writes to its directory again
     r"Checkpoint directory .* exists and is not empty",
-    # a run that resumes another one's checkpoint finds the best in its own directory
+    # a run that resumes another run's checkpoint finds the best one in its own directory
     r"The dirpath has changed from .* therefore `best_model_score`",
     # an epoch may be shorter than a logging interval: steps are counted over the whole run
     r"The number of training batches .* is smaller than the logging interval",
     # one process writes and reads its checkpoints alone
     r"torch.distributed is disabled, unavailable or uninitialized",
-    # lightswitch.batches synchronises what is logged in evaluation
+    # lightswitch.batches synchronizes values that are logged in an evaluation
     r"It is recommended to use `self.log\(.*sync_dist=True\)`",
 )
 
 
 class ProcessLogging(Callback):
-    """Set up logging where the callback is made, and again in spawned processes, which unpickle callbacks first.
+    """Silence libraries on creation; also configure logging in spawned processes, which unpickle callbacks first.
 
     Args:
         config: for `logging.config.dictConfig`.
@@ -56,7 +56,7 @@ class ProcessLogging(Callback):
 
 
 def _quiet() -> None:
-    """Remove the handlers that Lightning sets up when imported, which would print each line twice; ignore warnings."""
+    """Remove the handlers that Lightning adds on import, which would print each line twice; ignore `_SILENCED`."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

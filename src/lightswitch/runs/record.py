@@ -1,4 +1,4 @@
-"""The record of a run, kept beside its results: all that is needed to repeat it; and what it predicted."""
+"""Record of a run next to its results, with everything needed to repeat the run; and the run's predictions."""
 
 from __future__ import annotations
 
@@ -42,23 +42,24 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
 _IN_PLACE = (finished.RESULTS, "metrics.csv", "hparams.yaml")  # files that are written later
-_LOCAL = (CSVLogger, TensorBoardLogger)  # they connect to nothing, and write in the run directory as they are opened
+_LOCAL = (CSVLogger, TensorBoardLogger)  # they need no connection, and write in the run directory when they are opened
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The start of a run, as written to run.json.
+    """Origin of a run, as written to run.json.
 
     Args:
-        command: of the last start, which a shell takes as it is.
-        overrides: those of the command line, one each.
+        command: command of the last start, quoted for a shell.
+        overrides: overrides of the command line.
         folder: the working directory.
-        commit: of the git repository that train.py lies in; null outside of one.
-        uncommitted_changes: whether its tracked files differed from that commit.
-        python: its version.
-        host: the machine of rank 0.
-        packages: versions of those that are installed, by name.
-        starts: the first one first: step, machines in the order of ranks, devices of each, steps trained twice.
+        commit: commit of the git repository that contains train.py; null if there is none.
+        uncommitted_changes: whether tracked files of the repository differed from that commit.
+        python: version of Python.
+        host: the machine of rank zero.
+        packages: versions of installed packages, by name.
+        starts: starts of the run, the first one first: step, machines in rank order, devices of each, steps trained
+            again.
     """
 
     command: str
@@ -73,15 +74,15 @@ class Origin:
 
 
 class RunRecord(Callback):
-    """Write ``.hydra/``, ``config.yaml``, with every value resolved, and ``run.json``: commit, versions, command.
+    """Write ``.hydra/``, ``config.yaml`` with resolved values, and ``run.json`` with commit, versions and command.
 
     run.json also lists the starts of the run, and a change of its machines is logged (see `runs.starts`).
 
-    Values that the config takes from the environment stay interpolations in all of them.
+    Values that the config takes from the environment remain interpolations in all of these files.
 
-    The texts are made in the process that Hydra runs in, and written by rank 0, which Python may have spawned, once the
-    run begins, as its checkpoint fits on all ranks. Until then the files of an earlier run are unchanged, so train.log
-    and the loggers, which would open their files before a checkpoint is read, wait as well.
+    The texts are made in the process that Hydra runs in. Rank zero, which Python may have spawned, writes them once the
+    run begins, when its checkpoint fits on all ranks. Until then the files of an earlier run stay unchanged. Therefore
+    train.log and the loggers, which would open their files before a checkpoint is read, also wait.
     """
 
     def __init__(self, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> None:
@@ -102,17 +103,17 @@ class RunRecord(Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._lock is not None:
-            self._lock = self._lock.detach()  # hold the run directory while this process lives
+            self._lock = self._lock.detach()  # hold the lock of the run directory while this process is alive
 
     def hold_loggers(self, trainer: Trainer) -> None:
-        """Take the loggers from the Trainer until `setup`, so that it does not open them.
+        """Remove the loggers from the Trainer until `setup`, so that it does not open them.
 
-        It is to log no hyperparameters by itself, which opens them as well.
+        The Trainer must not log hyperparameters itself, because that opens the loggers as well.
         """
         self._loggers, trainer.loggers = trainer.loggers, []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the loggers back: Lightning has passed the point at which it opens them."""
+        """Restore the loggers; Lightning has passed the point at which it opens them."""
         trainer.loggers = self._loggers
         if stage != self.mode:  # a test after fit is the same run
             self._goes_on = True
@@ -133,7 +134,7 @@ class RunRecord(Callback):
         self._go_on(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._go_on(trainer)  # also if the checkpoint was at the last step, and no batch was read
+        self._go_on(trainer)  # also if the checkpoint was at the last step and no batch was read
 
     def _go_on(self, trainer: Trainer) -> None:
         if self._goes_on:
@@ -180,7 +181,7 @@ class RunRecord(Callback):
 
 
 def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:
-    """Return the sizes of model, world and batch, which a config leaves to strategy=auto, to the machine or to null."""
+    """Return the sizes of model, world and batch, which a config may leave to strategy=auto, the machine or null."""
     (size,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSize))
     return {
         **size.counts,
@@ -193,10 +194,10 @@ def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:
 
 
 def _open(loggers: Iterable[Logger]) -> None:
-    """Open loggers as Lightning does, and in its order.
+    """Open loggers as Lightning does, in the same order.
 
     Raises:
-        Refused: Weights & Biases has no key, or another setting that it can't use.
+        Refused: Weights & Biases has no key, or another setting is unusable.
     """
     for logger in sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
         try:
@@ -207,16 +208,16 @@ def _open(loggers: Iterable[Logger]) -> None:
 
 
 def _usage_errors() -> tuple[type[Exception], ...]:
-    """Return the class of what Weights & Biases tells its users to mend, where it is imported."""
+    """Return the exception class of Weights & Biases for user errors, if it is imported."""
     errors = getattr(sys.modules.get("wandb"), "errors", None)
     return (errors.UsageError,) if errors is not None else ()
 
 
 def _write_all(files: dict[Path, str]) -> None:
-    """Write all files or, if that fails, none.
+    """Write all files, or none if one fails.
 
     Raises:
-        Refused: they can't be written, as on a full disk.
+        Refused: the files can't be written, for example on a full disk.
     """
     beside = {path: path.with_name(f"{path.name}.partial") for path in files}
     try:
@@ -227,17 +228,17 @@ def _write_all(files: dict[Path, str]) -> None:
             partial.replace(path)
     except OSError as error:
         for partial in beside.values():
-            with contextlib.suppress(OSError):  # it or its folder may be what could not be written
+            with contextlib.suppress(OSError):  # writing this file or creating its folder may be what failed
                 partial.unlink()
         raise Refused(f"the run directory can't be written: {error}") from error
 
 
 def _link_log_of_job(run_dir: Path) -> None:
-    """Link the file that the job scripts print to, for all starts of a Slurm job, from above the run directory."""
+    """Link the file that a Slurm job prints to in all of its starts, from a parent folder into the run directory."""
     name = f"slurm-{claim.slurm_job()}.out"
     for file in (folder / name for folder in run_dir.absolute().parents):
         if file.is_file():
-            with contextlib.suppress(OSError):  # it is there since an earlier start, or the file system has no links
+            with contextlib.suppress(OSError):  # an earlier start has made the link, or the file system has no links
                 (run_dir / name).symlink_to(os.path.relpath(file, run_dir))
             return
 
@@ -264,15 +265,15 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
 
 
 def _set_checkpoints_aside(run_dir: Path) -> None:
-    """Rename the checkpoints of the run before, which are at later steps, and would be taken for this run's newest."""
+    """Rename the checkpoints of the previous run, whose later steps would make them appear as this run's newest."""
     if (checkpoints := run_dir / "checkpoints").exists():
         set_aside(checkpoints)
 
 
 def git_of_code(*arguments: str) -> str | None:
-    """Return what git prints of the repository that train.py lies in; None where there is none, or no git."""
+    """Return git's output for the repository that contains train.py; None if there is no repository or no git."""
     code = Path(sys.argv[0]).resolve().parent
-    others_too = ("-c", "safe.directory=*")  # a checkout of someone else's, whose code this process runs anyway
+    others_too = ("-c", "safe.directory=*")  # also another user's checkout, whose code this process runs anyway
     git = ["git", "--no-optional-locks", *others_too, "-C", str(code)]
     try:
         done = subprocess.run([*git, *arguments], capture_output=True, text=True, timeout=10)
@@ -282,9 +283,9 @@ def git_of_code(*arguments: str) -> str | None:
 
 
 class CleanHyperparameters(Callback):
-    """Write an interpolation for each argument that came from the environment, in checkpoints.
+    """Replace arguments from the environment by interpolations in checkpoints.
 
-    The module itself keeps the values.
+    The module itself retains the values.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -298,13 +299,13 @@ class CleanHyperparameters(Callback):
 
 
 def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str, Any] | None = None) -> None:
-    """Send loggers the arguments that module and data have saved, as Lightning does, and the config, cleaned.
+    """Send loggers the arguments that module and data have saved, as Lightning does, and the config, all cleaned.
 
     Args:
-        config: of the run, and the sizes of model, world and batch. Its keys go before those that were saved.
+        config: config of the run, with the sizes of model, world and batch. Its keys override saved arguments.
 
     Raises:
-        Refused: both have saved an argument of one name, with different values.
+        Refused: module and data have saved an argument of the same name, with different values.
     """
     saved = [module.hparams_initial for module in _modules(trainer) if module._log_hyperparams]
     first, last = (saved[0], saved[-1]) if saved else ({}, {})
@@ -321,14 +322,14 @@ def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str,
 
 
 def _modules(trainer: Trainer) -> list[Any]:
-    return [trainer.lightning_module, *filter(None, [trainer.datamodule])]  # type: ignore[attr-defined]  # set past Lightning's declaration
+    return [trainer.lightning_module, *filter(None, [trainer.datamodule])]  # type: ignore[attr-defined]  # undeclared
 
 
 class PredictionWriter(BasePredictionWriter):
     """Write each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
 
-    Ranks hold contiguous shares: their files, in the order of ranks, are in the order of the data set. Over a stream
-    they take turns: the first batch of each file, in the order of ranks, then the second of each.
+    Ranks have contiguous shares, so the files in rank order are in the order of the dataset. Over a stream, ranks take
+    turns: the first batch of each file in rank order, then the second batch of each.
     """
 
     def __init__(self) -> None:
@@ -352,7 +353,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _remove_others(folder: Path, files: int) -> None:
-    """Remove what an earlier start wrote on more devices: the same samples would be there twice."""
+    """Remove files that an earlier start wrote on more devices, which would duplicate samples."""
     for path in folder.glob("rank_*.pt"):
         number = path.stem.removeprefix("rank_")
         if number.isdecimal() and int(number) >= files:

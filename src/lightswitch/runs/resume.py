@@ -1,4 +1,4 @@
-"""The choice of the checkpoint that a run starts from."""
+"""Choice of the checkpoint that a run starts from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightswitch.runs import saved
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run reads, with its position in training; empty for a run that starts at step 0."""
+    """Checkpoint that a run reads, with its position in training; empty for a run that starts at step 0."""
 
     path: Path | None = None
     position: Position | None = None
@@ -30,7 +30,8 @@ def find(cfg: DictConfig, run: RunContext) -> Start:
     """Find the checkpoint to start from: the newest of a run that is resumed, or the one to evaluate.
 
     Raises:
-        Refused: the checkpoint can't be read, or the run that saved it had another seed or global batch size.
+        Refused: the checkpoint can't be read or has no position, or the run that saved it had another seed or global
+            batch size.
     """
     if cfg.mode != "fit":
         return _read(saved.checkpoint(cfg.ckpt_path, run.run_dir))

@@ -1,4 +1,4 @@
-"""What an earlier start of a run has left in its directory: files, and a config that may differ from this one."""
+"""Files and config that an earlier start of a run has left in its directory, and changes since that config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightswitch import regular_files
 from lightswitch.errors import listed
 
 _ABSENT = object()
-_NO_HYPERPARAMETERS = (  # which run it is and what it logs, not what is trained
+_NO_HYPERPARAMETERS = (  # keys that identify the run or set what it logs, not what is trained
     *(
         "name",
         "run_id",
@@ -39,18 +39,18 @@ def read_yaml(path: Path) -> Any:
 
 
 def checkpoint(name: str, run_dir: Path) -> Path:
-    """Return the path of a checkpoint: `last` and `best` are those of the run itself, as in Lightning."""
+    """Return the path of a checkpoint; `last` and `best` are those of the run itself, as in Lightning."""
     return run_dir / "checkpoints" / f"{name}.ckpt" if name in ("last", "best") else Path(name)
 
 
 def set_aside(path: Path) -> None:
-    """Rename a path to the first free name of `checkpoints_1`, `checkpoints_2`, …"""
+    """Rename a path to the first free numbered name: `checkpoints` to `checkpoints_1`, `checkpoints_2`, …"""
     others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
     path.rename(next(other for other in others if not other.exists()))
 
 
 def changes_since(run_dir: Path, cfg: DictConfig) -> str:
-    """Return the differences, as in `optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`.
+    """Return the changes since the earlier config, as in `optimizer.lr=0.001 (was 0.0003), seed=2 (was 1) and 3 more`.
 
     The text is empty if nothing differs, or the earlier config can't be read.
     """
@@ -59,7 +59,7 @@ def changes_since(run_dir: Path, cfg: DictConfig) -> str:
         return ""
     now: Any = OmegaConf.to_container(cfg)
     told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
-    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # how the run is executed comes last
+    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # execution settings come last
     return listed(told)
 
 
@@ -73,7 +73,7 @@ def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(now, str) and "${" in now:
         return
     if path == "trainer.strategy" and (strategies := (_class(before), _class(now)))[0] != strategies[1]:
-        yield f"{path}={strategies[1]} (was {strategies[0]})"  # whose arguments are others
+        yield f"{path}={strategies[1]} (was {strategies[0]})"  # the arguments of another class are not compared
     elif isinstance(before, dict) and isinstance(now, dict):
         for key in (*now, *(before.keys() - now.keys())):
             yield from _difference(f"{path}.{key}", before.get(key, _ABSENT), now.get(key, _ABSENT))
@@ -86,7 +86,7 @@ def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def _class(strategy: Any) -> str:
-    """Return the name of a strategy's class, or the name that is typed in place of a node."""
+    """Return the name of a strategy's class, or the string that the config has in place of a node."""
     return str(strategy.get("_target_") if isinstance(strategy, dict) else strategy).rpartition(".")[2]
 
 

@@ -1,6 +1,6 @@
-"""The starts of a run: with which machines each went on, from which step, and how many steps it trained again.
+"""Starts of a run: its machines at each start, the step that it resumed from, and the steps that it trained again.
 
-A run may lose machines and gain others; its directory keeps a list of its starts in run.json. Imports no torch.
+A run may lose machines and gain others; run.json in its directory lists its starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _REACHED = ".reached"  # the optimizer step at which the last start failed
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run.
+    """Start of a run.
 
     Args:
-        step: optimizer steps that were trained before it, of those that it goes on from.
-        hosts: the machine of each node, in the order of ranks.
-        devices: of each node.
-        trained_twice: steps that the start before had trained since its last checkpoint.
+        step: number of optimizer steps in the checkpoint that it resumes from; 0 without one.
+        hosts: machine of each node, in rank order.
+        devices: devices of each node.
+        trained_twice: steps that the previous start trained after that checkpoint, and that are trained again.
     """
 
     step: int
@@ -38,15 +38,15 @@ class Start:
 
     @property
     def world(self) -> str:
-        """Nodes × devices, as in `4 nodes × 2`."""
+        """Nodes × devices, such as `4 nodes × 2`."""
         nodes = len(self.hosts)
         return f"{nodes} node{'' if nodes == 1 else 's'} × {self.devices}"
 
     def change_from(self, before: Start) -> str:
-        """Return the change of the world since another start in a line; empty if there is none."""
+        """Return the change of the world since another start, in one line; empty if there is none."""
         lost = [host for host in before.hosts if host not in self.hosts]
         joined = [host for host in self.hosts if host not in before.hosts]
-        if self.world == before.world and not (len(self.hosts) > 1 and (lost or joined)):  # alone, it may have moved
+        if self.world == before.world and not (len(self.hosts) > 1 and (lost or joined)):  # one node may have moved
             return ""
         named = [f"{verb} {listed(hosts, 'nodes')}" for verb, hosts in (("lost", lost), ("joined by", joined)) if hosts]
         return f"{before.world} → {self.world} at step {self.step}{': ' if named else ''}{', '.join(named)}"
@@ -54,11 +54,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes of a run's world over all of its starts.
+    """Changes of a run's world over all of its starts.
 
     Args:
-        steps: those at which it changed.
-        trained_twice: steps in all.
+        steps: steps at which it changed.
+        trained_twice: total number of steps that were trained again.
     """
 
     steps: list[int]
@@ -74,7 +74,7 @@ def changes(starts: Sequence[Start]) -> Changes:
 
 
 def read(run_dir: Path) -> list[Start]:
-    """Return the starts of a run, the first one first; none if its record has none, or is damaged."""
+    """Return the starts of a run, the first one first; empty if its record has none or can't be read."""
     try:
         found: Any = regular_files.read_json(run_dir / _RECORD)
         return [regular_files.as_record(one, Start) for one in found["starts"]]
@@ -83,30 +83,30 @@ def read(run_dir: Path) -> list[Start]:
 
 
 def of_next(run_dir: Path, step: int, hosts: list[str], devices: int) -> Start:
-    """Return the start that goes on in a directory from a step, which may be before the last one trained there."""
+    """Return a start that resumes in a directory from a step, which may precede the last one trained there."""
     reached = _reached(run_dir)
     return Start(step, hosts, devices, max(0, reached - step))
 
 
 def as_json(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Return starts as they are written to run.json."""
+    """Return starts in the format of run.json."""
     return [asdict(start) for start in starts]
 
 
 def note_reached(run_dir: Path, step: int) -> None:
-    """Note in a failed run's directory how far it had trained; each of its ranks may do so."""
-    with contextlib.suppress(OSError):  # it is a count for people, of a run that has failed
+    """Record in a failed run's directory how far it had trained; each of its ranks may do so."""
+    with contextlib.suppress(OSError):  # the run has failed already, and the count is only informative
         if step > _noted(run_dir):
             regular_files.write_text(run_dir / _REACHED, f"{step}\n")
 
 
 def forget_reached(run_dir: Path) -> None:
-    """Remove the note: the next start has taken it over."""
+    """Remove the record, which the next start has read."""
     (run_dir / _REACHED).unlink(missing_ok=True)
 
 
 def _reached(run_dir: Path) -> int:
-    """Return the last step that was trained, as a rank of a failed run has noted it, or as far as metrics.csv goes."""
+    """Return the last step that was trained: as a rank of a failed run recorded it, or the last one in metrics.csv."""
     return max(_noted(run_dir), _logged(run_dir))
 
 

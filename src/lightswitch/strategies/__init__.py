@@ -1,1 +1,1 @@
-"""Strategies: the ways in which a model is spread over processes."""
+"""Strategies that distribute a model over processes."""

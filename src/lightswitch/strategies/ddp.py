@@ -1,4 +1,4 @@
-"""One device, or a replica of the model on each device, whose gradients are averaged."""
+"""Strategies for one device, and for a replica of the model on each device with averaged gradients."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class Single(PortableCheckpoints, SingleDeviceStrategy):
-    """One device: Lightning's strategy on the Trainer's device, where Lightning's own wants the device's name.
+    """Lightning's single-device strategy on the Trainer's device; Lightning's own requires the device's name.
 
     Attributes:
-        parallel_devices: set by the Trainer, which looks for an attribute of this name; its one device.
+        parallel_devices: the one device; the Trainer sets an attribute of this name if it exists.
     """
 
     parallel_devices: list[torch.device] | None = None
@@ -49,29 +49,30 @@ class Single(PortableCheckpoints, SingleDeviceStrategy):
         return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
 
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"  # torch's, in a text of a page
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"  # from torch's long error message
 
 
 class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
-    """Data parallelism: a replica of the model on each device, whose gradients are averaged.
+    """Data parallelism: a replica of the model on each device, with averaged gradients.
 
     Args:
-        find_unused_parameters: look in each backward pass for parameters that it does not reach, whose gradients the
-            ranks would wait for; None to look where a module has several optimizers, each of whose losses is of some.
-        gradient_as_bucket_view: let gradients be views of what is sent; else they are copies of it, and memory has
-            both.
+        find_unused_parameters: find the parameters that each backward pass does not reach, because ranks would wait
+            for their gradients; None to do so only for a module with several optimizers, whose losses each reach only
+            some parameters.
+        gradient_as_bucket_view: make gradients views of the communication buckets, instead of copies that take memory
+            beside them.
         static_graph: the same parameters have gradients in every step.
-        bucket_cap_mb: of gradients that are sent at once, in MiB; None for torch's 25.
-        process_group_backend: of torch.distributed; None for the device's own.
-        comm_hook: makes gradients smaller on their way: fp16 and bf16 round them, powersgd sends products of two thin
-            matrices (PowerSGD, Vogels et al. 2019, arXiv:1905.13727).
-        matrix_approximation_rank: of PowerSGD's matrices.
+        bucket_cap_mb: size of the buckets in which gradients are sent, in MiB; None for torch's 25.
+        process_group_backend: backend of torch.distributed; None for the device's default.
+        comm_hook: compression of the gradients that are sent: fp16 and bf16 round them, powersgd sends products of two
+            thin matrices. PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
+        matrix_approximation_rank: rank of PowerSGD's matrices.
         start_powerSGD_iter: the first step that uses PowerSGD.
         timeout_seconds: how long a rank waits for another in a collective.
-        start_method: popen starts the script once more for each rank; spawn and fork start Python functions.
+        start_method: popen runs the script again for each rank; spawn, fork and forkserver start Python functions.
     """
 
-    loses_late_writes = False  # a replica is what it computes with
+    loses_late_writes = False  # a replica computes with the weights that it steps
 
     def __init__(
         self,
@@ -103,10 +104,10 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def configure_ddp(self) -> None:
-        """Put the model into DistributedDataParallel.
+        """Wrap the model in DistributedDataParallel.
 
         Raises:
-            Refused: the model has a dtype that ranks can't send each other.
+            Refused: the model has a dtype that the backend can't send.
         """
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
@@ -114,9 +115,9 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         super().configure_ddp()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Return the model in DistributedDataParallel, on the stream of the steps to come.
+        """Return the model, wrapped in DistributedDataParallel on the CUDA stream that the steps use.
 
-        Lightning makes it on another one, for whose sake torch's backward passes would synchronize
+        Lightning wraps it on another stream, and torch's backward passes would then synchronize the two
         (Lightning-AI/pytorch-lightning#21567).
         """
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
@@ -133,35 +134,35 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         super().configure_ddp()
 
     def forget_forward(self) -> None:
-        if self._ddp_kwargs["static_graph"]:  # whose first forward pass is to be the one before the first backward pass
+        if self._ddp_kwargs["static_graph"]:  # its first backward pass must follow its first forward pass
             self._wrap_anew()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        if changed := self._trained.changes():  # it averages the gradients of those that were trained when it was made
-            if batch_idx % self.lightning_module.trainer.accumulate_grad_batches:  # some have gradients of this step
+        if changed := self._trained.changes():  # DDP averages gradients of what was trained when it was made
+            if batch_idx % self.lightning_module.trainer.accumulate_grad_batches:  # gradients have accumulated
                 _average_gradients(parameter for parameter in changed.values() if not parameter.requires_grad)
             self._trained.refuse_none(self.lightning_module)
             self._wrap_anew()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check that what is trained is what gradients are averaged of.
+        """Check that the trained parameters are the ones whose gradients are averaged.
 
         Raises:
-            Refused: it is not.
+            Refused: the training step changed `requires_grad` of some.
         """
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._trained.refuse_changes(self.lightning_module)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the hook on every device: Lightning does on CUDA, and elsewhere drops it without a word."""
+        """Register the hook on every device: Lightning silently ignores it on devices other than CUDA."""
         assert isinstance(self.model, DistributedDataParallel)
         if self.comm_hook == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.comm_hook == "bf16":
-            # Under another name: by its own, torch refuses it without NCCL, though gloo adds bfloat16 as well.
+            # In a lambda: torch refuses the hook by its name without NCCL, although gloo adds bfloat16 as well.
             self.model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
         elif self.comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(
@@ -175,9 +176,10 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients on their rank inside of the context.
+        """Accumulate gradients inside the context without averaging them.
 
-        A static graph's first backward pass is synchronised, as DDP must see it whole. What it averages stays averaged.
+        The first backward pass of a static graph is synchronized, because DDP must record all of it. Gradients that it
+        has averaged stay averaged.
         """
         assert isinstance(self.model, DistributedDataParallel)
         first = self.model.static_graph and not self.model._static_graph_delay_allreduce_enqueued
@@ -188,7 +190,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         """Call the module's training step.
 
         Raises:
-            Refused: the module optimizes by hand, and its backward passes do not reach every parameter.
+            Refused: the module uses manual optimization, and a backward pass does not reach every parameter.
         """
         assert self.lightning_module is not None
         try:
@@ -205,7 +207,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             ) from error
 
     def _share(self) -> None:
-        """Give all ranks rank 0's weights that a training step has set from a rank's share of the batch."""
+        """Broadcast rank 0's values of the weights that the training step set from each rank's share of the batch."""
         assert self.lightning_module is not None
         looks, shared = self.looks, self.looks.shared
         if looks.is_due:
@@ -222,10 +224,10 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         super().setup_precision_plugin()
 
     def refuse_unused(self) -> None:
-        """Check that the backward pass has left a gradient on every parameter.
+        """Check that every trained parameter has a gradient after the backward pass.
 
         Raises:
-            Refused: a parameter took no part in the step, so that the gradients of the others were not averaged.
+            Refused: a parameter took no part in the loss, so DDP did not average the gradients of the others.
         """
         assert self.lightning_module is not None
         copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
@@ -241,12 +243,12 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     @property
     def _is_synchronised(self) -> bool:
-        """Whether gradients are averaged now: not in the micro batches before the last one of a step."""
+        """Whether the backward pass averages gradients: only in the last micro-batch of a step."""
         return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
 
 
 class _ChecksGradients(Mixin, Precision):
-    """A precision that checks gradients in `post_backward` before it calls hooks, which may drop them."""
+    """Precision plugin that checks gradients in `post_backward`, before it calls hooks that may delete them."""
 
     def ask(self, strategy: DDP) -> None:
         self.strategy = strategy
@@ -257,20 +259,22 @@ class _ChecksGradients(Mixin, Precision):
 
 
 def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients that each rank keeps, of parameters that are frozen before others average them.
-
-    Collective.
-    """
+    """Average the accumulated gradients of parameters that were frozen before DDP averaged them. Collective."""
     for parameter in parameters:
-        if parameter.grad is None:  # not so on another rank
+        if parameter.grad is None:  # another rank may have a gradient
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad /= dist.get_world_size()
         dist.all_reduce(parameter.grad)
 
 
 def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:
-    """Refuse a dtype that the back-end does not know, with the tensor that is of it: DDP's own error names none.
-    Collective."""
+    """Check that the backend can send the dtypes of a model's parameters and buffers. Collective.
+
+    DDP's own error does not name the tensor.
+
+    Raises:
+        Refused: it can't send one of them.
+    """
     named: dict[torch.dtype, str] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         named.setdefault(tensor.dtype, name)
@@ -285,18 +289,18 @@ def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:
 
 
 def auto(accelerator: Any, devices: Any, num_nodes: Any) -> Strategy:
-    """Return the strategy for a number of devices: one as it is, several under ddp.
+    """Return the strategy for a number of devices: Single for one device, DDP for several.
 
-    The arguments have no types, as those of the Trainer are checked: a mistake in one would be told twice.
+    The arguments have no types, because the Trainer's are checked: a mistake in one would be reported twice.
 
     Args:
-        accelerator, devices, num_nodes: the Trainer's own.
+        accelerator, devices, num_nodes: the Trainer's values.
     """
     return DDP() if num_nodes > 1 or _devices(accelerator, devices) > 1 else Single()
 
 
 def _devices(accelerator: str, devices: int | str | list[int]) -> int:
-    """Return the number of devices on a node as the Trainer counts them."""
+    """Return the number of devices on a node, counted as the Trainer counts them."""
     name = {"auto": _select_auto_accelerator(), "gpu": "cuda" if CUDAAccelerator.is_available() else "mps"}
     kind = AcceleratorRegistry.get(name.get(accelerator, accelerator))
     count = kind.auto_device_count() if devices == "auto" else devices

@@ -1,7 +1,7 @@
-"""Whether an optimizer changes each element of a parameter by itself, tried on two small matrices.
+"""Checks that an optimizer updates each element of a parameter independently, by steps on two small matrices.
 
-Adam and SGD do. Adafactor, LAMB, Muon or LBFGS go by rows, norms or products: where a rank steps a flat piece of a
-parameter, they train otherwise than in one process, without a word.
+Adam and SGD do. Updates of Adafactor, LAMB, Muon or LBFGS depend on rows, norms or products: if a rank steps a flat
+shard of a parameter, they silently train differently than in one process.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from torch.optim import Optimizer
 
 from lightswitch.errors import Refused
 
-_STEPS = 5  # some change at first what others would: Prodigy's estimate of a rate acts from the third on
-_OF_DEVICES = ("capturable", "fused", "foreach")  # arguments that ask for another way to the same numbers
-_OF_A_RUN = ("params", "param_names", "initial_lr", *_OF_DEVICES)  # of a group: not what it does with its parameters
-_BUILDS_OPERATORS = "deepspeed"  # whose optimizers are made for its pieces, and take minutes to be made here
-_ROUNDING = 1e-3  # of an update, as a share of it
-_HALF_ROUNDING = 0.05  # likewise, of optimizers that compute in 16 bits, as Muon does
+_STEPS = 5  # the first steps of some optimizers are elementwise: Prodigy's learning rate estimate acts from the third
+_OF_DEVICES = ("capturable", "fused", "foreach")  # arguments that select another implementation of the same update
+_OF_A_RUN = ("params", "param_names", "initial_lr", *_OF_DEVICES)  # keys of a group that don't affect the update rule
+_BUILDS_OPERATORS = "deepspeed"  # its optimizers are made for its shards, and take minutes to construct here
+_ROUNDING = 1e-3  # tolerance, relative to the norm of the update
+_HALF_ROUNDING = 0.05  # likewise, for optimizers that compute in 16 bits, such as Muon
 
 Make = Callable[[list[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Matrices whose loss is convex and has no minimum, each element with a weight of its own in it.
+    """Matrices with a convex loss that has no minimum, in which each element has a different weight.
 
-    LBFGS solves what has one, whole or in pieces, and steps by the gradient alone what is not convex: the two would be
-    alike.
+    LBFGS solves a loss with a minimum, from whole matrices as well as from shards, and takes plain gradient steps on a
+    loss that is not convex: in both cases the results would not differ.
     """
 
     starts: list[Tensor]
     weights: list[Tensor]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """Return the same with other tensors in place of these."""
+        """Return a problem with every tensor replaced by `change` of it."""
         return Problem([*map(change, self.starts)], [*map(change, self.weights)])
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """Parameters after some steps, and the floats that the optimizer then has in its groups."""
+    """Parameters after some steps, and the floats in the optimizer's groups at that time."""
 
     parameters: list[Tensor]
     numbers: list[float]
 
 
 def refuse_in_pieces(optimizer: Optimizer, strategy: str) -> None:
-    """Check that an optimizer may step flat pieces of parameters.
+    """Check that an optimizer can step flat shards of parameters.
 
     Args:
-        strategy: that cuts them, in words.
+        strategy: name of the strategy that shards them, for the message.
 
     Raises:
-        Refused: it would train otherwise.
+        Refused: it would train differently.
     """
     if not all(map(_is_elementwise, _makers(optimizer))):
         raise Refused(
@@ -76,13 +76,13 @@ def refuse_in_pieces(optimizer: Optimizer, strategy: str) -> None:
 
 
 def refuse_sharded(optimizer: Optimizer, mesh: DeviceMesh) -> None:
-    """Check that an optimizer may step sharded parameters that keep their shapes. Collective where it is in doubt.
+    """Check that an optimizer can step DTensors. Collective if its updates are not elementwise.
 
     Args:
-        mesh: that parameters are sharded over, of one dimension.
+        mesh: one-dimensional mesh over which parameters are sharded.
 
     Raises:
-        Refused: it fails for them, or would train otherwise.
+        Refused: it fails for them, or would train differently.
     """
     for make in _makers(optimizer):
         if not _is_elementwise(make):
@@ -104,7 +104,7 @@ def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> 
 
 
 def _are_uneven(optimizer: Optimizer, devices: int) -> bool:
-    """Return whether devices have parts of different sizes of some parameter, with which torch can do less."""
+    """Return whether some parameter has shards of different sizes, for which torch supports fewer operations."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return any(isinstance(one, DTensor) and one.ndim > 0 and len(one) % devices > 0 for one in parameters)
 
@@ -115,26 +115,26 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _makers(optimizer: Optimizer) -> list[Make]:
-    """Return what makes such optimizers of other parameters, one for each way that a group has; none that can't be
-    tried.
+    """Return functions that construct such an optimizer over other parameters, one for each distinct set of group
+    options; none for an optimizer that can't be tried.
 
-    By convention, what a constructor takes is in an optimizer's `defaults`.
+    By convention, an optimizer's `defaults` hold its constructor's arguments.
     """
     kind = type(optimizer)
-    is_planned = isinstance(torch.empty(0), FakeTensor)  # which have no values to compare
+    is_planned = isinstance(torch.empty(0), FakeTensor)  # fake tensors have no values to compare
     if is_planned or kind.__module__.partition(".")[0] == _BUILDS_OPERATORS:
         return []
     taken = inspect.signature(kind.__init__).parameters
     given = {key: value for key, value in optimizer.defaults.items() if key in taken and key not in _OF_DEVICES}
     ways: dict[str, dict[str, Any]] = {}
     for options in map(_options, optimizer.param_groups):
-        ways.setdefault(repr({**options, "lr": None}), options)  # rates by layer are one way
+        ways.setdefault(repr({**options, "lr": None}), options)  # learning rates per layer don't count as different
     makers = [partial(_of_group, kind, given, options) for options in ways.values()]
     return [make for make in makers if _can_be_tried(make)] or [*filter(_can_be_tried, [partial(kind, **given)])]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a group says of its parameters, with the rate that it has before a schedule begins at 0."""
+    """Return a group's options, with its initial learning rate: a schedule may begin at 0."""
     options = {key: value for key, value in group.items() if key not in (*_OF_A_RUN, "lr")}
     rate = group.get("initial_lr", group.get("lr"))
     return {**options, "lr": rate} if rate else options
@@ -147,21 +147,21 @@ def _of_group(
 
 
 def _can_be_tried(make: Make) -> bool:
-    """Return whether the optimizer asks for no more than matrices and their gradients."""
+    """Return whether the optimizer needs only matrices and their gradients."""
     try:
         _stepped(make, _problem(4, 3))
-    except Exception:  # whatever it asks for
+    except Exception:  # depends on what it needs
         return False
     return True
 
 
 def _is_elementwise(make: Make) -> bool:
-    """Return whether two halves that are stepped by optimizers of their own come to what the whole does."""
+    """Return whether two flat halves, stepped by separate optimizers, end up equal to the whole."""
     problem = _problem(4, 3)
     whole = _stepped(make, problem)
     try:
         one, other = (_stepped(make, problem.changed(half)) for half in (_first_half, _second_half))
-    except Exception:  # it takes no vectors
+    except Exception:  # it does not support vectors
         return False
     pairs = zip(one.parameters, other.parameters, problem.starts, strict=True)
     joined = [torch.cat(halves).view_as(start) for *halves, start in pairs]
@@ -198,7 +198,7 @@ def _stepped(make: Make, problem: Problem) -> Stepped:
         return loss.detach()  # type: ignore[return-value]  # as Lightning's closures do
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")  # the run's own optimizer tells them
+        warnings.simplefilter("ignore")  # the run's optimizer issues the same ones
         for _ in range(_STEPS):
             closure()
             optimizer.step(*[closure] if "closure" in inspect.signature(optimizer.step).parameters else [])

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism on torch's `fully_shard` (FSDP2), for a LightningModule that knows nothing of it."""
+"""Fully sharded data parallelism by torch's `fully_shard` (FSDP2), for a LightningModule without code for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ from lightswitch.strategies.units import called_parts, find_units
 
 log = logging.getLogger(__name__)
 
-# What autocast rounds to 16 bits whenever it computes: linear and convolution (torch, automatic mixed precision)
+# Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
+# precision)
 _ROUNDED = {
     kind.forward
     for kind in (
@@ -56,35 +57,38 @@ _ROUNDED = {
         nn.MultiheadAttention,
     )
 }
-_CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer, there
-_LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: what is not rounded stays gathered from first to last
+_CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
+_LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
-    """Sharding of parameters, gradients and optimizer state (FSDP2); the model's units are gathered one at a time.
+    """Sharding of parameters, gradients and optimizer state (FSDP2), with one unit of the model gathered at a time.
 
-    Runs on CUDA and on the CPU. What is built in `configure_model` is built once, on the CPU of global rank 0, and
+    Runs on CUDA and on the CPU. Modules built in `configure_model` are built once, on the CPU of global rank 0, and
     broadcast unit by unit, so that no device ever holds the whole model.
 
     Args:
-        sharding_strategy: FULL_SHARD; SHARD_GRAD_OP, which keeps what it gathered for the backward pass; NO_SHARD,
-            a replica on each device; HYBRID_SHARD, replicas that are each sharded over ``shard_size`` devices.
-        shard_size: of HYBRID_SHARD; None for the devices of a node.
-        units: what is gathered at once, by class name or path; None for the model's repeated blocks.
-        activation_checkpointing: compute a unit's activations again in the backward pass instead of keeping them.
-        cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
-        param_dtype: what parameters are gathered and computed in; None for their own, and at bf16-mixed for bfloat16
-            where autocast would round them anyway: linear layers and convolutions of units. float32 keeps these whole.
-        reduce_dtype: what gradients are summed in; None for ``param_dtype``.
-        accumulate_gradients: where they wait for a step's last micro batch: sharded, reduced in each micro batch, in
-            the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a step, where each
-            parameter takes part in every micro batch; unsharded, reduced once a step, where each device has the memory
-            for the whole model's gradients.
-        prefetch: units gathered ahead of the one at work; None for one, by torch's own order.
-        process_group_backend: of torch.distributed; None for the device's own.
+        sharding_strategy: FULL_SHARD; SHARD_GRAD_OP, which keeps parameters gathered until the backward pass;
+            NO_SHARD, a replica on each device; HYBRID_SHARD, replicas that are each sharded over ``shard_size``
+            devices.
+        shard_size: devices of a replica under HYBRID_SHARD; None for the devices of a node.
+        units: modules that are each gathered as one, by class name or path; None for the model's repeated blocks.
+        activation_checkpointing: recompute a unit's activations in the backward pass instead of storing them.
+        cpu_offload: store parameters, gradients and optimizer state in the host's memory.
+        param_dtype: dtype in which parameters are gathered and computed with; None for their own dtype, except that
+            bf16-mixed takes bfloat16 for the linear layers and convolutions of units that consist mostly of these,
+            because autocast would round them anyway. float32 gathers them in full precision.
+        reduce_dtype: dtype in which gradients are summed; None for ``param_dtype``, and for float32 if bf16-mixed takes
+            bfloat16 for the parameters.
+        accumulate_gradients: how gradients accumulate until the last micro-batch of a step: sharded, reduced in each
+            micro-batch, takes the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a
+            step, requires that each parameter takes part in every micro-batch; unsharded, reduced once a step, takes
+            memory for the whole model's gradients on each device.
+        prefetch: number of units gathered ahead of the current one; None for one, in torch's order.
+        process_group_backend: backend of torch.distributed; None for the device's default.
         timeout_seconds: how long a rank waits for another in a collective.
     """
 
@@ -120,7 +124,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._setup_distributed()
-        if self._device_mesh is None:  # a test after fit keeps the mesh that the parameters are on
+        if self._device_mesh is None:  # a test after fit uses the mesh of the sharded parameters
             self._device_mesh = self._mesh()
         assert self.lightning_module is not None
         patches.replace(self.lightning_module, "_device_mesh", self._device_mesh)
@@ -130,7 +134,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         shards = self._devices_of_a_replica(tensor_parallel)
         replicas = self.world_size // shards // tensor_parallel
         sizes = {"replicate": replicas, "shard": shards, "tensor_parallel": tensor_parallel}
-        # each dimension is a process group, of whose back ends torch 2.8 can't make two kinds (pytorch#159200)
+        # each dimension is a process group, and torch 2.8 can't make groups with two kinds of backends (pytorch#159200)
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         return init_device_mesh(self.root_device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
 
@@ -143,24 +147,24 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @property
     def _data_parallel_mesh(self) -> DeviceMesh:
-        """The mesh that shards, one-dimensional for a single replica: another dimension of size 1 would cost an all-
-        reduce."""
+        """The mesh to shard over, one-dimensional for a single replica: a second dimension would add an all-reduce."""
         is_replicated = "replicate" in (self.device_mesh.mesh_dim_names or ())
         return self.device_mesh["replicate", "shard"] if is_replicated else self.device_mesh["shard"]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        tensor_parallel = int(self._tensor_parallel_size)  # ranks that follow each other read the same samples
+        tensor_parallel = int(self._tensor_parallel_size)  # consecutive ranks read the same samples
         return {"num_replicas": self.world_size // tensor_parallel, "rank": self.global_rank // tensor_parallel}
 
     def _get_process_group_backend(self) -> str:
         backend: str = super()._get_process_group_backend()
-        # the norm of a gradient that is kept on the host is summed over ranks there
+        # gradients that are offloaded to the host have their norm summed over ranks there
         return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
 
     @property
     def only_sums(self) -> bool:
-        """Return whether the backend, asked for an average, may sum: gloo does, in torch 2.8 (pytorch#162338)."""
+        """Whether gradients have to be summed and then divided: gloo may sum for an average, as in torch 2.8
+        (pytorch#162338)."""
         return "nccl" not in self._get_process_group_backend()
 
     # The model
@@ -183,7 +187,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         units = find_units(model, self.units)
         roots = self._roots(model)
         self._replicated: set[nn.Parameter] = set()
-        # roots before units, from which they take what is not gathered in 16 bits; and inner units before outer ones
+        # roots before units, because they gather parameters of units that stay in 32 bits; inner units before outer
         sharded = list(dict.fromkeys([*roots, *reversed(units.values())]))
         self._halved = {unit for unit in units.values() if unit not in roots and self._is_halved(unit)}
         of, done = self._parts(model, roots, sharded), set[nn.Module]()
@@ -208,16 +212,16 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return model
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules whose forward passes gather what belongs to no unit.
+        """Return the modules whose forward passes gather the parameters that belong to no unit.
 
-        A module that optimizes by hand steps in the middle of its training step, where nothing may be gathered: each of
-        its parts gathers for itself, and what is in none is whole on each device.
+        Under manual optimization, the optimizer steps within the training step, when nothing may be gathered: there
+        each submodule that the step calls gathers its own parameters, and all others are whole on each device.
         """
         assert self.lightning_module is not None
         return [model] if self.lightning_module.automatic_optimization else called_parts(model)
 
     def _is_halved(self, unit: nn.Module) -> bool:
-        """Return whether a unit's matrices are gathered in the 16 bits to which autocast would round them anyway."""
+        """Return whether to gather a unit's matrices in bfloat16, to which autocast would round them anyway."""
         if not self._autocasts or self.mixed_precision.param_dtype is not None:
             return False
         rounded = sum(_own_numel(part) for part in unit.modules() if is_rounded(part))
@@ -226,7 +230,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _parts(
         self, model: nn.Module, roots: Sequence[nn.Module], sharded: Sequence[nn.Module]
     ) -> dict[nn.Module, list[nn.Module]]:
-        """Return the modules whose own parameters each sharded one gathers; under the model itself those of none."""
+        """Return the modules whose direct parameters each sharded module gathers, by the sharded module; modules that
+        none gathers are listed under the model."""
         found: dict[nn.Module, list[nn.Module]] = {module: [] for module in (model, *sharded)}
         seen: set[nn.Module] = set()
 
@@ -243,10 +248,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return found
 
     def prepared(self) -> nn.Module:
-        """Return the module before anything of it is sharded.
+        """Return the module, ready to be sharded.
 
         Raises:
-            Refused: the module shards itself, or a sharded strategy can't take it.
+            Refused: the module shards itself, or a sharded strategy does not support it.
         """
         assert self.lightning_module is not None
         if any(isinstance(parameter, DTensor) for parameter in self.lightning_module.parameters()):
@@ -257,7 +262,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return super().prepared()
 
     def _shard_unit(self, module: nn.Module, parts: Sequence[nn.Module], is_root: bool) -> None:
-        """Shard the own parameters of a module's parts, which it gathers before its forward pass."""
+        """Shard the direct parameters of `parts`, which a module gathers before its forward pass."""
         assert self.lightning_module is not None
         steps_by_hand = not self.lightning_module.automatic_optimization
         if self.activation_checkpointing and not is_root:
@@ -269,7 +274,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
-            # the root's parameters are needed again as soon as the backward pass begins, unless steps come before it
+            # the backward pass begins with the root's parameters, but with manual optimization a step may come first
             reshard_after_forward=steps_by_hand or (self._frees_after_forward and not is_root),
             mp_policy=self._policy(module),
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
@@ -281,7 +286,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if not self._autocasts:
             return self.mixed_precision
         dtype, reduced = torch.bfloat16 if module in self._halved else None, self.mixed_precision.reduce_dtype
-        # autocast casts what a forward pass is given
+        # autocast casts the inputs of a forward pass
         return MixedPrecisionPolicy(dtype, reduced or (dtype and torch.float32), cast_forward_inputs=False)
 
     @property
@@ -310,18 +315,19 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self.precision_plugin = with_mixin(_ClipsOverMeshes, self.precision_plugin)
         super().setup_precision_plugin()
 
-    # Steps: through the forward pass of the root, whose hooks gather what belongs to no unit
+    # Steps run through the forward pass of the root, whose hooks gather the parameters that belong to no unit
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
-        # a frozen parameter's gradients would not be summed over replicas
+        # the gradients of a parameter frozen within a step would not be summed over replicas
         if (is_first or self.accumulate_gradients != "within_replica") and self._trained.changes():
             self._gather_once()
 
     def _gather_once(self) -> None:
-        """Gather every unit: torch then sets what to sum gradients in, and leaves it open where nothing is trained."""
+        """Gather and free every unit, so that torch sets the dtype of its gradient sums, which it leaves unset for
+        units without trained parameters."""
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -359,7 +365,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients, inside of the context, where `accumulate_gradients` says."""
+        """Accumulate gradients inside the context as `accumulate_gradients` configures."""
         self._let_reduce(False)
         try:
             yield
@@ -375,7 +381,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self.free_gathered()  # a step without a backward pass has left the old values gathered
+        self.free_gathered()  # after a step without a backward pass, the old values are still gathered
         return output
 
     def kept_parameters(self) -> dict[str, Stored]:
@@ -383,7 +389,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return super().kept_parameters()
 
     def free_gathered(self) -> None:
-        """Free the parameters that are gathered, in every unit and the root."""
+        """Free the gathered parameters of every unit and the root."""
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -392,20 +398,23 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
 class _ClipsOverMeshes(Mixin, Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of gradients that are sharded, over several meshes: Lightning's is torch's, of one."""
+        """Clip by the norm of gradients sharded over several meshes: torch's function, which Lightning calls, supports
+        one."""
         clip_by_norm(optimizer, clip_val)
 
 
 def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
-    """Let each module gather those that follow while it computes, and those before it in the backward pass."""
+    """Let each module gather the next modules during its forward pass, and the previous ones during its backward
+    pass."""
     sharded: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     for index, module in enumerate(sharded):
         module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
-        module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])  # the root is gathered
+        # without the first module, the root, which is gathered already
+        module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])
 
 
 def is_rounded(module: nn.Module) -> bool:
-    """Return whether autocast rounds a module's own parameters each time that it computes with them."""
+    """Return whether autocast rounds a module's direct parameters each time the module computes."""
     kind = type(module)
     return kind.forward in _ROUNDED or f"{kind.__module__}.{kind.__name__}" == _CONV1D
 
@@ -415,4 +424,4 @@ def _own_numel(module: nn.Module) -> int:
 
 
 def _name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    return type(module).__name__.removeprefix("FSDP")  # fully_shard adds the prefix

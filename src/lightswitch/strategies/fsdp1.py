@@ -1,5 +1,4 @@
-"""Sharding by torch's older FullyShardedDataParallel, on CUDA and on the CPU, with Lightning's FSDPStrategy
-corrected."""
+"""Sharding by torch's older FullyShardedDataParallel, on CUDA and the CPU: Lightning's FSDPStrategy with fixes."""
 
 from __future__ import annotations
 
@@ -53,12 +52,13 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     """Sharding by FullyShardedDataParallel: Lightning's FSDPStrategy, with its documented options as plain values.
 
     Args:
-        device_mesh: of the two HYBRID strategies, [replicas, devices of each]; None for [nodes, devices of a node].
-        auto_wrap_policy: what is gathered at once, by class name or path; None for the model's repeated blocks.
-        activation_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
-        cpu_offload: keep parameters, gradients and optimizer state in the host's memory.
+        device_mesh: for the two HYBRID strategies, [replicas, devices of each]; None for [nodes, devices of a node].
+        auto_wrap_policy: modules that are each gathered as one, by class name or path; None for the model's repeated
+            blocks.
+        activation_checkpointing: recompute a block's activations in the backward pass instead of storing them.
+        cpu_offload: store parameters, gradients and optimizer state in the host's memory.
         mixed_precision: dtypes by name, ``{param_dtype: bfloat16, reduce_dtype: float32, buffer_dtype: float32}``;
-            None for the run's precision, which means what it means under every other strategy.
+            None for the run's precision, with the same meaning as under every other strategy.
         timeout_seconds: how long a rank waits for another in a collective.
     """
 
@@ -90,7 +90,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self._shapes: dict[nn.Parameter, torch.Size] = {}
         self._replicated: set[nn.Parameter] = set()
 
-    # Precision: under FSDP's own, "mixed" would also sum gradients in 16 bits
+    # Precision: with FSDPPrecision, "mixed" would also sum gradients in 16 bits
 
     @property  # type: ignore[override]  # Lightning's narrows it to FSDPPrecision
     def precision_plugin(self) -> Precision:
@@ -98,7 +98,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, FSDPPrecision):  # what Lightning makes of a precision's name
+        if isinstance(plugin, FSDPPrecision):  # Lightning makes it from a precision's name
             plugin = _plain(plugin.precision, on_cpu=isinstance(self.accelerator, CPUAccelerator))
         self._precision_plugin = plugin
 
@@ -115,14 +115,14 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._root is None:  # a test after fit keeps the mesh that the parameters are on
+        if self._root is None:  # a test after fit uses the mesh of the sharded parameters
             self._mesh = self._made_mesh()
 
     def _made_mesh(self) -> DeviceMesh | None:
-        """Return the device mesh; None where nothing is sharded.
+        """Return the device mesh; None if nothing is sharded.
 
-        Without one, the two HYBRID strategies would train replicas that are never averaged, and no DTensor, by which
-        checkpoints are written, could be made.
+        Without a mesh, the two HYBRID strategies would train replicas that are never averaged, and the DTensors that
+        checkpoints are written from could not be made.
         """
         if self.sharding_strategy == ShardingStrategy.NO_SHARD:
             return None
@@ -135,12 +135,12 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        yield  # it is for modules that wrap themselves, which are refused
+        yield  # Lightning's context is for modules that wrap themselves, which are refused
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if self._root is None:  # there already in a test after fit
+        if self._root is None:  # it exists in a test after fit
             self._root = self._sharded()
         self.model = self._root
         set_timeouts(self._timeout)
@@ -172,10 +172,10 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return root
 
     def prepared(self) -> nn.Module:
-        """Return the module before anything of it is sharded.
+        """Return the module, ready to be sharded.
 
         Raises:
-            Refused: the module wraps itself or optimizes by hand, or a sharded strategy can't take it.
+            Refused: the module wraps itself or uses manual optimization, or a sharded strategy does not support it.
         """
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
@@ -194,15 +194,15 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         self._replicated |= replicated_parameters(module, self._shapes)
         for parameter in module.parameters():
             self._shapes.setdefault(parameter, parameter.shape)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)  # as all
-            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # on one device there is no other
+        with warnings.catch_warnings():  # all of FSDP1 is deprecated, not only NO_SHARD
+            warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # the only choice on one device
             return FullyShardedDataParallel(
                 module,
                 sharding_strategy=self.sharding_strategy,
                 device_mesh=self._mesh,
                 device_id=self.root_device,
-                cpu_offload=self.cpu_offload if self.root_device.type != "cpu" else None,  # it asks for pinned memory
+                cpu_offload=self.cpu_offload if self.root_device.type != "cpu" else None,  # it pins memory
                 mixed_precision=self.mixed_precision,
                 ignored_states=[part for part in module.parameters() if part in self._replicated],
                 use_orig_params=True,
@@ -242,11 +242,11 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # FSDP lays out a step's gradients
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:  # gradients are laid out then
             self._trained.changes()
 
     def _watched(self, root: FullyShardedDataParallel) -> Unused:
-        """Return a record of the parameters without gradient, which have hooks on the parts of flat parameters."""
+        """Return a record of the parameters without a gradient, which hooks on views of flat parameters fill in."""
         assert self._timeout is not None
         key = self.broadcast(secrets.token_hex(8))
         unused = Unused(names.parameters(root.module), self._timeout.total_seconds(), key)
@@ -260,7 +260,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return unused
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Step without touching parameters that have no gradient, as one process does; FSDP has zeros for them."""
+        """Step, and skip parameters without a gradient, as one process does; FSDP has zeros for them."""
 
         def closure_without_zeros() -> Any:
             output = closure()
@@ -271,7 +271,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return super().optimizer_step(optimizer, closure_without_zeros, *args, **kwargs)
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all ranks' shards; torch's own sees one rank's, FSDP's own sums in 32 bits."""
+        """Clip by the norm over all ranks' shards; torch's function uses one rank's, and FSDP's sums in 32 bits."""
         assert self._root is not None
         assert self._root.process_group is not None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -279,7 +279,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         clip_shards_by_norm(parameters, sharded, clip_val, self._root.process_group, self.root_device)
 
     def free_gathered(self) -> None:
-        """Free the parameters that are gathered."""
+        """Free the gathered parameters."""
         assert self._root is not None
         for module, handle in handles(self._root):
             if hasattr(handle.flat_param, "_local_shard"):  # before the first forward pass, nothing is gathered
@@ -292,7 +292,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         return super().kept_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.free_gathered()  # after a validation, modules have gathered tensors in place of their parameters
+        self.free_gathered()  # after validation, gathered tensors still stand in for the modules' parameters
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -309,7 +309,7 @@ class _ClipsShards(Mixin, Precision):
 
 
 def _mark_used(unused: Unused, flat: Any, *_: Any) -> None:
-    """Hook a unit's forward pass, in which autograd knows parts of the flat parameter in place of parameters."""
+    """Forward pre-hook of a unit, in which autograd tracks views of the flat parameter instead of parameters."""
     for parameter, part in zip(flat._params, flat._tensors, strict=True):
         if part is not None and part.requires_grad:
             part.register_hook(lambda gradient, of=parameter: unused.mark_used(of) if gradient is not None else None)

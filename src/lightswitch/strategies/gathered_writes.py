@@ -1,6 +1,6 @@
-"""What both FSDPs free after they have gathered it: weights written there, and the flat parameters of fsdp1.
+"""Writes to the gathered weights of both FSDPs, carried over to their shards, and portable checkpoints of fsdp1.
 
-Outside of the forward pass, writes go to shards by themselves, but for `parameter.data = …`.
+Outside the forward pass, parameters are shards, and writes need no help except for `parameter.data = …`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _data_of_tensor: Any = torch.Tensor.data
 
 
 class _Data:
-    """The attribute `data` of a DTensor, which can be assigned: torch takes it, and leaves the shard as it was."""
+    """The `data` attribute of a DTensor, made assignable: torch accepts an assignment but does not change the shard."""
 
     def __get__(self, tensor: DTensor | None, kind: type) -> Any:
         return self if tensor is None else _data_of_tensor.__get__(tensor, kind)
@@ -49,24 +49,24 @@ class _Data:
 
 
 def let_data_be_assigned() -> None:
-    """Let `parameter.data = …` write to a DTensor, in this process."""
+    """Make `parameter.data = …` write to a DTensor's shard, in this process."""
     patches.replace(DTensor, "data", _Data())
 
 
 class WholeBesideShards(TorchFunctionMode):
-    """Mode in which whole tensors and shards meet, as an average in buffers and a parameter, in hooks.
+    """Mode that lets a hook combine whole tensors and DTensors, such as an average in buffers and a parameter.
 
-    DTensors are gathered where a tensor that comes first is whole, where torch can't compute with shards, and where an
-    element is set, which it would do in a copy.
+    It gathers DTensors if the first tensor is whole, if torch can't compute with shards, and if an element is set,
+    which torch would do in a copy.
 
     Args:
-        hook: in words.
+        hook: description of the hook, for messages.
     """
 
     def __init__(self, hook: str) -> None:
         super().__init__()
         self._hook = hook
-        self._copies: dict[int, DTensor] = {}  # of parts of DTensors, which would be views of whole ones
+        self._copies: dict[int, DTensor] = {}  # results that would be views, if their tensor were whole
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -86,7 +86,7 @@ class WholeBesideShards(TorchFunctionMode):
             try:
                 with implicit_replication():
                     result = func(*args, **kwargs)
-            except NotImplementedError:  # torch has no sharded form of it
+            except NotImplementedError:  # torch can't compute it on shards
                 return self._whole(func, args, kwargs, writes)
             if name in _PARTS:
                 self._copies.update((id(part), part) for part in _flat(result) if not _is_view(part, tensors[0]))
@@ -118,41 +118,42 @@ def _flat(value: Any) -> Sequence[Any]:
 
 
 def _gathered(value: Any) -> Any:
-    """Return what has DTensors with whole tensors in their places. Collective."""
+    """Return a value, or the items of a list or tuple, with DTensors gathered. Collective."""
     if isinstance(value, list | tuple):
         return type(value)(map(_gathered, value))
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Gathered(Protocol):
-    """A parameter that is gathered at times."""
+    """A sharded parameter that is gathered when it is needed."""
 
     @property
     def is_gathered(self) -> bool: ...
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks gather different parts of it, under tensor parallelism."""
+        """Whether ranks gather different shards of it, as under tensor parallelism."""
 
     @property
     def whole(self) -> Tensor:
-        """The gathered values, in the parameter's shape; those that were assigned to its `data` since, if any were."""
+        """The gathered values, including any `data` assigned since, in the parameter's shape; with `is_cut`, the
+        gathered shard."""
 
     @property
     def own(self) -> Tensor:
-        """This rank's part of what is gathered."""
+        """The elements of `whole` that this rank's shard holds."""
 
     @property
     def kept(self) -> Tensor:
-        """This rank's shard: as `own`."""
+        """This rank's shard, in the shape of `own`."""
 
 
 class GatheredWrites:
-    """Gathered parameters whose shards follow what is written to them.
+    """Gathered parameters, with writes to them copied to their shards.
 
     Args:
-        units: parameters by name, by the modules at the end of whose forward pass they may be freed.
-        looks: at training steps.
+        units: parameters by name, for each module that may free them at the end of its forward pass.
+        looks: record of the training steps that are examined for writes.
     """
 
     def __init__(self, units: Mapping[nn.Module, Mapping[str, Gathered]], looks: Looks) -> None:
@@ -178,9 +179,9 @@ class GatheredWrites:
         self._follow(parameter for name, parameter in unit.items() if name in written)
 
     def follow(self) -> None:
-        """Let shards follow what a hook wrote to parameters that are gathered."""
+        """Copy a hook's writes to gathered parameters to their shards."""
         for unit in self._units.values():
-            if any(parameter.is_gathered for parameter in islice(unit.values(), 1)):  # a unit's are, or are not
+            if any(parameter.is_gathered for parameter in islice(unit.values(), 1)):  # all or none
                 self._follow(unit.values())
 
     def _follow(self, parameters: Iterable[Gathered]) -> None:
@@ -189,10 +190,10 @@ class GatheredWrites:
 
 
 def _refuse_rounding(unit: Mapping[str, Gathered], written: Collection[str]) -> None:
-    """Check that what was written is as exact as the shards that follow: an average would not move in 16 bits.
+    """Check that written parameters were gathered in the dtype of their shards: in 16 bits, an average would not move.
 
     Raises:
-        Refused: it is not.
+        Refused: one was not.
     """
     rounded = [name for name in sorted(written) if unit[name].own.dtype != unit[name].kept.dtype]
     if rounded:
@@ -216,10 +217,10 @@ def _differ(parameters: Iterable[Gathered]) -> list[bool]:
 
 
 def of_fsdp(root: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[nn.Module, dict[str, Gathered]]:
-    """Return the parameters that FSDP2 gathers, by unit.
+    """Return the parameters that FSDP2 gathers, by unit and name.
 
     Args:
-        names: of parameters.
+        names: names by parameter.
     """
     return {
         module: {names[param.sharded_param]: _OfFSDP(param) for param in _params(module) if _is_a_copy(param)}
@@ -229,15 +230,15 @@ def of_fsdp(root: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[nn.Modul
 
 
 def _params(module: FSDPModule) -> Iterator[Any]:
-    """Yield torch's own records of the parameters that a module gathers."""
+    """Yield torch's records of the parameters that a module gathers."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, before torch 2.13
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before torch 2.13
     for group in filter(None, groups):
         yield from group.fsdp_params
 
 
 def _is_a_copy(param: Any) -> bool:
-    """Return whether what is gathered has the shards' values, and is not made of them by an extension."""
+    """Return whether the gathered values equal the shards', and no extension computes them from these."""
     return not hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
 
 
@@ -280,10 +281,10 @@ class _OfFSDP:
 
 
 def of_fsdp1(root: FullyShardedDataParallel, names: Mapping[nn.Parameter, str]) -> dict[nn.Module, dict[str, Gathered]]:
-    """Return the parameters that FSDP1 gathers, by the module that it wraps.
+    """Return the parameters that FSDP1 gathers, by wrapped module and name.
 
     Args:
-        names: of parameters.
+        names: names by parameter.
     """
     return {
         unit.module: {names[parameter]: _OfFSDP1(handle, i) for i, parameter in enumerate(handle.flat_param._params)}
@@ -292,15 +293,15 @@ def of_fsdp1(root: FullyShardedDataParallel, names: Mapping[nn.Parameter, str]) 
 
 
 def write_back(root: FullyShardedDataParallel) -> None:
-    """Copy what was assigned to the `data` of sharded parameters into FSDP1's flat ones, as its next gathering does."""
+    """Copy `data` assigned to sharded parameters into FSDP1's flat parameters, as its next all-gather would."""
     for _, handle in handles(root):
         handle._writeback_orig_params()
 
 
 @dataclass(frozen=True)
 class _OfFSDP1:
-    handle: Any  # torch's, of a flat parameter
-    index: int  # in that
+    handle: Any  # torch's handle of a flat parameter
+    index: int  # of the parameter in the flat one
 
     @property
     def is_gathered(self) -> bool:
@@ -339,15 +340,15 @@ class _OfFSDP1:
 
 @torch.no_grad()
 def _link(parameter: Tensor, into: Tensor) -> None:
-    """Let a gathered parameter that was assigned other `data` be again what is gathered into."""
-    into.data.copy_(parameter.data)  # past autograd, which may have saved it
+    """Copy `data` assigned to a gathered parameter into the gather buffer, and make the parameter use it again."""
+    into.data.copy_(parameter.data)  # unnoticed by autograd, which may have saved it
     parameter.data = into.data
 
 
 class PortableFSDP1(PortableCheckpoints):
-    """Portable checkpoints of FullyShardedDataParallel: each rank writes and reads its part of the flat parameters.
+    """Portable checkpoints of FullyShardedDataParallel: each rank writes and reads its shard of the flat parameters.
 
-    torch's own way gathers them, and hangs where parameters are frozen (2.13).
+    torch's own checkpointing gathers them, and hangs if parameters are frozen (2.13).
     """
 
     _root: FullyShardedDataParallel | None
@@ -369,8 +370,8 @@ class PortableFSDP1(PortableCheckpoints):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter names, with numbers as tensors.
 
-        Rank 0, which writes what is not a tensor, may keep nothing of a number's parameter. A rank that keeps nothing
-        of a parameter does not step it, so that its number of steps stands still: it leaves that to the others.
+        Only rank 0 writes values that are not tensors, and it may hold no elements of a number's parameter. A rank that
+        holds no elements of a parameter does not step it, so its step count is stale, and other ranks write theirs.
         """
         found = super().optimizer_state(optimizer)
         assert self._root is not None
@@ -391,18 +392,18 @@ class PortableFSDP1(PortableCheckpoints):
 
 
 def handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
-    """Yield each sharded module with the handle that gathers and frees its parameters."""
+    """Yield each sharded FSDP module with the handle that gathers and frees its parameters."""
     for module in FullyShardedDataParallel.fsdp_modules(root):
         if module._handle is not None and module._handle.uses_sharded_strategy:
             yield module, module._handle
 
 
 def _pieces(root: FullyShardedDataParallel) -> dict[Tensor, Piece]:
-    """Return what this rank keeps of each parameter that is sharded."""
+    """Return this rank's shard of each sharded parameter."""
     found: dict[Tensor, Piece] = {}
     for _, handle in handles(root):
         flat = handle.flat_param
-        kept = getattr(flat, "_local_shard", flat).detach()  # before the first forward pass, they are the same
+        kept = getattr(flat, "_local_shard", flat).detach()  # the same before the first forward pass
         for parameter, shape, part in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
             begin, elements = (part.offset_in_shard, part.numel_in_shard) if part.in_shard else (0, 0)
             found[parameter] = Piece(kept.narrow(0, begin, elements), shape, part.intra_param_start_idx or 0)
@@ -416,7 +417,7 @@ def _kept(value: Any, piece: Piece) -> Any:
 
 
 def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module's `state_dict` with parameters themselves, without FSDP's hooks, which would gather them."""
+    """Yield the entries of a module's `state_dict` with the parameter objects, without FSDP's hooks, which gather."""
     if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         yield from module.state_dict(prefix=prefix, keep_vars=True).items()
         return

@@ -1,5 +1,5 @@
-"""Faster ways to compute the same: Adam's step in one kernel, products of 32-bit matrices, attention by cuDNN, and
-garbage collected between steps."""
+"""Faster computation of the same run: a fused Adam step, TF32 matrix products, cuDNN attention, and garbage collection
+between steps."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightswitch.mixins import Mixin, with_mixin
 log = logging.getLogger(__name__)
 
 _WITH_TF32 = (8, 0)  # compute capability of Ampere
-_WITH_CUDNN = (9, 0)  # of Hopper, for which FlashAttention 2 was not written
+_WITH_CUDNN = (9, 0)  # compute capability of Hopper, for which FlashAttention 2 was not written
 _BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _COLLECTS_EVERY_N_STEPS = 50
 
 
 class FusedStep(Callback):
-    """Callback that lets Adam and AdamW step by torch's fused kernel, where nothing else was asked for.
+    """Callback that lets Adam and AdamW step by torch's fused kernel, unless the user chose an implementation.
 
-    It acts once the strategy has placed the parameters, and before a checkpoint's state is read: the kernel wants that
-    on the device.
+    It runs after the strategy has placed the parameters, and before a checkpoint's optimizer state is read: the kernel
+    needs that state on the device.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -43,14 +43,14 @@ class FusedStep(Callback):
 
 class _ClipsFused(Mixin, Precision):
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip where nothing scales gradients: Lightning refuses it beside a fused optimizer in bfloat16, too."""
+        """Clip without a gradient scaler: with a fused optimizer, Lightning refuses to clip even in bfloat16."""
         Precision.clip_gradients(self, *args, **kwargs)
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Let each group of an optimizer step by the fused kernel, if it has one for the group's parameters.
+    """Let each group of an optimizer step by the fused kernel, if it supports the group's parameters.
 
-    The constructor's ``fused=True`` also lets the optimizer unscale gradients, after they are clipped; this does not.
+    Unlike the constructor's ``fused=True``, this does not let the optimizer unscale gradients, after they are clipped.
     """
     if type(optimizer) not in (Adam, AdamW):
         return
@@ -60,7 +60,8 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 def _has_kernel(parameters: list[nn.Parameter]) -> bool:
-    """Return whether torch's fused kernel takes parameters: real and dense ones, not sharded over several meshes."""
+    """Return whether torch's fused kernel supports parameters: floating-point, contiguous, and all on one device mesh
+    or none."""
     meshes: set[Any] = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
     return len(meshes) == 1 and all(
         parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point() and parameter.is_contiguous()
@@ -69,10 +70,10 @@ def _has_kernel(parameters: list[nn.Parameter]) -> bool:
 
 
 class MatmulPrecision(Callback):
-    """Callback that sets the precision of 32-bit matrix products in each process, and says what another would gain.
+    """Callback that sets the precision of 32-bit matrix products in each process, and logs if TF32 would be faster.
 
     Args:
-        precision: highest, 32 bits; high, TensorFloat-32, whose fraction has 10 bits in place of 23; medium, bfloat16.
+        precision: highest, 32 bits; high, TensorFloat-32, with a fraction of 10 bits instead of 23; medium, bfloat16.
     """
 
     def __init__(self, precision: Literal["highest", "high", "medium"]) -> None:
@@ -96,8 +97,8 @@ def _gains(trainer: Trainer) -> bool:
 
 
 class AttentionBackends(Callback):
-    """Callback that lets `scaled_dot_product_attention` try cuDNN's kernel before FlashAttention 2, on GPUs from
-    Hopper on; where cuDNN takes a shape or a mask not, torch goes on with the next one."""
+    """Callback that lets `scaled_dot_product_attention` try cuDNN's kernel before FlashAttention 2, on Hopper GPUs and
+    later. For shapes and masks that cuDNN does not support, torch tries the next kernel."""
 
     def __init__(self) -> None:
         self._until_teardown = ExitStack()
@@ -112,18 +113,18 @@ class AttentionBackends(Callback):
 
 
 def has_fast_cudnn(device: torch.device) -> bool:
-    """Return whether cuDNN's attention is to be preferred: not where each kernel has to be deterministic."""
+    """Return whether to prefer cuDNN's attention: on NVIDIA GPUs from Hopper on, without deterministic algorithms."""
     if device.type != "cuda" or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
         return False
     return torch.cuda.get_device_capability(device) >= _WITH_CUDNN
 
 
 class GarbageBetweenSteps(Callback):
-    """Callback that lets Python collect garbage after optimizer steps, the same ones on all ranks.
+    """Callback that collects Python's garbage after optimizer steps, after the same steps on all ranks.
 
-    Else it collects at any moment, on each rank at another one, while the others wait. Young objects are collected
-    after each step, so that a cycle holds a step's tensors no longer than that; all, less those of imports, which
-    launch/build has frozen, every so many. Evaluation is left to Python's own rule.
+    Otherwise each rank collects at a different time, while the others wait. Young objects are collected after each
+    step, so that reference cycles release a step's tensors by then. All objects, except those of imports, which
+    launch/build has frozen, are collected every 50 steps. During evaluation, Python collects automatically.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ class GarbageBetweenSteps(Callback):
         gc.disable()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step != self._step:  # else between micro batches
+        if trainer.global_step != self._step:  # not between micro-batches
             self._step = trainer.global_step
             gc.collect(2 if self._step % _COLLECTS_EVERY_N_STEPS == 0 else 0)
 

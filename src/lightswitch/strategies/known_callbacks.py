@@ -1,7 +1,7 @@
-"""Lightning's own callbacks under every strategy: WeightAveraging, and those that a run can't serve.
+"""Lightning's callbacks under every strategy: WeightAveraging, and the callbacks that a run does not support.
 
-An average is a function of each element alone, so the averages of the parts are the parts of the average. The callback
-is the user's own; it is given the parts in place of the module, once the strategy has spread that.
+An average is elementwise, so averages of shards are shards of the average. The callback is the user's object; once the
+strategy has sharded the module, the callback averages a module of this rank's local tensors instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightswitch.mixins import Mixin, callbacks_of, mixed_class, with_mixin
 log = logging.getLogger(__name__)
 
 
-# By name, as an older Lightning lacks some
+# By class name, because older versions of Lightning lack some
 NOWHERE = {
     "BatchSizeFinder": "the batch is cut by global_batch_size, and what a device takes of it at once does not "
     "change the run; type micro_batch_size=auto for the largest that fits",
@@ -58,12 +58,12 @@ OF_ONE_PROCESS = {
     "type callbacks.last_checkpoint.every_n_steps=N instead",
 }
 
-_MARK = "averaging_state"  # Lightning's key, of a checkpoint with averages
+_MARK = "averaging_state"  # Lightning's key in a checkpoint with averages
 _IN_16_BITS = (torch.float16, torch.bfloat16)
 
 
 class KnownCallbacks(Callback):
-    """Callback that refuses those which the module brings, once they are there, and has others follow the strategy."""
+    """Callback that refuses unsupported callbacks, including the module's, and adapts others to the strategy."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if problems := list(refused(trainer)):
@@ -74,25 +74,25 @@ class KnownCallbacks(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in callbacks_of(trainer):
-            if isinstance(callback, BackboneFinetuning):  # others may add no groups
+            if isinstance(callback, BackboneFinetuning):  # no other callback may add groups
                 refuse_rates_by_group(trainer, callback)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in callbacks_of(trainer):
             if isinstance(callback, Timer):
-                callback.on_fit_start(trainer)  # where Lightning called it, the checkpoint was not yet read
+                callback.on_fit_start(trainer)  # Lightning called it before the checkpoint was read
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         drop_averages(trainer, pl_module, checkpoint)
 
 
 def refused(trainer: Trainer) -> Iterator[str]:
-    """Yield what is wrong with the callbacks of a Trainer under its strategy, and what to use instead."""
+    """Yield why callbacks of a Trainer are not supported under its strategy, and what to use instead."""
     return problems(callbacks_of(trainer), trainer.strategy, trainer.num_nodes * trainer.num_devices)
 
 
 def problems(callbacks: Iterable[Callback], strategy: Strategy, devices: int) -> Iterator[str]:
-    """Yield the same of callbacks that no Trainer has yet."""
+    """Yield the same for callbacks that are not attached to a Trainer."""
     for callback in callbacks:
         of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
         for name in sorted(of_lightning):
@@ -111,22 +111,22 @@ def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
 
 
 def is_on_nvme(strategy: DeepSpeedStrategy) -> bool:
-    """Return whether DeepSpeed keeps a part of the run's state on NVMe drives."""
+    """Return whether DeepSpeed offloads optimizer state or parameters to NVMe drives."""
     zero = strategy.config.get("zero_optimization", {}) if isinstance(strategy.config, dict) else {}
     return any((zero.get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
 
 
 def average_what_is_kept(callbacks: Iterable[Callback]) -> None:
-    """Have each WeightAveraging average what its rank keeps, and nothing of the others' parts."""
+    """Make each WeightAveraging average only this rank's local tensors."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) and not isinstance(callback, _KeptAverages):
             patches.replace(callback, "__class__", mixed_class(_KeptAverages, type(callback)))
 
 
 def drop_averages(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Read the weights that were trained where a run that has averaged them goes on without the callback. Collective.
+    """Read the trained weights if a run whose checkpoint has averages resumes without the callback. Collective.
 
-    The averages, which are the checkpoint's model, are no weights of the optimizer's state.
+    The checkpoint's model holds the averages; the optimizer's state belongs to the trained weights.
     """
     has_callback = any(isinstance(callback, WeightAveraging) for callback in callbacks_of(trainer))
     if trainer.state.fn != TrainerFn.FITTING or has_callback or _MARK not in checkpoint:
@@ -143,10 +143,10 @@ def drop_averages(trainer: Trainer, pl_module: LightningModule, checkpoint: dict
 
 @contextmanager
 def laid_out_anew(module: LightningModule, whole: Callable[[Stored], Tensor]) -> Iterator[None]:
-    """Context in which the strategy comes to keep other parts of a module on each rank; averages follow. Collective.
+    """Context in which the strategy re-shards a module; averages are then re-sharded alike. Collective.
 
     Args:
-        whole: returns a tensor of which each rank keeps a part. Collective.
+        whole: returns the whole tensor of a shard. Collective.
     """
     callbacks = callbacks_of(module.trainer)
     averaging = [callback for callback in callbacks if isinstance(callback, _KeptAverages)]
@@ -158,15 +158,15 @@ def laid_out_anew(module: LightningModule, whole: Callable[[Stored], Tensor]) ->
 
 class _KeptAverages(Mixin, WeightAveraging):
     _average_model: AveragedModel | None
-    _is_swapped = False  # the module has the averages, and this callback what is trained
-    _trained: dict[int, Tensor]  # meanwhile, the weights in 16 bits, whose averages in 32 stay where they are
+    _is_swapped = False  # the module holds the averages, and this callback the trained weights
+    _trained: dict[int, Tensor]  # while swapped, trained 16-bit weights; their 32-bit averages stay in the average
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != TrainerFn.FITTING:  # in a fit, the strategy has spread nothing yet
+        if stage != TrainerFn.FITTING:  # in a fit, the strategy has not sharded the module yet
             super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_swapped, self._trained = False, {}  # a fit before this one may have failed in validation
+        self._is_swapped, self._trained = False, {}  # an earlier fit may have failed in validation
         super().setup(trainer, _Kept(pl_module), TrainerFn.FITTING)
         assert self._average_model is not None
         _widen(self._average_model.module)
@@ -174,7 +174,7 @@ class _KeptAverages(Mixin, WeightAveraging):
         super().on_fit_start(trainer, pl_module)
 
     def _swap_models(self, pl_module: LightningModule) -> None:
-        """Exchange averages and weights. An average in 32 bits of a weight in 16 stays: that would round it."""
+        """Swap averages and weights, but keep the 32-bit averages of 16-bit weights, which a swap would round."""
         assert self._average_model is not None
         with _writing(pl_module) as kept:
             both = zip(_tensors(self._average_model.module), _tensors(kept), strict=True)
@@ -190,12 +190,12 @@ class _KeptAverages(Mixin, WeightAveraging):
         self._is_swapped = not self._is_swapped
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the module have the averages, and keep what is trained, for the last checkpoint, which is saved later."""
+        """Swap the averages into the module, and hold the trained weights for the last checkpoint, saved later."""
         self._swap_models(pl_module)
         super().on_train_end(trainer, pl_module)
 
     def _copy_average_to_current(self, pl_module: LightningModule) -> None:
-        if not self._is_swapped:  # or the module has them
+        if not self._is_swapped:  # otherwise the module has them already
             with _writing(pl_module) as kept:
                 super()._copy_average_to_current(kept)
 
@@ -211,8 +211,8 @@ class _KeptAverages(Mixin, WeightAveraging):
             checkpoint[key] = {**used, **{name: value for name, value in spread.items() if name in used}}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read averages and trained weights; without averages in the checkpoint, begin with its weights."""
-        if self._average_model is None:  # nothing is trained: the model is what is evaluated
+        """Read averages and trained weights; if the checkpoint has no averages, start them from its weights."""
+        if self._average_model is None:  # nothing is trained: the checkpoint's model is evaluated
             return
         with _writing(pl_module) as kept:
             given = {**checkpoint, "state_dict": kept.state_dict()}
@@ -226,12 +226,12 @@ class _KeptAverages(Mixin, WeightAveraging):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
-        self._average_model, self._is_swapped, self._trained = None, False, {}  # the module may be spread anew
+        self._average_model, self._is_swapped, self._trained = None, False, {}  # the module may be sharded again
 
     def averages(self, pl_module: LightningModule) -> dict[str, Stored]:
-        """Return the average of each of the module's weights, by name, spread as they are; none before they are there.
+        """Return the averages of the module's weights, by name and sharded like them; empty before a fit starts.
 
-        While the module has the averages, it is what is trained.
+        While averages and weights are swapped, return the trained weights, except for 16-bit ones.
         """
         if self._average_model is None:
             return {}
@@ -240,7 +240,7 @@ class _KeptAverages(Mixin, WeightAveraging):
     def lay_out(
         self, pl_module: LightningModule, averages: dict[str, Stored], whole: Callable[[Stored], Tensor]
     ) -> None:
-        """Keep of averages what this rank now keeps of the module. Collective."""
+        """Re-shard the averages to the module's new sharding. Collective."""
         if self._average_model is None:
             return
         kept = copy.deepcopy(_Kept(pl_module)).to(next(_tensors(self._average_model.module)).device)
@@ -253,7 +253,7 @@ class _KeptAverages(Mixin, WeightAveraging):
 
 
 class _Average(Mixin, AveragedModel):
-    """Average of what a rank keeps of a module."""
+    """Average of this rank's local tensors of a module."""
 
     def update_parameters(self, model: nn.Module) -> None:
         assert isinstance(model, LightningModule)
@@ -263,7 +263,7 @@ class _Average(Mixin, AveragedModel):
 
 
 class _Kept(LightningModule):
-    """Module whose parameters and buffers are what this rank keeps of another's, in the same memory."""
+    """Module of this rank's local tensors of another module's parameters, and of its buffers, in the same memory."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
@@ -274,13 +274,13 @@ class _Kept(LightningModule):
 
     @property
     def device(self) -> torch.device:
-        """The device where averages are kept unless the callback names another: that of the parameters."""
+        """The parameters' device, which stores the averages unless the callback names another."""
         return next((tensor.device for tensor in _tensors(self)), torch.device("cpu"))
 
 
 @contextmanager
 def _writing(module: LightningModule) -> Iterator[_Kept]:
-    """Give what this rank keeps of a module, to be written; afterwards the module computes with that.
+    """Context that yields this rank's local tensors of a module for writing; at its end, the module computes with them.
 
     Lightning validates in inference mode, in which a strategy would gather tensors that can't be trained.
     """
@@ -290,20 +290,24 @@ def _writing(module: LightningModule) -> Iterator[_Kept]:
 
 
 def _weights(module: LightningModule) -> dict[str, Stored]:
-    """Return what this rank keeps of each parameter and then each buffer, by name."""
+    """Return this rank's shard of each parameter, and then each buffer, by name."""
     buffers = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
     return {**_strategy(module).kept_parameters(), **buffers}
 
 
 def _spread(module: LightningModule, parts: Mapping[int, Tensor]) -> dict[str, Stored]:
-    """Return tensors that stand for what this rank keeps of a module, by name, spread as that is."""
+    """Return tensors by the names of a module's weights, sharded like these.
+
+    Args:
+        parts: local tensors by the index of their weight in `_weights`.
+    """
     weights = enumerate(_weights(module).items())
     return {name: with_local(weight, parts[index].detach()) for index, (name, weight) in weights if index in parts}
 
 
 def _strategy(module: LightningModule) -> PortableCheckpoints:
     strategy = module.trainer.strategy
-    assert isinstance(strategy, PortableCheckpoints)  # or the callback was refused
+    assert isinstance(strategy, PortableCheckpoints)  # otherwise the callback was refused
     return strategy
 
 
@@ -313,7 +317,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _widen(module: nn.Module) -> None:
-    """Take 32 bits for what has 16, in which the small steps of an average would be lost."""
+    """Convert 16-bit tensors, in which the small steps of an average would be lost, to 32 bits."""
     for parameter in _tensors(module):
         if parameter.dtype in _IN_16_BITS:
             parameter.data = parameter.data.float()

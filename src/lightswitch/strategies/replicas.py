@@ -1,4 +1,4 @@
-"""Replicas are equal: rank 0's values at the start, and compared while the run goes on."""
+"""Equal replicas: rank 0's initial values on every rank, and comparisons during the run."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return rank 0's tensor as a new one on the device. Collective.
 
     Args:
-        tensor: of the same shape and dtype on every rank; on others than 0 it may be on the meta device.
+        tensor: has the same shape and dtype on every rank; on ranks other than 0, it may be on the meta device.
     """
     if dist.get_rank() == 0:
         value = tensor.detach().to(device).contiguous()
     else:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    dist.broadcast(value.flatten().view(torch.uint8), src=0)  # as bytes: NCCL and gloo do not know every dtype
+    dist.broadcast(value.flatten().view(torch.uint8), src=0)  # as bytes: NCCL and gloo do not support every dtype
     return value
 
 
 @torch.no_grad()
 def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors in place by rank 0's, those of one dtype and device at once, in a copy of them all.
-    Collective."""
+    """Overwrite tensors in place with rank 0's. Collective.
+
+    Tensors of one dtype and device are sent together, in a concatenated copy.
+    """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.dtype, tensor.device].append(tensor)
@@ -56,11 +58,11 @@ def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
 
 
 def broadcast_weights(modules: Iterable[nn.Module], device: torch.device, done: set[nn.Module]) -> None:
-    """Replace modules' own parameters and buffers on each rank by rank 0's, on the rank's device. Collective.
+    """Replace the direct parameters and buffers of modules with rank 0's, on each rank's device. Collective.
 
     Args:
-        modules: of which ranks other than 0 may hold everything on the meta device.
-        done: modules that have theirs already; these are added.
+        modules: modules to fill, which may be on the meta device on ranks other than 0.
+        done: modules to skip, because they have rank 0's values already; the filled modules are added.
     """
     replaced: dict[Tensor, Tensor] = {}  # a tied parameter stays tied
     for part in [module for module in modules if module not in done]:
@@ -74,14 +76,14 @@ def broadcast_weights(modules: Iterable[nn.Module], device: torch.device, done: 
 
 
 def broadcast_metric_states(module: nn.Module, device: torch.device) -> None:
-    """Replace the states of metrics, which are neither parameters nor buffers, by rank 0's. Collective."""
+    """Replace the states of metrics, which are neither parameters nor buffers, with rank 0's. Collective."""
     for part in module.modules():
         if isinstance(part, Metric):
             part._apply(lambda tensor: broadcast_tensor(tensor, device))
 
 
 def left_on_meta(module: nn.Module) -> list[str]:
-    """Return the names of tensors on the meta device that are plain attributes, which nothing moves to a device."""
+    """Return the names of plain tensor attributes on the meta device, which nothing moves to a device."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
@@ -101,9 +103,10 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 @contextmanager
 def placeholders() -> Iterator[None]:
-    """Let modules built in the context have parameters on the meta device, which take no memory; all else is as ever.
+    """Context in which new modules have their parameters on the meta device, where they take no memory.
 
-    Under `torch.device("meta")` plain tensors and the states of metrics would be on meta, too, and stay there.
+    Under `torch.device("meta")`, plain tensors and the states of metrics would be on the meta device, too, and stay
+    there.
     """
     replaced = WeakIdKeyDictionary()  # a tied parameter stays tied
 
@@ -122,7 +125,7 @@ def placeholders() -> Iterator[None]:
 
 
 def fill_with_nothing(module: nn.Module) -> None:
-    """Turn placeholders into CPU parameters whose memory is taken only once it is written to."""
+    """Turn placeholders into uninitialized CPU parameters, whose memory is allocated when it is first written."""
     for parameter in module.parameters():
         if parameter.is_meta:
             torch.utils.swap_tensors(parameter, _like(parameter, "cpu"))  # type: ignore[no-untyped-call]  # torch's
@@ -134,18 +137,19 @@ def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
     return made
 
 
-_FIRST_BATCHES = 3  # before which replicas are compared, beside each save
-_ROUNDING = 1e-6  # relative: machines of several kinds may round differently
+_FIRST_BATCHES = 3  # replicas are compared after each of these, and at each save
+_ROUNDING = 1e-6  # relative tolerance: different machines may round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-_BASE = 0x5851F42D4C957F2D  # odd, of which powers tell blocks apart
-_BLOCK = 1 << 20  # elements that are read at once: a whole tensor as wide integers would not fit beside it
+_BASE = 0x5851F42D4C957F2D  # odd number, whose powers distinguish blocks
+_BLOCK = 1 << 20  # elements hashed at once: a whole tensor of wide integers may not fit in memory beside the tensor
 
 
 class EqualReplicas(Callback):
-    """Callback that compares what ranks hold of the same parameters, in the first steps and at each save.
+    """Callback that compares copies of parameters on different ranks, after the first three batches and at each save.
 
-    A parameter that differs ends the run, for whatever is saved is rank 0's. Buffers may differ: batch norms take
-    statistics of their rank's samples, and DDP broadcasts rank 0's before each forward pass. Others are named once.
+    A parameter that differs ends the run, because a checkpoint holds rank 0's copy. Buffers may differ: batch norms
+    take statistics of their rank's samples, and DDP broadcasts rank 0's before each forward pass. Other buffers that
+    differ are logged once.
     """
 
     def __init__(self) -> None:
@@ -154,7 +158,7 @@ class EqualReplicas(Callback):
         self._told_of_buffers = False
 
     def only_tell(self) -> None:
-        """Let a run go on whose parameters differ."""
+        """Let a run continue even if parameters differ."""
         self._ends_runs = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,7 +176,7 @@ class EqualReplicas(Callback):
         """Compare replicas. Collective.
 
         Raises:
-            UnequalReplicas: on every rank, for parameters that differ.
+            UnequalReplicas: parameters differ; raised on every rank.
         """
         strategy = trainer.strategy
         if trainer.world_size == 1 or not isinstance(strategy, PortableCheckpoints):
@@ -196,12 +200,12 @@ class EqualReplicas(Callback):
 
 
 def differing(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, list[int]]:
-    """Return the ranks whose copy of a tensor, or of the same shard of it, is not that of the first rank that has it,
-    by name. Collective.
+    """Return, by name, the ranks whose copy of a tensor or shard differs from the first rank's copy of the same shard.
+    Collective.
 
     Args:
-        tensors: the same names on each rank.
-        device: that ranks send from.
+        tensors: tensors by name, with the same names on each rank.
+        device: device for communication.
     """
     held = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) or _is_copied(tensor)}
     if not held:
@@ -232,7 +236,7 @@ def _is_copied(tensor: DTensor) -> bool:
 
 
 def _shard(tensor: Tensor) -> int:
-    """Return what two ranks have in common that hold the same shard."""
+    """Return a number that is equal on ranks with the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return 0
     boxes = [(tuple(box.offsets), tuple(box.sizes)) for box in tensor.__create_chunk_list__()]  # type: ignore[no-untyped-call]  # torch's
@@ -243,9 +247,9 @@ def _shard(tensor: Tensor) -> int:
 def _bits(tensor: Tensor, weights: Tensor) -> Tensor:
     """Return a hash of a tensor's elements and their order.
 
-    Elements are read as integers and summed with random weights, which wraps around. A plain sum is the same for many
-    tensors that differ: the biases of two classes mirror one another, and what is added to both takes as much from the
-    integer of one as it gives to the other's.
+    It reads elements as integers, and sums them with random weights, modulo 2⁶⁴. A plain sum is equal for many tensors
+    that differ: the biases of two classes mirror each other, so an equal change of both adds to the integer of one what
+    it subtracts from the other's.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -256,7 +260,7 @@ def _bits(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 def _weights(count: int) -> Tensor:
-    """Return the first weights of a sequence that each rank draws alike, odd so that they lose no bit."""
+    """Return the first weights of a random sequence that is equal on all ranks; odd, so that products lose no bits."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (count,), generator=torch.Generator().manual_seed(0))
     return 2 * drawn + 1
 
@@ -269,14 +273,18 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def _of_ranks(own: Tensor) -> Tensor:
-    """Return a tensor of all ranks, with one dimension before its own. Collective."""
+    """Return the stacked tensors of all ranks: (ranks, …). Collective."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     return torch.stack(gathered)
 
 
 def _others(ranks: list[list[int]]) -> dict[int, int]:
-    """Return the ranks whose sum is not that of the first rank with the same shard, and that rank."""
+    """Return the ranks whose hash differs from that of the first rank with the same shard, each with that first rank.
+
+    Args:
+        ranks: each rank's shard number and hash.
+    """
     first: dict[int, tuple[int, int]] = {}
     for rank, (shard, bits) in enumerate(ranks):
         first.setdefault(shard, (rank, bits))
@@ -284,11 +292,15 @@ def _others(ranks: list[list[int]]) -> dict[int, int]:
 
 
 def _is_near(own: list[float], other: list[float]) -> bool:
-    """Return whether a rank's sums are another rank's, but for rounding."""
+    """Return whether a rank's sums equal another rank's within rounding.
+
+    Args:
+        own, other: the sum of a tensor, and of its absolute values.
+    """
     return all(abs(one - there) <= _ROUNDING * other[1] for one, there in zip(own, other, strict=True))
 
 
 def _without_statistics(found: Mapping[str, list[int]], module: LightningModule) -> list[str]:
-    """Return the buffers that are no batch norm's."""
+    """Return the names that do not belong to a batch norm."""
     norms = {names.own_name(name) for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
     return [name for name in found if name.rpartition(".")[0] not in norms]

@@ -1,4 +1,4 @@
-"""What sharded strategies share: modules that know nothing of sharding, clipping over devices, and time-outs."""
+"""Base of sharded strategies, for modules without code for sharding, with clipping over devices and timeouts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lightswitch.strategies.writes import CarriesWrites
 
 
 class Sharded(CarriesWrites, ParallelStrategy):
-    """Base of sharded strategies; it comes before Lightning's among the bases of a class, which frees what it
-    gathers."""
+    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
 
     @abstractmethod
     def free_gathered(self) -> None:
-        """Free the parameters that are gathered.
+        """Free the gathered parameters.
 
-        Without a backward pass the root stays gathered, and with SHARD_GRAD_OP every unit; loading makes them stale.
+        Without a backward pass, the root stays gathered, and with SHARD_GRAD_OP every unit. Loading a checkpoint makes
+        gathered values stale.
         """
 
     def forget_forward(self) -> None:
@@ -45,16 +45,16 @@ class Sharded(CarriesWrites, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build on the CPU on rank 0, and on the meta device elsewhere, where values would be thrown away."""
+        """Build on the CPU on rank 0, and on the meta device on other ranks, whose values would be discarded."""
         with torch.device("cpu" if self.global_rank == 0 else "meta"):
             yield
 
     def prepared(self) -> nn.Module:
-        """Return the module before anything of it is sharded.
+        """Return the module, ready to be sharded.
 
         Raises:
-            Refused: it has a hook on a parameter's gradient, or keeps a tensor that can't be
-                broadcast.
+            Refused: the module has a hook on a parameter's gradient, or a tensor attribute that is neither parameter
+                nor buffer and has no values on ranks other than 0.
         """
         module = self.lightning_module
         assert module is not None
@@ -77,15 +77,15 @@ class Sharded(CarriesWrites, ParallelStrategy):
 
     @contextmanager
     def refusing_second_derivatives(self) -> Iterator[None]:
-        """Context of a step, in which no gradient may be taken that is to be differentiated itself.
+        """Context of a step that refuses second derivatives (`create_graph=True`).
 
-        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third one meets shards,
-        or loses a part of a gradient.
+        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
+        or loses part of a gradient.
 
         Raises:
-            Refused: the module takes one.
+            Refused: the module differentiates a gradient.
         """
-        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]  # of `backward` and of `grad`
+        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]  # called by `backward` and `grad`
 
         def run_once(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
             if create_graph:
@@ -106,7 +106,7 @@ class Sharded(CarriesWrites, ParallelStrategy):
         with self.outside_of_hooks():
             output = super().optimizer_step(optimizer, closure, *args, **kwargs)
             assert self.model is not None
-            # as under ddp: the statistics of a batch norm differ by what a rank has seen
+            # as under ddp: batch norm statistics depend on a rank's samples
             broadcast_in_place(self.model.buffers())
         return output
 
@@ -121,22 +121,22 @@ class Sharded(CarriesWrites, ParallelStrategy):
 
 
 def first_name(module: nn.Module) -> str:
-    """Return the name of a module's own class: `fully_shard` gives it another."""
+    """Return the name of a module's original class: `fully_shard` gives it another class."""
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def checkpoint_activations(unit: nn.Module) -> None:
-    """Compute a unit's activations again in the backward pass, instead of keeping them.
+    """Recompute a unit's activations in the backward pass, instead of storing them.
 
-    It happens inside of the hooks that gather the unit's parameters, which are there then.
+    The recomputation runs inside the hooks that gather the unit's parameters, so these are available.
     """
     patches.replace(unit, "forward", partial(checkpoint, unit.forward, use_reentrant=False))
 
 
 @contextmanager
 def in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
-    """Give parameters their full shapes, and no values, for `configure_optimizers`, which may group them by dimensions;
-    shards are flat."""
+    """Context in which parameters have their full shapes, without values: shards are flat, and `configure_optimizers`
+    may group parameters by their number of dimensions."""
     local = {parameter: parameter.data for parameter in shapes}
     for parameter, shape in shapes.items():
         parameter.data = parameter.data.new_zeros(()).expand(shape)
@@ -148,23 +148,23 @@ def in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
 
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
-    """Register hooks that average the gradients of parameters which every device holds whole, once they have any."""
+    """Register hooks that average the gradients of replicated parameters after each backward pass."""
     for parameter in parameters:
         if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
             is_trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # torch registers none else, and a callback may unfreeze it later
+            parameter.requires_grad_(True)  # torch needs it to register a hook; a callback may unfreeze it later
             parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
             parameter.requires_grad_(is_trained)
 
 
 def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the parameters of a unit that every device has to hold whole.
+    """Return the parameters of a unit that must be replicated on every device.
 
-    Scalars and empty ones can't be cut; complex ones, and those of another dtype than most of the unit, can't be
-    gathered with the others; a metric's network runs outside of the model's forward pass.
+    Scalars and empty parameters can't be sharded. Complex ones, and those of another dtype than most of the unit, can't
+    be gathered with the others. A metric's network runs outside the model's forward pass.
 
     Args:
-        others: parameters of units inside of it, and of any that are replicated already.
+        others: parameters to leave out: those of inner units, and those that are replicated already.
     """
     own = [parameter for parameter in unit.parameters() if parameter not in others]
     counts: Counter[torch.dtype] = Counter()
@@ -178,9 +178,10 @@ def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> s
 
 
 def average_gradient(parameter: Tensor) -> None:
-    """Average a parameter's gradient over all ranks: a hook after a backward pass. Collective.
+    """Average a parameter's gradient over all ranks, as a hook after a backward pass. Collective.
 
-    What earlier passes of the step have averaged is equal on all ranks, so that its mean is itself.
+    Gradients that earlier passes of the step have averaged are equal on all ranks, so another average leaves them
+    unchanged.
     """
     assert parameter.grad is not None
     dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
@@ -190,7 +191,7 @@ def average_gradient(parameter: Tensor) -> None:
 def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
     """Clip the gradients of an optimizer's parameters by their norm over all devices. Collective.
 
-    `torch.nn.utils.clip_grad_norm_` does the same for parameters of one device mesh alone.
+    `torch.nn.utils.clip_grad_norm_` supports only parameters on one device mesh.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     total = gradient_norm(parameters)
@@ -206,12 +207,12 @@ def clip_shards_by_norm(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Clip gradients of which some are sharded over a process group as plain tensors. Collective.
+    """Clip gradients, some of which are sharded over a process group as plain tensors. Collective.
 
     Args:
-        parameters: all that are clipped together.
-        sharded: those of which each rank of the group holds a part of the gradient; it holds others whole.
-        device: where the norm is summed, in double precision where the device has it.
+        parameters: parameters that are clipped together.
+        sharded: parameters whose gradients are sharded over the group; each rank holds other gradients whole.
+        device: device that sums the norm, in double precision if it supports that.
     """
     present = [parameter for parameter in parameters if parameter.grad is not None]
     squares = [
@@ -225,13 +226,13 @@ def clip_shards_by_norm(
 
 
 def set_timeouts(timeout: timedelta | None) -> None:
-    """Give a time-out to each process group that has its back-end's default.
+    """Set the timeout of each process group that has its backend's default.
 
-    Device meshes and DeepSpeed make groups without naming one. NCCL's default is 10 minutes, after which it ends the
-    ranks that wait, and not the one they wait for.
+    Device meshes and DeepSpeed create groups without a timeout. NCCL's default is 10 minutes, after which it ends the
+    ranks that wait, and not the rank that they wait for.
 
     Args:
-        timeout: None to leave them as they are.
+        timeout: None to change nothing.
     """
     if timeout is None:
         return
@@ -241,6 +242,6 @@ def set_timeouts(timeout: timedelta | None) -> None:
 
 
 def timeouts(group: ProcessGroup) -> list[timedelta]:
-    """Return the time-outs of a process group's back-ends, one for each kind of device."""
+    """Return the timeouts of a process group's backends, each once: kinds of devices may share a backend."""
     backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
     return [backend.options._timeout for backend in backends.values() if getattr(backend, "options", None)]

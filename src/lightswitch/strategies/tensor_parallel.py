@@ -1,4 +1,4 @@
-"""Data × tensor parallelism: layers cut by a plan that comes with the model, and each part sharded as under fsdp."""
+"""Data × tensor parallelism: layers split by a plan that comes with the model, and then sharded as under fsdp."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightswitch.strategies.fsdp import FSDP
 
 
 class TensorParallel(FSDP):
-    """Data × tensor parallelism: layers cut over groups of devices by a plan, and each part sharded as under fsdp.
+    """Data × tensor parallelism: layers split over groups of devices by a plan, and then sharded as under fsdp.
 
-    The devices of a group draw the same random numbers, so that what they hold alike stays alike; dropout inside of
-    a cut layer therefore drops the same units of each part.
+    The devices of a group draw the same random numbers, so that replicated values stay equal; dropout inside a split
+    layer therefore drops the same elements of each shard.
 
     Args:
-        tensor_parallel_size: devices that hold a layer together and read the same samples; best within a node.
-        plans: by the model's class name, the dotted path of a function of the model and the size that returns torch's
-            parallel styles by the paths of modules, in which `*` stands for anything.
-        options: of FSDP.
+        tensor_parallel_size: number of devices that share a layer and read the same samples; best within a node.
+        plans: by the model's class name, the dotted path of a function; it takes the model and
+            ``tensor_parallel_size``, and returns torch's parallel styles by module path, in which `*` matches anything.
+        options: arguments of FSDP.
     """
 
     def __init__(self, tensor_parallel_size: int, plans: dict[str, str], **options: Any) -> None:
@@ -36,10 +36,10 @@ class TensorParallel(FSDP):
         self._styles: dict[nn.Module, ParallelStyle] = {}
 
     def prepared(self) -> nn.Module:
-        """Return the module with the styles of its layers looked up, before anything of it is cut.
+        """Return the module, ready to be split, and look up the styles of its layers.
 
         Raises:
-            Refused: there is no plan for it, or the plan fits none of its modules.
+            Refused: there is no plan for the module, or the plan matches none of its submodules.
         """
         model = super().prepared()
         plan = self._plan(model)
@@ -56,7 +56,7 @@ class TensorParallel(FSDP):
         data_parallel = self._data_parallel_mesh
         group = (data_parallel if data_parallel.ndim == 1 else data_parallel._flatten()).get_group()
         for module in model.modules():
-            if isinstance(module, Metric):  # the devices of a group have seen the same samples: they count once
+            if isinstance(module, Metric):  # the devices of a group read the same samples: count them once
                 patches.replace(module, "process_group", group)
         return model
 
@@ -79,5 +79,5 @@ class TensorParallel(FSDP):
     def _cut(self, layer: nn.Module, style: ParallelStyle) -> None:
         trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
         parallelize_module(layer, self.device_mesh["tensor_parallel"], style)
-        for name, parameter in layer.named_parameters():  # styles make new ones, which some let train
+        for name, parameter in layer.named_parameters():  # styles make new ones, and some make them trainable
             parameter.requires_grad_(trained[name])

@@ -1,4 +1,4 @@
-"""Which parameters are trained, as some are frozen while a run goes on, and which took no part in a loss."""
+"""Records of the parameters that are trained, which may change during a run, and of those without a gradient."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from lightswitch.errors import Refused, listed
 
 
 class Trained:
-    """Record of the parameters of a module that are trained.
+    """Record of which parameters of a module are trained.
+
+    It tracks `requires_grad`; under FSDP2, that of the unsharded parameter while it stands in, because hooks set it
+    there.
 
     Args:
-        module: with all its parameters. Where FSDP2 has put a gathered one in the place of a parameter, a hook freezes
-            that, and it is looked at.
+        module: module with all its parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,9 +37,9 @@ class Trained:
         self._are_trained = self._now()
 
     def changes(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name that are trained and were not at the last call, or the other way round.
+        """Return, by name, the parameters that were frozen or unfrozen since the last call.
 
-        The first call is compared with when the record was made.
+        The first call compares with the construction of the record.
         """
         before, self._are_trained = self._are_trained, self._now()
         if self._are_trained == before:
@@ -48,10 +50,10 @@ class Trained:
         }
 
     def refuse_none(self, module: LightningModule) -> None:
-        """Check that something is trained, where a strategy is made anew.
+        """Check that some parameter is trained, before a strategy is set up again.
 
         Raises:
-            Refused: nothing is.
+            Refused: all parameters are frozen.
         """
         if not any(self._are_trained):
             raise Refused(
@@ -60,12 +62,12 @@ class Trained:
             )
 
     def refuse_changes(self, module: LightningModule) -> None:
-        """Check, in a training step, that what is trained is still what the strategy was made for.
+        """Check, in a training step, that the trained parameters have not changed since the step began.
 
-        A module that optimizes by hand freezes what the optimizer at work does not step (`toggle_optimizer`).
+        Under manual optimization there is no check: `toggle_optimizer` freezes the parameters of other optimizers.
 
         Raises:
-            Refused: it is not.
+            Refused: the step has frozen or unfrozen a parameter.
         """
         if module.automatic_optimization and (changed := self.changes()):
             raise Refused(
@@ -79,24 +81,24 @@ class Trained:
     def _there(self) -> Iterator[nn.Parameter]:
         for parameters, key, parameter in self._places.values():
             there = parameters.get(key)
-            yield there if isinstance(there, nn.Parameter) else parameter  # FSDP1 puts views there
+            yield there if isinstance(there, nn.Parameter) else parameter  # FSDP1 puts plain views there
 
 
 class WatchedForward(_ForwardRedirection):
-    """Way of a training step through a wrapper's forward pass, at the end of which parameters are still gathered.
+    """Redirection of a step through a wrapper's forward pass, with a check before the wrapper frees parameters.
 
     Args:
-        trained: before the step.
+        trained: record of the parameters that were trained before the step.
     """
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
 
     def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        """Check what is trained.
+        """Check, in training, that the step has not changed the trained parameters.
 
         Raises:
-            Refused: others than before the step.
+            Refused: it has frozen or unfrozen a parameter.
         """
         if original_module.trainer.training:
             self._trained.refuse_changes(original_module)
@@ -106,12 +108,13 @@ class Unused:
     """Record of the parameters that took no part in the loss of a step, on any rank.
 
     Args:
-        parameters: by name. What is frozen now is left out, also if it is trained later.
-        timeout_seconds: to wait for a rank, whose backward pass may take longer.
-        key: the same on all ranks, and another for each fit, which must not read this one's keys in the store.
+        parameters: parameters by name; those that are frozen now are ignored, even if they are trained later.
+        timeout_seconds: how long to wait for a rank, whose backward pass may take longer than this rank's.
+        key: prefix of keys in the store, equal on all ranks, and different for each fit so that fits do not read each
+            other's keys.
 
     Attributes:
-        world_size: ranks that contribute.
+        world_size: number of ranks that contribute.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float, key: str) -> None:
@@ -123,13 +126,13 @@ class Unused:
         self._store = PrefixStore(f"unused/{key}", _get_default_store())
 
     def mark_used(self, parameter: Tensor) -> None:
-        """Note a parameter that has a gradient: a hook of its gradient."""
+        """Record that a parameter has a gradient, as a hook on its gradient."""
         self._used.add(parameter)
 
     def of_step(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name that no rank has used since the last call, to which every rank contributes.
+        """Return, by name, the parameters that no rank has used since the last call. Every rank must call it.
 
-        Ranks tell each other by way of the store where they met: one that has used all parameters does not wait.
+        Ranks exchange names through the rendezvous store. A rank that has used all its parameters does not wait.
         """
         here = {name for name, p in self._parameters.items() if p.requires_grad and p not in self._used}
         self._used.clear()
@@ -144,4 +147,4 @@ class Unused:
     def _tell(self, here: set[str]) -> None:
         self._step += 1
         self._store.set(f"{self._step}/{dist.get_rank()}", json.dumps(sorted(here)))
-        self._store.delete_key(f"{self._step - 2}/{dist.get_rank()}")  # no rank is so far behind
+        self._store.delete_key(f"{self._step - 2}/{dist.get_rank()}")  # no rank is that far behind

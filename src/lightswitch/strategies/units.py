@@ -1,4 +1,4 @@
-"""Units of a model, its repeated blocks or modules that are named: sharded, compiled or computed in 8 bits as one."""
+"""Units of a model (its repeated blocks, or named modules), each sharded, compiled or converted to 8 bits as one."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
     """Return the units of a model by path, outer before inner.
 
     Args:
-        named: class names (``Block``) or paths (``encoder.layers.*``). None: the children of a container that are of
-            one class, that is, the blocks of a transformer or the stages of a convolutional network.
+        named: class names (``Block``) or paths (``encoder.layers.*``). None: the children of a container that have the
+            same class, such as the blocks of a transformer or the stages of a convolutional network.
 
     Raises:
-        Refused: a name that fits nothing, or a unit that shares parameters with the rest of the model.
+        Refused: a name matches no module, or a unit shares parameters with the rest of the model.
     """
     if named is None:
-        first = {unit: path for path, unit in reversed([*_repeated(model)])}  # a unit may have other paths beside it
+        first = {unit: path for path, unit in reversed([*_repeated(model)])}  # a unit may have several paths
         return {path: unit for path, unit in _repeated(model) if first[unit] == path and _is_separable(model, unit)}
     found = {path: module for path, module in model.named_modules() if path and _fits(path, module, named)}
     for name in named:
@@ -50,8 +50,10 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
 
 
 def called_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules below a model that have a forward pass, and parameters that no other module shares:
-    what a training step calls, where it steps between calls."""
+    """Return the outermost submodules that have a forward pass, and parameters that no other module shares.
+
+    Under manual optimization, a training step calls these, and steps the optimizer between calls.
+    """
     parts = []
     for child in model.children():
         if _has_forward(child) and _is_separable(model, child) and any(True for _ in child.parameters()):
@@ -77,17 +79,18 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward pass to hook onto, which a mere list of modules has not."""
+    """Return whether a module has a forward pass to register hooks on; a ModuleList has none."""
     return type(module).forward is not nn.Module.forward
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Return whether a module has a matrix; a norm's few numbers are not worth a collective of their own."""
+    """Return whether a module has a matrix; the few numbers of a norm are not worth a separate collective."""
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _is_separable(model: nn.Module, unit: nn.Module) -> bool:
-    """Return whether a unit shares no parameter with other modules; tied ones are gathered by a module around both."""
+    """Return whether a unit shares no parameter with modules outside it; tied parameters are gathered by a module that
+    contains both."""
     inside, everywhere = _held(unit), _held(model)
     return all(everywhere[parameter] == times for parameter, times in inside.items())
 
@@ -105,24 +108,24 @@ def _classes(model: nn.Module) -> str:
     return f"its classes are {', '.join(classes)}"
 
 
-_EXPECTED = 4  # of a function: without gradients, in inference mode, for a smaller last batch, and for any batch
+_EXPECTED = 4  # recompilations of a function: no gradients, inference mode, a smaller last batch, any batch size
 
 
 class Compilation(Callback):
-    """Callback that compiles a model once it is built, and before a strategy shards it.
+    """Callback that compiles a model after it is built, and before a strategy shards it.
 
-    Random numbers are drawn as without it, so that it changes a run by rounding alone.
+    Random numbers are the same as without compilation, so a compiled run differs only by rounding.
 
     Args:
         scope: units, the model's repeated blocks, which share one compilation, and its losses; or whole, the training
             step as one, in which case evaluation is not compiled.
-        units: class names or paths, in place of the repeated blocks and losses.
-        backend: of torch.compile.
-        mode: of its backend inductor.
-        dynamic: compile for any shape at once; None, only for shapes that turn out to change.
+        units: class names or paths to compile instead of the repeated blocks and losses.
+        backend: backend of torch.compile.
+        mode: mode of the backend inductor.
+        dynamic: compile for any shape at once; None to do so only for shapes that change.
 
     Raises:
-        ValueError: torch knows no such backend.
+        ValueError: torch has no backend of this name.
     """
 
     def __init__(
@@ -162,10 +165,10 @@ class Compilation(Callback):
         self._begin_generation()
 
     def _begin_generation(self) -> None:
-        """Let CUDA graphs use the memory again of what they have returned so far: activations, and gradients as well.
+        """Let CUDA graphs reuse the memory of the tensors that they have returned: activations and gradients.
 
-        Between two micro batches of a step, these are still needed. Where nothing is said, torch takes each call of a
-        compiled unit for such a beginning, also where it reads what the unit before has returned.
+        Between micro-batches of a step, these are still needed. Without this mark, torch treats each call of a compiled
+        unit as the beginning of a generation, even if the unit reads the output of the previous one.
         """
         if self.mode in ("reduce-overhead", "max-autotune"):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
@@ -177,7 +180,7 @@ class Compilation(Callback):
             _check_gathered(units)
         if units and self.units is None:
             units |= _losses(model)
-        if units:  # as one, the training step is cut, so that gradients are sent while others are computed
+        if units:  # units need no split for DDP; a whole training step is split, so that communication overlaps
             patches.replace(torch._dynamo.config, "optimize_ddp", False)
         for unit in units.values():
             patches.replace(unit, "forward", CompiledForward(unit, self._arguments))
@@ -193,15 +196,15 @@ class Compilation(Callback):
         if self.backend == "inductor":
             from torch._inductor import list_mode_options
 
-            # by its own generator, dropout would drop other units than without compilation
+            # with inductor's random generator, dropout would drop other elements than without compilation
             arguments["options"] = {**list_mode_options(self.mode, self.dynamic), "fallback_random": True}
         return arguments
 
 
 class CompiledForward:
-    """The compiled forward pass of a module, whose hooks run outside of it: some gather parameters.
+    """Compiled forward method of a module; the module's hooks, some of which gather parameters, run outside it.
 
-    A copy of the module has the class's own.
+    A copy of the module has the uncompiled method of its class.
     """
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -216,10 +219,10 @@ class CompiledForward:
 
 
 def _check_gathered(units: Mapping[str, nn.Module]) -> None:
-    """Check that units hold their parameters in parts of theirs, where DeepSpeed's stage 3 gathers them in time.
+    """Check that units hold their parameters in submodules, for which DeepSpeed's stage 3 gathers them in time.
 
     Raises:
-        Refused: one holds some itself; its backward pass would find them empty.
+        Refused: a unit has direct parameters, which its backward pass would find empty.
     """
     own = [path for path, unit in units.items() if any(True for _ in unit.parameters(recurse=False))]
     if own:
@@ -231,13 +234,15 @@ def _check_gathered(units: Mapping[str, nn.Module]) -> None:
 
 
 def _losses(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that are losses, as `nn.CrossEntropyLoss()`: in eager mode, that of a language model reads and
-    writes its logits ten times."""
+    """Return the modules that are losses, such as `nn.CrossEntropyLoss()`.
+
+    In eager mode, the loss of a language model reads and writes its logits ten times.
+    """
     return {path: module for path, module in model.named_modules() if isinstance(module, nn.modules.loss._Loss)}
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is a unit that is compiled."""
+    """Return whether a module is a compiled unit."""
     return isinstance(vars(module).get("forward"), CompiledForward)
 
 
@@ -247,20 +252,20 @@ def _described(units: Iterable[nn.Module]) -> str:
 
 
 def tell_recompilations() -> None:
-    """Log each recompilation of a function after the first few, from now on.
+    """Log each recompilation of a function beyond the expected ones, from now on.
 
-    Where TORCH_LOGS is set, torch logs what that asks for, and nothing else.
+    If TORCH_LOGS is set, do nothing: torch then logs only what that variable selects.
     """
     if "TORCH_LOGS" in os.environ:
         return
     torch_logs.set_logs(recompiles=True)
     logger = torch_logs.getArtifactLogger("torch._dynamo.guards", "recompiles")
-    logger.propagate = False  # torch's own handler prints each, the expected ones among them
+    logger.propagate = False  # torch's handler prints each, including the expected ones
     logger.addHandler(_Recompilations())
 
 
 class _Recompilations(logging.Handler):
-    """Handler of torch's records of recompilations: `Recompiling function NAME in FILE:LINE`, and a reason a line."""
+    """Handler of torch's recompilation records: `Recompiling function NAME in FILE:LINE`, then one reason a line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,18 +284,19 @@ class _Recompilations(logging.Handler):
 
 
 _WITH_FLOAT8 = (8, 9)  # compute capability of Ada
-_MULTIPLE = 16  # of both sizes of a matrix, for cuBLAS
+_MULTIPLE = 16  # cuBLAS needs both sizes of a matrix to be multiples of it
 _STRATEGIES = ("Single", "DDP", "FSDP")
 
 
 class Float8(Callback):
-    """Callback that lets the linear layers of a model's units multiply in 8 bits; weights stay as they are, and so do
-    their names. It rounds more than bfloat16 does, and gains from about 7 billion parameters on, where units are
-    compiled.
+    """Callback that lets the linear layers of a model's units multiply in 8 bits.
+
+    Weights and their names do not change. It rounds more than bfloat16 does, and is faster from about 7 billion
+    parameters on, if units are compiled.
 
     Args:
-        recipe: of torchao: one scale for a tensor, the fastest; for each row; or for each row, with the gradient of
-            weights in 16 bits, the closest to bfloat16.
+        recipe: torchao's recipe: one scale for a tensor, the fastest; one for each row; or one for each row, with the
+            gradient of weights in 16 bits, the closest to bfloat16.
     """
 
     def __init__(self, recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise") -> None:
@@ -320,7 +326,7 @@ class Float8(Callback):
 
 
 def is_fitting(layer: nn.Module) -> bool:
-    """Return whether a layer is one of a matrix that kernels for 8 bits take."""
+    """Return whether a layer is linear, with a matrix that 8-bit kernels support."""
     if not isinstance(layer, nn.Linear):
         return False
     return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
@@ -330,7 +336,7 @@ def _check(trainer: Trainer) -> None:
     """Check that this run can multiply in 8 bits.
 
     Raises:
-        Refused: the package, the GPU, the precision or the strategy is not one for it.
+        Refused: torchao is not installed, or the GPU, the precision or the strategy does not support it.
     """
     off = "leave out callbacks.float8"
     device, strategy = trainer.strategy.root_device, type(trainer.strategy).__name__

@@ -1,8 +1,8 @@
-"""Writes to weights outside of the optimizer, by hooks and within training steps, and what strategies make of them.
+"""Writes to weights outside the optimizer, in hooks and training steps, under every strategy.
 
-A momentum encoder, an average by hand, clipped weights, weights that are set from the first batch: in one process a
-write to a parameter is a write. A strategy that computes with another copy of the weights than it steps has to bring it
-there, and replicas that are written to from shares of a batch have to agree.
+Examples are a momentum encoder, an average by hand, clipped weights, and weights set from the first batch. In one
+process, a write changes the parameter that the optimizer steps. A strategy that computes with a copy of that parameter
+has to carry the write over, and replicas have to agree if each rank wrote from its share of the batch.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from lightswitch.strategies.replicas import broadcast_in_place
 
 log = logging.getLogger(__name__)
 
-_FIRST, EVERY = 3, 128  # training steps that are looked at, beside those before a save: a look reads every weight
+_FIRST, EVERY = 3, 128  # examine the first 3 steps, one in 128, and those before a save: each look reads every weight
 
 
 class CarriesWrites(Strategy):
-    """Base of strategies that carry writes of hooks to the weights that they step; it comes before Lightning's."""
+    """Base of strategies that carry writes over to the weights that they step; list it before Lightning's strategy."""
 
-    loses_late_writes = True  # of training steps that are not looked at, as they compute with copies
-    _around: tuple[str, ExitStack] | None = None  # the hook that runs
+    loses_late_writes = True  # computes with copies of weights, so writes of unexamined training steps are lost
+    _around: tuple[str, ExitStack] | None = None  # the current hook and its context
 
     @cached_property
     def looks(self) -> Looks:
-        """Looks at training steps."""
+        """Record of the training steps that are examined for writes."""
         return Looks()
 
     def asks_for_look(self) -> bool:
-        """Have the next step looked at where the last one was not, and return whether a save has to wait for it."""
+        """Return whether a save has to wait for the next step to be examined, and request that examination if so."""
         if self.loses_late_writes and self.looks.is_unseen:
             self.looks.ask()
             return True
         return False
 
     def forget_forward(self) -> None:
-        """Make ready for another forward pass in place of the last one, whose backward pass does not come."""
+        """Prepare for a forward pass that replaces the last one, which no backward pass follows."""
 
     def at_hand(self, hook: str) -> AbstractContextManager[None]:
-        """Return a context in which a hook finds whole weights, and after which what it wrote is carried.
+        """Return a context that gives a hook access to whole weights, and carries over its writes at the end.
 
         Args:
-            hook: in words, as on_train_batch_end of MyModel.
+            hook: description of the hook, such as "on_train_batch_end of MyModel".
         """
         return nullcontext()
 
     @contextmanager
     def around_hook(self, hook: str) -> Iterator[None]:
-        """Context in which a hook of the user's runs; of hooks within one another, the outer one's."""
+        """Context in which a user's hook runs; nested hooks use the outer hook's context."""
         if self._around is not None:
             yield
             return
@@ -71,13 +71,14 @@ class CarriesWrites(Strategy):
 
     @contextmanager
     def outside_of_hooks(self) -> Iterator[None]:
-        """Context of what a hook leaves to the strategy: an `optimizer_step` of the module calls for a whole step."""
+        """Context of strategy code that a hook calls, such as the step in a module's `optimizer_step`: it suspends the
+        hook's context."""
         if self._around is None:
             yield
             return
         (hook, stack), self._around = self._around, None
         stack.close()
-        yield  # after an error the run ends
+        yield  # no try/finally: an error ends the run
         hook = hook if hook.endswith(_AFTER) else hook + _AFTER
         stack.enter_context(self.at_hand(hook))
         self._around = hook, stack
@@ -87,19 +88,19 @@ _AFTER = ", after the step"
 
 
 class Looks:
-    """Record of the training steps that are looked at, and of what was found in them.
+    """Record of the training steps that are examined for writes to weights, and of the writes found.
 
-    The first steps are, those that a save may follow, and a few others: what begins to be written later is found, and
-    refused before it is saved.
+    A look is the examination of one step. The first steps, those that a save may follow, and a few others are examined:
+    so writes that begin later are found, and refused before they are saved.
 
     Attributes:
-        is_at_work: within a training step.
-        is_due: the training step at work, or else the last, is looked at.
-        is_first: and it is one of the first.
-        written: names of parameters that the last look found to be written within a training step.
-        shared: those of them that ranks have written otherwise, each from its share of a batch.
-        known: names that any look has found.
-        are_set_from_shares: the first steps have found `shared` in the last one, and not before.
+        is_at_work: a training step is running.
+        is_due: the running step, or else the last one, is examined.
+        is_first: the step is examined and one of the first.
+        written: names of the parameters that the last examined step wrote.
+        shared: those of them that differ between ranks, because each rank wrote them from its share of the batch.
+        known: names that any examined step wrote.
+        are_set_from_shares: the last step is one of the first, and wrote new `shared` parameters.
     """
 
     def __init__(self) -> None:
@@ -113,20 +114,20 @@ class Looks:
 
     @property
     def is_before_first(self) -> bool:
-        """Whether one of the first steps comes next, and has values, as one that is planned has not."""
+        """Whether the next step is one of the first and has values, which a simulated step does not have."""
         return self._steps < _FIRST and detect_fake_mode() is None
 
     @property
     def is_unseen(self) -> bool:
-        """Whether the last training step was not looked at."""
+        """Whether the last training step was not examined."""
         return self._steps > 0 and not self.is_due
 
     def ask(self) -> None:
-        """Have the next training step looked at, as what it leaves may be saved."""
+        """Request that the next training step is examined, because a save may follow it."""
         self._is_asked = True
 
     def forget_step(self) -> None:
-        """Count the last step out: it is made again."""
+        """Do not count the last step, which is repeated."""
         self._steps -= 1
 
     @contextmanager
@@ -135,7 +136,7 @@ class Looks:
         self._steps += 1
         self.are_set_from_shares = False
         self.is_due, self._is_asked = self._is_asked or self._steps <= _FIRST or self._steps % EVERY == 0, False
-        if self.is_due and detect_fake_mode() is not None:  # a step that is planned has no values
+        if self.is_due and detect_fake_mode() is not None:  # a simulated step has no values
             self.is_due = False
         self.is_first = self.is_due and self._steps <= _FIRST
         if self.is_due:
@@ -147,10 +148,10 @@ class Looks:
             self.is_at_work = False
 
     def found(self, written: set[str], shared: set[str]) -> None:
-        """Note what a look has found.
+        """Record the parameters that an examined step wrote.
 
         Raises:
-            Refused: a later look finds what the first did not: what was written since is lost.
+            Refused: a later step wrote parameters that the first steps did not: writes in between are lost.
         """
         self.refuse_late(written)
         new = sorted(shared - self.known)
@@ -165,10 +166,10 @@ class Looks:
         self.shared |= shared
 
     def refuse_late(self, written: set[str]) -> None:
-        """Check that parameters were written within a training step in the first ones, too.
+        """Check that the first steps wrote these parameters, too.
 
         Raises:
-            Refused: one was not.
+            Refused: they did not write one of them.
         """
         if self._steps > _FIRST and (late := sorted(written - self.known)):
             raise Refused(
@@ -178,7 +179,7 @@ class Looks:
 
 
 def share(parameters: Mapping[str, Tensor]) -> set[str]:
-    """Give all ranks rank 0's values of tensors that differ, and return the names of these. Collective."""
+    """Overwrite tensors that differ between ranks with rank 0's, and return their names. Collective."""
     if not parameters or not dist.is_initialized() or dist.get_world_size() == 1:
         return set()
     digests = torch.stack([_digest(tensor) for tensor in parameters.values()])  # (tensors, 2)
@@ -191,7 +192,7 @@ def share(parameters: Mapping[str, Tensor]) -> set[str]:
 
 
 def take_rank_0s(parameters: Iterable[Tensor]) -> None:
-    """Overwrite parameters by rank 0's, of which autograd, that may keep them for a backward pass, takes no notice.
+    """Overwrite parameters with rank 0's, unnoticed by autograd, which may have saved them for a backward pass.
     Collective."""
     broadcast_in_place(parameter.data for parameter in parameters)
 
@@ -207,10 +208,11 @@ def _digest(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def carried(written: Tensor, kept: Tensor) -> Tensor:
-    """Copy into what is kept those elements that were changed in a copy of it, and return whether there are any.
+    """Copy changed elements of a copy back to the original, and return whether there are any, as a scalar tensor.
 
     Args:
-        written: a copy of `kept`, maybe of fewer bits, which lose no change this way.
+        written: a copy of `kept`, possibly in lower precision: elements that did not change keep their precision.
+        kept: the original.
     """
     own = written.to(kept.device)
     same = kept.to(own.dtype) == own

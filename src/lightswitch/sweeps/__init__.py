@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one command, each with processes and a directory of its own."""
+"""Sweeps: many runs from one command, each with its own processes and directory."""

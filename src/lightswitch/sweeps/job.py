@@ -1,4 +1,4 @@
-"""One job of a sweep: an ordinary run, in a session of processes of its own."""
+"""Run one job of a sweep: an ordinary run in its own process session."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
-_ENOUGH = 3  # interrupts: the first two are for the run, to save, and to end without saving
+_ENOUGH = 3  # interrupts until SIGKILL; the run saves at the first and ends without saving at the second
 _LOOK_EVERY_SECONDS = 1
 _GRACE_SECONDS = 10
 
 
 def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None:
-    """Run one job: Hydra calls this for each, in this process or in each task of a cluster's job.
+    """Run one job. Hydra calls this for each job, in this process or in each task of a cluster job.
 
     Args:
-        typed: the sweep's script and arguments; those of this process differ in a cluster's job.
+        typed: script and arguments of the sweep; those of this process differ in a cluster job.
 
     Returns:
-        The objective, for Optuna; None if the job failed or logged none. The sweep goes on in either case.
+        The objective, for Optuna; None if the job failed or did not log it. The sweep continues in either case.
 
     Raises:
-        RefusedRequest: the directory is another job's, whose checkpoints must not become this one's.
-        SystemExit: a signal has ended the job before it was done; it ends the sweep, too.
+        RefusedRequest: the directory belongs to another job, whose checkpoints this job must not reuse.
+        SystemExit: a signal stopped the job, or any signal but the notice of a time limit arrived; this ends the sweep.
     """
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
@@ -65,7 +65,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
-    own.append(f"hydra.job.num={job.number}")  # tells the run that it is a job
+    own.append(f"hydra.job.num={job.number}")  # the run detects by this that it is a job
     if placement.rank == 0:
         record.write(job, folder)
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
@@ -74,7 +74,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
 
 
 def _start() -> str:
-    """Return a text that all tasks of one start of a cluster's job share, and no other start has."""
+    """Return an id of the current start of a cluster job, equal in all its tasks and different in every other start."""
     return ".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
 
 
@@ -93,14 +93,14 @@ def _run(
         job = replace(job, state=FAILED, error=_read(failure) or _how(ended.exit_code))
     failure.unlink(missing_ok=True)
     value = _end(job, folder, placement.rank)
-    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # notice of a time limit ends only the job
+    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # a time-limit notice ends only the job
         code = ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0])
         raise SystemExit(code)
     return value
 
 
 def failure_file(folder: Path, placement: Placement) -> Path:
-    """Return the file to which a job's process writes its failure; each task of a cluster's job has its own."""
+    """Return the file to which a job's process writes its failure, one for each task of a cluster job."""
     return folder / f"failure_{placement.rank}.txt"
 
 
@@ -109,7 +109,7 @@ def _read(failure: Path) -> str | None:
 
 
 def _failure_elsewhere(job: Record, folder: Path, has_tasks: bool) -> Callable[[], bool]:
-    """Return a function that tells whether another task of the job has failed, which this one would wait for."""
+    """Return a function that returns whether another task of the job has failed, for which this task would wait."""
 
     def failed() -> bool:
         there = record.read(folder) if has_tasks else None
@@ -123,7 +123,7 @@ def _how(exit_code: int) -> str:
 
 
 def _end(job: Record, folder: Path, rank: int) -> float | None:
-    """Write the job's record, by its first task or by one that failed, and return the objective for Optuna."""
+    """Write the job's record if this task is the first one or failed, and return the objective for Optuna."""
     if rank == 0 or job.state == FAILED:
         record.write(job, folder)
     number = job.objective
@@ -132,11 +132,11 @@ def _end(job: Record, folder: Path, rank: int) -> float | None:
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """The end of a job's process.
+    """How a job's process ended.
 
     Args:
-        exit_code: of a process that a signal has killed, the negative of its number.
-        signals: those received while it ran.
+        exit_code: exit code; the negative signal number if a signal killed the process.
+        signals: signals received while it ran.
     """
 
     exit_code: int
@@ -144,12 +144,12 @@ class ProcessEnd:
 
 
 def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -> ProcessEnd:
-    """Run a command in a session of its own, so that no process of it is left when it has ended.
+    """Run a command in a new session, and kill any processes that it leaves behind.
 
-    Slurm and the terminal signal only this process, which passes their signals on.
+    Slurm and the terminal signal only this process, which forwards the signals.
 
     Args:
-        is_lost: returns whether the command can no longer succeed and is to be ended; called every second.
+        is_lost: returns whether the command can no longer succeed and must be killed; called every second.
     """
     with _started(command, cwd) as (child, signals):
         exit_code = _wait(child, is_lost)
@@ -159,7 +159,7 @@ def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -
 
 @contextlib.contextmanager
 def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
-    """Start the command, and pass on SIGINT to all of its processes, as a terminal does, other signals to the first."""
+    """Start the command; forward SIGINT to all of its processes, as a terminal does, and other signals to the first."""
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -169,9 +169,9 @@ def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[b
         else:
             _signal_all(child, signal.SIGKILL if received.count(number) >= _ENOUGH else number)
 
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits it, and unblocks what it handles
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits the mask and unblocks what it handles
     child = subprocess.Popen(command, cwd=cwd, start_new_session=True)
-    wakeup = signal.set_wakeup_fd(-1)  # its reader would end this process before its child
+    wakeup = signal.set_wakeup_fd(-1)  # else its reader would end this process before its child
     before = {number: signal.signal(number, pass_on) for number in (*CAUGHT, signal.SIGHUP)}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:

@@ -1,4 +1,4 @@
-"""A sweep: many runs from one command, each with processes and a directory of its own."""
+"""Check and run a sweep: many runs from one command, each with its own processes and directory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from lightswitch.process import Process
 from lightswitch.runs import claim, finished
 from lightswitch.sweeps import record
 
-_SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # whose jobs are what was typed and hydra.sweeper.params
-_SAMPLES = ("search_space", "custom_search_space")  # of OptunaSweeper, beside those
+_SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # they take jobs from the command line and hydra.sweeper.params
+_SAMPLES = ("search_space", "custom_search_space")  # other sources of jobs in OptunaSweeper
 
 Compose = Callable[[list[str]], DictConfig]
 
@@ -45,11 +45,11 @@ def run(
     """Run the jobs of a sweep, then print their table.
 
     Args:
-        walk: Hydra's own `multirun`, of overrides.
-        of_jobs: yields what is printed below the table, from the sweep's config and folder.
+        walk: Hydra's original `multirun`, called with the overrides.
+        of_jobs: yields the text to print below the table, given the sweep's config and folder.
 
     Raises:
-        RefusedRequest: the sweep, or each of its jobs, has problems.
+        RefusedRequest: the sweep has problems, or all its jobs share some.
         SystemExit: with code 1 if a job failed.
     """
     cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
@@ -74,10 +74,10 @@ def run(
 
 
 def _check(cfg: DictConfig, compose: Compose) -> None:
-    """Check what is wrong with a sweep as such, then with all its jobs.
+    """Check the sweep, then the problems that all its jobs share.
 
     Raises:
-        RefusedRequest: with all problems found.
+        RefusedRequest: problems were found; it lists all of them.
     """
     if problems := list(_problems(cfg)):
         raise RefusedRequest(problems)
@@ -87,10 +87,10 @@ def _check(cfg: DictConfig, compose: Compose) -> None:
 
 
 def _claimed(cfg: DictConfig, process: Process) -> Path:
-    """Return the sweep's folder, which no other start of it uses until this process ends.
+    """Lock the sweep's folder until this process ends, and return it.
 
     Raises:
-        RefusedRequest: another process has it.
+        RefusedRequest: another process holds the lock.
     """
     folder = Path(str(cfg.hydra.sweep.dir)).absolute()
     try:
@@ -101,10 +101,13 @@ def _claimed(cfg: DictConfig, process: Process) -> Path:
 
 
 def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
-    """Run the jobs of a sweep; where a signal ends it, those that it has submitted to a cluster are cancelled.
+    """Run the jobs of a sweep; if a signal ends the sweep, cancel the jobs that it has submitted to a cluster.
 
     Args:
-        walk: Hydra's own `multirun`.
+        walk: Hydra's original `multirun`.
+
+    Raises:
+        RefusedRequest: sbatch rejects a job.
     """
     submitted_before = _submitted(folder)
     try:
@@ -112,14 +115,14 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
     except (KeyboardInterrupt, SystemExit):
         _cancel(_submitted(folder) - submitted_before)
         raise
-    except (HydraException, RefusedRequest):  # a problem of what was typed
+    except (HydraException, RefusedRequest):  # invalid overrides or config
         raise
     except Exception as error:
         if isinstance(cause := error.__cause__, subprocess.CalledProcessError) and "sbatch" in cause.cmd:
             raise RefusedRequest([f"sbatch takes no job: {' '.join(str(error).split())}"]) from error
         if not any(job.has_failed for job in record.read_all(folder)):
             raise
-        print(f"the sweep ended early: {str(error).splitlines()[0]}")  # as when Optuna has no finished trial
+        print(f"the sweep ended early: {str(error).splitlines()[0]}")  # for example, Optuna has no finished trial
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
@@ -145,7 +148,7 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
 
 
 def _submitted(folder: Path) -> set[str]:
-    """Return the ids of jobs submitted to a cluster, from the folder that submitit keeps."""
+    """Return the ids of jobs submitted to a cluster, from submitit's folder."""
     return {path.name.partition("_")[0] for path in folder.glob(".submitit/[0-9]*")}
 
 
@@ -155,14 +158,14 @@ def _cancel(job_ids: set[str]) -> None:
 
 
 def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
-    """Return the problems that all jobs of a sweep have.
+    """Return the problems that all jobs of a sweep have in common.
 
-    They are looked for in as few jobs as that takes: the first of all values, and, while it has problems that the
-    others had too, one with each other value. Where a job can't be composed the sweep itself tells so.
+    As few jobs as possible are checked: first the job with the first value of each key, then, while common problems
+    remain, one job for each other value. If a job can't be composed, return no problems: the sweep itself reports that.
 
     Args:
-        cfg: of the sweep.
-        compose: returns the config of a job from its overrides.
+        cfg: config of the sweep.
+        compose: returns the config of a job, given its overrides.
     """
     sweeper = cfg.hydra.sweeper
     if not str(sweeper._target_).endswith(_SWEEPERS) or any(sweeper.get(key) for key in _SAMPLES):
@@ -180,10 +183,10 @@ def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
 
 
 def _jobs(cfg: DictConfig) -> Iterator[list[str]]:
-    """Yield overrides of jobs that have all values between them: the first of each, then another of one."""
+    """Yield the overrides of jobs that together cover all values: first values only, then one other value each."""
     params = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()]
     parsed = OverridesParser.create().parse_overrides([*params, *typed_overrides(cfg.hydra)])
-    values = {override.get_key_element(): _values(override) for override in parsed}  # what was typed replaces params
+    values = {override.get_key_element(): _values(override) for override in parsed}  # the command line replaces params
     first = {key: among[0] for key, among in values.items()}
     yield [*first.values()]
     for key, among in values.items():
@@ -192,7 +195,7 @@ def _jobs(cfg: DictConfig) -> Iterator[list[str]]:
 
 
 def _values(override: Override) -> list[str]:
-    """Return an override with each of its values; of numbers with two, as others are as good or as bad."""
+    """Return an override once per value; for numbers, only the first and the last, as others have the same problems."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     swept, values = override.value(), list[Any]()
@@ -206,7 +209,7 @@ def _values(override: Override) -> list[str]:
 
 
 def _problems_of_job(job: DictConfig) -> list[str]:
-    place = {"job.num": 0, "job.id": "0", "runtime.output_dir": str(job.hydra.sweep.dir)}  # as a launcher gives it
+    place = {"job.num": 0, "job.id": "0", "runtime.output_dir": str(job.hydra.sweep.dir)}  # as a launcher sets it
     for key, value in place.items():
         OmegaConf.update(job, f"hydra.{key}", value, force_add=True)
     HydraConfig.instance().set_config(job)

@@ -1,4 +1,4 @@
-"""The records of a sweep's jobs, small files in their directories that outlive every process, and their table."""
+"""Records of a sweep's jobs, stored as job.json in their directories, and the table that summarizes them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
 
 @dataclass(frozen=True)
 class Record:
-    """The state of one job, as written to job.json.
+    """State of one job, as stored in job.json.
 
     Args:
-        number: among the sweep's jobs, from 0.
-        overrides: what its run was started with.
-        directory: of the job's run.
+        number: number of the job in the sweep, from 0.
+        overrides: overrides with which its run was started.
+        directory: directory of its run.
         state: running, finished, failed or stopped.
-        objective: the metric that jobs are compared by; null until there is one.
-        error: the first line of its failure.
-        start: which start of the cluster's job it was; several tasks of one start write the same record.
+        objective: value of the metric by which jobs are compared; None until it is known.
+        error: first line of its failure.
+        start: identifies the start of the cluster job; all tasks of one start write the same record.
     """
 
     number: int
@@ -46,18 +46,18 @@ class Record:
 
     @property
     def has_failed(self) -> bool:
-        """The job failed, or was killed with the sweep, which leaves it as running."""
+        """Whether the job failed or was killed with the sweep, which leaves its state as running."""
         return self.state in (FAILED, RUNNING)
 
     def of_another_job(self, overrides: list[str]) -> str | None:
-        """Return the values that differ from those in ``overrides``; None if the record is of the same job."""
+        """Return this record's values that differ from ``overrides``; None if both belong to the same job."""
         own, others = dict(map(key_and_value, self.overrides)), dict(map(key_and_value, overrides))
         keys = [key for key in own if key in others and key not in _LIMITS and own[key] != others[key]]
         return " ".join(f"{key}={own[key]}" for key in keys) or None
 
 
 def write(record: Record, folder: Path) -> None:
-    """Write the record, unless another task of the same start has written that it failed."""
+    """Write the record, unless another task of the same start has recorded a failure."""
     there = read(folder)
     if there is not None and record.start and (there.start, there.state) == (record.start, FAILED):
         return
@@ -67,17 +67,17 @@ def write(record: Record, folder: Path) -> None:
 
 
 def read(folder: Path) -> Record | None:
-    """Read a job's record, or make one from its run's overrides if the file is damaged; None if there is none."""
+    """Read a job's record, or rebuild it from the run's overrides if it is damaged; None if there is no record."""
     try:
         return regular_files.read_record(folder / _FILE, Record)
     except FileNotFoundError:
         return None
-    except (ValueError, IrregularFile):  # empty, cut short, or no text
+    except (ValueError, IrregularFile):  # empty, truncated, or not text
         return _of_its_run(folder)
 
 
 def is_damaged(folder: Path) -> bool:
-    """Return whether there is a record that can't be read."""
+    """Return whether a record exists but can't be read."""
     try:
         regular_files.read_record(folder / _FILE, Record)
     except (ValueError, IrregularFile):
@@ -88,7 +88,7 @@ def is_damaged(folder: Path) -> bool:
 
 
 def _of_its_run(folder: Path) -> Record | None:
-    """Make a record from what the job's run has written, as its checkpoints must not become another job's."""
+    """Rebuild a record from the overrides that the job's run saved, so that no other job reuses its checkpoints."""
     overrides = saved.read_yaml(folder / ".hydra/overrides.yaml")
     if not isinstance(overrides, list):
         return None
@@ -98,16 +98,16 @@ def _of_its_run(folder: Path) -> Record | None:
 
 
 def read_all(sweep: Path) -> list[Record]:
-    """Read the records of all jobs in a sweep's folder, by their numbers."""
+    """Read the records of all jobs in a sweep's folder, sorted by number."""
     found = (read(path.parent) for path in sweep.glob(f"*/{_FILE}"))
     return sorted((record for record in found if record is not None), key=lambda record: record.number)
 
 
 def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> str:
-    """Return a row for each job, and below them the first line of each failure.
+    """Return a table with one row per job and, below it, the first line of each failure.
 
     Args:
-        logged: the metrics that jobs ended with, for the case that the objective is none of them.
+        logged: names of the metrics that jobs logged, to list them if no job has logged the objective.
     """
     if not records:
         return ""
@@ -135,7 +135,7 @@ def _absent(objective: str, logged: list[str]) -> str:
 
 
 def _distinct(records: list[Record]) -> list[str]:
-    """Return each job's overrides, without those that all jobs share."""
+    """Return each job's overrides as text, without those that all jobs share."""
     shared = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
     return [" ".join(text.lstrip("+") for text in record.overrides if text not in shared) for record in records]
 

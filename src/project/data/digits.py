@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 images of 8 × 8 in 10 classes, inside the package."""
+"""scikit-learn's handwritten digits: 1,797 images of 8 × 8 pixels in 10 classes, included in the package."""
 
 from importlib.util import find_spec
 
@@ -11,10 +11,12 @@ HELD_OUT = {"val": 180, "test": 360}  # images: a tenth and a fifth
 
 
 class Digits(BatchedData):
-    """Raises ModuleNotFoundError without scikit-learn, which is an extra because it brings scipy with it.
+    """Handwritten digits from scikit-learn.
+
+    Raises ModuleNotFoundError without scikit-learn, which is an optional extra because it installs SciPy.
 
     Args:
-        image_size: height and width in pixels, at least the digits' own 8: the rest is a black border.
+        image_size: height and width in pixels, at least the digits' 8; the rest is a black border.
     """
 
     def __init__(self, image_size: int, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
@@ -27,7 +29,7 @@ class Digits(BatchedData):
             )
 
     def load(self) -> dict[str, BatchedDataset]:
-        from sklearn.datasets import load_digits  # takes a second, and is an extra
+        from sklearn.datasets import load_digits  # takes a second, and is optional
 
         digits = load_digits()
         # The file is ordered by writer; the split is the same in every run, whatever its seed.

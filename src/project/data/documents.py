@@ -12,20 +12,20 @@ from project.data.files import File, opened
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-BLOCK_BYTES = 2**20  # read at once where documents are found by what separates them
+BLOCK_BYTES = 2**20  # read at once when documents are split at separators
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is a document: the value at `key` of a JSON line or a Parquet row; of another file the whole, or what lies
-    between two `separator`s."""
+    """Where documents are in a file: the value at `key` of a JSON line or a Parquet row; in another file, the whole
+    file or the text between two `separator`s."""
 
     key: str = "text"
     separator: str | None = None
 
     @classmethod
     def typed(cls, key: str, separator: str | None) -> "Reading":
-        """As a command line gives it, where a line's end is typed as \\n and a tab as \\t."""
+        """Return the reading for arguments from a command line, where \\n stands for a line end and \\t for a tab."""
         if separator == "":
             raise ValueError(r"the separator of documents is empty; give one, as in separator='\n\n'")
         return cls(key, separator and separator.replace(r"\n", "\n").replace(r"\t", "\t"))
@@ -33,7 +33,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file that begins and ends with a document: bytes of what it decompresses to, or rows of Parquet."""
+    """A part of a file between document boundaries, in bytes of decompressed content or in rows of Parquet."""
 
     address: str
     begin: int = 0
@@ -41,7 +41,7 @@ class Piece:
 
 
 class Document(NamedTuple):
-    """A text, where it begins in its file, and where the next one does."""
+    """A text, its beginning in the file, and the beginning of the next document: in bytes, or in rows of Parquet."""
 
     begin: int
     end: int
@@ -49,9 +49,9 @@ class Document(NamedTuple):
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
-    """The documents of a piece in their order, without empty ones.
+    """Return an iterator over the documents of a piece in order, without empty ones.
 
-    Raises ValueError, with file and line, for what is no UTF-8, no JSON, or has no text at the key.
+    Raises ValueError, with file and line, for content that is not UTF-8 or JSON, or has no text at the key.
     """
     if is_parquet(piece.address):
         read = parquet_rows(piece, reading.key)
@@ -146,7 +146,8 @@ def checked(value: object, key: str, place: str, number: int, lines_of: str | No
 
 
 def between(piece: Piece, mark: bytes | None) -> Iterator[tuple[int, int, bytes]]:
-    """Where each document begins, where the one after its mark does, and its bytes; without a mark, the whole."""
+    """Yield each document's beginning, the beginning of the next one, and its bytes without the mark; without a mark,
+    the whole piece is one document."""
     with opened(piece.address) as file:
         file.seek(piece.begin)
         begin, rest = piece.begin, b""
@@ -161,11 +162,11 @@ def between(piece: Piece, mark: bytes | None) -> Iterator[tuple[int, int, bytes]
 
 
 def readable(file: IO[bytes], address: str, size: int) -> bytes:
-    """The next bytes. Raises ValueError, with the file, where what they are decompressed from is cut or damaged."""
+    """Return the next bytes. Raises ValueError, with the address, if the compressed data are truncated or damaged."""
     try:
         return file.read(size)
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; a format's own has no number
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; errors of a format have no number
             raise
         raise ValueError(
             f"{address}: found a compressed file that is damaged or was cut short ({error}); write it again, or leave "
@@ -189,7 +190,7 @@ def decoded(content: bytes, address: str, begin: int) -> str:
 
 
 def line_number(address: str, offset: int) -> int:
-    """The line, from 1, in which a byte lies."""
+    """Return the number, from 1, of the line that contains a byte."""
     line, left = 1, offset
     with opened(address) as file:
         while left and (block := file.read(min(left, BLOCK_BYTES))):
@@ -209,9 +210,9 @@ def is_json_lines(address: str) -> bool:
 def split(
     files: list[File], val: list[File], test: list[File], reading: Reading, held_out_bytes: int
 ) -> dict[str, list[Piece]]:
-    """The pieces of `train`, `val` and `test`; a split without files of its own takes the first documents of `files`.
+    """Return the pieces of `train`, `val` and `test`; a split without files takes the first documents of `files`.
 
-    Raises ValueError if nothing is left to train on.
+    Raises ValueError if a split is empty.
     """
     own = {"val": val, "test": test}
     splits = held_out(files, reading, held_out_bytes, [name for name in own if not own[name]])
@@ -229,7 +230,7 @@ def listed(files: list[File]) -> str:
 
 
 def held_out(files: list[File], reading: Reading, held_out_bytes: int, names: Sequence[str]) -> dict[str, list[Piece]]:
-    """The pieces of each of `names`, which take the first documents one after another, and of `train`, the rest.
+    """Return the pieces of each of `names`, which take the first documents one after another, and of `train`, the rest.
 
     Each takes documents until they have `held_out_bytes`, or a tenth of the files' bytes if that is less.
     """
@@ -247,7 +248,7 @@ def held_out(files: list[File], reading: Reading, held_out_bytes: int, names: Se
 
 
 def beginning(piece: Piece, reading: Reading, text_bytes: int) -> tuple[Piece, int]:
-    """The documents at the beginning of a piece until they have `text_bytes`, and how many they have."""
+    """Return the beginning of a piece with at least `text_bytes` of text, or the whole piece, and its bytes of text."""
     taken = 0
     for document in documents(piece, reading):
         taken += len(document.text.encode())
@@ -257,14 +258,14 @@ def beginning(piece: Piece, reading: Reading, text_bytes: int) -> tuple[Piece, i
 
 
 def is_whole(address: str, reading: Reading) -> bool:
-    """Whether a file is one document."""
+    """Return whether a file is a single document."""
     return reading.separator is None and not is_parquet(address) and not is_json_lines(address)
 
 
 def cut(piece: Piece, size_bytes: int, reading: Reading, most_bytes: int) -> list[tuple[Piece, int]]:
-    """A piece in parts of about `most_bytes` bytes of its file, and the bytes of each.
+    """Split a piece into parts of about `most_bytes` bytes of its file, and return them with the bytes of each.
 
-    A compressed file, and one that is a single document, stay whole.
+    Compressed files and files with a single document are not split.
     """
     if is_parquet(piece.address):
         bounds, sizes = row_groups(piece, most_bytes)
@@ -283,7 +284,7 @@ def cut(piece: Piece, size_bytes: int, reading: Reading, most_bytes: int) -> lis
 
 
 def after_marks(piece: Piece, end: int, mark: bytes, most_bytes: int) -> Iterator[int]:
-    """Where the first document begins at or after each multiple of `most_bytes`."""
+    """Yield document boundaries, each the first one at least `most_bytes` after the one before."""
     with opened(piece.address) as file:
         at = piece.begin + most_bytes
         while at < end:
@@ -299,7 +300,7 @@ def after_marks(piece: Piece, end: int, mark: bytes, most_bytes: int) -> Iterato
 
 
 def row_groups(piece: Piece, most_bytes: int) -> tuple[list[int], list[int]]:
-    """Rows at which groups of row groups begin and the last one ends, and the bytes of each."""
+    """Return the rows at which parts of whole row groups begin and the last one ends, and the bytes of each part."""
     with opened(piece.address, compression=None) as file:
         metadata = parquet_file(file, piece.address).metadata
     bounds, sizes, row = [piece.begin], [0], 0

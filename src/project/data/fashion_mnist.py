@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017): 70,000 images of clothes, 28 × 28 in 10 classes, in MNIST's IDX files."""
+"""Fashion-MNIST (Xiao et al. 2017): 70,000 images of clothes, 28 × 28 pixels in 10 classes, in MNIST's IDX files."""
 
 import gzip
 import struct
@@ -16,17 +16,17 @@ FILES = {
     "test images": "t10k-images-idx3-ubyte",
     "test labels": "t10k-labels-idx1-ubyte",
 }
-UNSIGNED_BYTE = 8  # IDX's code for the one type of number that these files hold
+UNSIGNED_BYTE = 8  # IDX code of the number type in these files
 
 
 class FashionMNIST(BatchedData):
-    """The four files of `folder`, gzipped or not; the last twelfth of the training set validates.
+    """Fashion-MNIST from four files, gzipped or not; the last twelfth of the training set is the validation set.
 
     Raises FileNotFoundError for missing files.
 
     Args:
-        folder: where the four files lie.
-        image_size: height and width in pixels, at least the images' own 28: the rest is a black border.
+        folder: folder with the four files.
+        image_size: height and width in pixels, at least the images' 28; the rest is a black border.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FashionMNIST(BatchedData):
 
 
 def found(folder: Path) -> dict[str, Path]:
-    """Each of the four files, the plain one before the gzipped one."""
+    """Return the path of each of the four files; a plain file is preferred to a gzipped one."""
     files, missing = {}, []
     for name, stem in FILES.items():
         present = [file for file in (folder / stem, folder / f"{stem}.gz") if file.is_file()]
@@ -74,7 +74,7 @@ def found(folder: Path) -> dict[str, Path]:
 
 
 def read_idx(file: Path) -> NDArray[np.uint8]:
-    """The array of an IDX file: two zero bytes, a type, the number of dimensions, each size as uint32, the values."""
+    """Return the array of an IDX file: two zero bytes, type, number of dimensions, each size as uint32, values."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         content = stream.read()
     zeros, kind, dimensions = struct.unpack_from(">HBB", content) if len(content) >= 4 else (1, 0, 0)

@@ -1,4 +1,4 @@
-"""Files of this machine, or at any address that fsspec opens: s3://, gs://, https://, memory://."""
+"""Files on this machine, or at any address that fsspec opens: s3://, gs://, https://, memory://."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import fsspec
 
 @dataclass(frozen=True)
 class File:
-    """A file that a pattern matched.
+    """A file that matches a pattern.
 
-    `version` differs once the file is written anew, as far as its file system tells.
+    `version` changes when the file is written again, if its file system reports that.
     """
 
     address: str
@@ -30,9 +30,10 @@ class File:
 
 
 def found(patterns: Sequence[str], argument: str) -> list[File]:
-    """Each file once, in the order of a hash of its name: neighbours in the alphabet are often alike.
+    """Return each file once, ordered by a hash of its name, because alphabetical neighbours are often alike.
 
-    `argument` is what the user gave the patterns by. Raises FileNotFoundError for a pattern that no file matches.
+    `argument` is the user's argument with the patterns, for the error message. Raises FileNotFoundError for a pattern
+    that no file matches.
     """
     files: dict[str, File] = {}
     for pattern in patterns:
@@ -47,7 +48,10 @@ def found(patterns: Sequence[str], argument: str) -> list[File]:
 
 
 def matching(pattern: str) -> list[File]:
-    """Raises ValueError for a protocol that fsspec does not know, or whose package is not installed."""
+    """Return the files that match a pattern.
+
+    Raises ValueError for a protocol that fsspec does not know, or whose package is not installed.
+    """
     try:
         system, path = fsspec.url_to_fs(pattern)
     except ImportError as error:
@@ -66,6 +70,6 @@ def version(info: dict[str, Any]) -> str:
 
 
 def opened(address: str, compression: str | None = "infer") -> IO[bytes]:
-    """A file to read, decompressed as its name ends: .gz, .bz2, .xz, and .zst where zstandard is installed."""
+    """Open a file for reading, decompressed by its suffix: .gz, .bz2, .xz, and .zst if zstandard is installed."""
     file: IO[bytes] = fsspec.open(address, "rb", compression=compression).open()
     return file

@@ -1,4 +1,4 @@
-"""Text files in the tokens of a pretrained tokenizer."""
+"""Text files as token ids of a pretrained tokenizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from project.hub import folder_of, read_tokenizer, require
 
 
 class HFText(TextFiles):
-    """The files that `files` names, each a document that ends with the tokenizer's end-of-text token.
+    """Text files as windows of token ids; each file is a document that ends with the tokenizer's end-of-text token.
 
     Args:
-        tokenizer: a folder, or a name of the hub that is in the local cache.
-        download: let the hub fill the cache.
+        tokenizer: a folder, or the name of a hub repository in the local cache.
+        download: download files of the hub that are not in the cache.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: as TextFiles does, and for a tokenizer that is not there.
+        ValueError, FileNotFoundError, ModuleNotFoundError: as TextFiles does, and for a tokenizer that is missing.
     """
 
     def __init__(

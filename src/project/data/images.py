@@ -1,4 +1,4 @@
-"""Small grey images and their classes as a data set in memory."""
+"""Small grey images and their classes as an in-memory dataset."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,10 @@ from project.data.loaders import BatchedDataset, Pair
 
 
 class Images(BatchedDataset):
-    """Grey values from 0 to `brightest`, (images, height, width), handed out as (1, size, size) from -1 to 1.
+    """Dataset of images (images, height, width) with grey values from 0 to `brightest`.
 
-    Images smaller than `image_size` get a black border. Raises ValueError for larger ones.
+    Samples are (1, image_size, image_size), from -1 to 1. Smaller images get a black border. Raises ValueError for
+    larger ones.
     """
 
     def __init__(

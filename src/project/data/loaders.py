@@ -1,4 +1,4 @@
-"""The loaders that the data modules share, over data sets that hand out whole batches."""
+"""Base classes of the data modules and of their datasets, which return whole batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, of one sample or 
 
 
 class BatchedDataset(Dataset[Pair], ABC):
-    """A map-style data set whose `__getitems__` indexes once for a batch, in place of collating single samples."""
+    """A map-style dataset whose `__getitems__` indexes once for a batch, in place of collating single samples."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -26,12 +26,12 @@ class BatchedDataset(Dataset[Pair], ABC):
 
 
 class BatchedData(LightningDataModule, ABC):
-    """Train, validation and test loaders over the data sets that `load` reads when a run begins.
+    """Train, validation and test loaders over the datasets that `load` returns when a run begins.
 
     Args:
-        batch_size: of evaluation, at most; in training global_batch_size and micro_batch_size decide.
-        num_workers: processes for each device that read ahead; 0 reads in the device's own.
-        pin_memory: copy batches to memory from which a GPU reads without waiting; where there is one, it is so anyway.
+        batch_size: largest batch of an evaluation; in training, global_batch_size and micro_batch_size decide.
+        num_workers: number of processes per device that read ahead; 0 reads in the training process.
+        pin_memory: copy batches to pinned memory, for asynchronous copies to a GPU; on GPUs the engine always does.
     """
 
     def __init__(self, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
@@ -43,7 +43,7 @@ class BatchedData(LightningDataModule, ABC):
 
     @abstractmethod
     def load(self) -> Mapping[str, Dataset[Pair]]:
-        """The data sets of `train`, `val` and `test`."""
+        """Return the datasets of `train`, `val` and `test`."""
 
     def setup(self, stage: str) -> None:
         self.splits = self.splits or dict(self.load())
@@ -73,5 +73,5 @@ class BatchedData(LightningDataModule, ABC):
 
 
 def collate(batch: Any) -> Any:
-    """A batch from `__getitems__` as it is; single samples, from a wrapper that knows only those, stacked."""
+    """Return a batch from `__getitems__` unchanged; stack single samples, from a wrapper without `__getitems__`."""
     return batch if isinstance(batch, tuple) else default_collate(batch)

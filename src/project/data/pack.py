@@ -1,10 +1,10 @@
-"""Text, JSON lines and Parquet as memory-mapped shards of token ids, for data=text_shards.
+"""Pack text, JSON lines and Parquet files into memory-mapped shards of token ids, for data=text_shards.
 
 python -m project.data.pack packed/books '~/books/*.txt'
 python -m project.data.pack packed/web 's3://corpus/*.jsonl.gz' --tokenizer gpt2/tokenizer.json --workers 32
 python -m project.data.pack packed/books --verify
 
-Started again after it was ended, it goes on. The shards are the same whatever the number of processes.
+After an interruption, the same command continues. The shards do not depend on the number of processes.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from project.data.files import File, found
 from project.data.packed import MANIFEST, TOKENIZER, Packed, Shard
 from project.data.tokenizer import Tokenizer, named, smallest
 
-PROGRESS = "progress.jsonl"  # the request, and below it each shard that is written
-MOST_SHARDS = 256  # about, of a folder: each is mapped, and a process may have 1,024 files open
-LEAST_SHARD_BYTES = 2**20  # of input: smaller ones would cost more to start than to write
+PROGRESS = "progress.jsonl"  # the request, and below it each finished shard
+MOST_SHARDS = 256  # in a folder, about: each is memory-mapped, and a process may have 1,024 files open
+LEAST_SHARD_BYTES = 2**20  # of input: smaller ones would take longer to start than to write
 WRITTEN_AT_ONCE_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What becomes one shard, in one process."""
+    """The input of one shard, which one process writes."""
 
     name: str
     split: str
@@ -49,7 +49,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Request:
-    """What is packed, and how: what decides every byte of the result."""
+    """Files and options, which determine every byte of the result."""
 
     files: list[File]
     val: list[File]
@@ -115,20 +115,20 @@ def request(given: argparse.Namespace) -> Request:
 
 
 def verified(folder: Path) -> str:
-    """Raises ValueError for a shard that is not as it was written."""
+    """Compare a folder's shards with their checksums, and return a summary. Raises ValueError for a damaged shard."""
     if not packed.is_packed(str(folder)):
         raise ValueError(f"{folder} has no {MANIFEST}; it is no packed folder, or its packing was not finished")
     content = packed.read(folder)
-    for shard in tqdm(content.shards, unit="shard", leave=False, disable=None):  # None: shown on a terminal alone
+    for shard in tqdm(content.shards, unit="shard", leave=False, disable=None):  # None: shown only on a terminal
         if problem := packed.damage(content, shard):
             raise ValueError(problem)
     return f"{folder}: {len(content.shards)} shards are as they were written"
 
 
 def pack(folder: Path, asked: Request, workers: int) -> str:
-    """Write the shards of a request, and return a line about them.
+    """Write the shards of a request, and return a summary of one line.
 
-    Raises ValueError for a folder that is something else's, and for files that can't be read.
+    Raises ValueError if the folder has other content, or if files can't be read.
     """
     units = units_of(asked)
     written = begin(folder, asked)
@@ -150,7 +150,7 @@ def pack(folder: Path, asked: Request, workers: int) -> str:
 
 
 def units_of(asked: Request) -> list[Unit]:
-    """The same for the same files: the number of processes does not count."""
+    """Return the units of a request, which do not depend on the number of processes."""
     splits = split(asked.files, asked.val, asked.test, asked.reading, asked.held_out_bytes)
     sizes = {file.address: file.size_bytes for file in (*asked.files, *asked.val, *asked.test)}
     most_bytes = max(LEAST_SHARD_BYTES, sum(sizes.values()) // MOST_SHARDS)
@@ -172,9 +172,9 @@ def grouped(
 
 
 def begin(folder: Path, asked: Request) -> dict[str, Shard]:
-    """Make the folder, or find out which shards an earlier start has written.
+    """Create the folder, or return the shards that an earlier start has written.
 
-    Raises ValueError for a folder with other files, or one into which something else was packed.
+    Raises ValueError for a folder with other files, or with shards of another request.
     """
     folder.mkdir(parents=True, exist_ok=True)
     progress = folder / PROGRESS
@@ -198,7 +198,8 @@ def begin(folder: Path, asked: Request) -> dict[str, Shard]:
 
 
 def whole_lines(progress: Path) -> list[dict[str, Any]]:
-    """The lines of the record, of which the last may be cut off, where the process was killed; it is then removed."""
+    """Return the complete lines of the progress file, and remove a last line that was cut off by a kill of the
+    process."""
     content = progress.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
@@ -219,7 +220,7 @@ def record(file: IO[str], line: dict[str, object]) -> None:
 
 
 def shards(folder: Path, units: Sequence[Unit], asked: Request, workers: int, all_bytes: int) -> Iterator[Shard]:
-    """Each shard once it is written, in this process or in others, with a bar that counts bytes of input."""
+    """Yield each shard once it is written, by this process or others, and show a progress bar in bytes of input."""
     done_bytes = all_bytes - sum(unit.size_bytes for unit in units)
     with tqdm(total=all_bytes, initial=done_bytes, unit="B", unit_scale=True, leave=False, disable=None) as bar:
         if workers == 1 or len(units) <= 1:
@@ -239,7 +240,7 @@ def shards(folder: Path, units: Sequence[Unit], asked: Request, workers: int, al
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended."""
+    """End this process when its parent process ends, for whatever reason."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -251,7 +252,7 @@ def end_with_parent() -> None:
 
 
 def write(folder: Path, unit: Unit, reading: Reading, tokenizer: Tokenizer) -> Shard:
-    """Write a shard beside its place, and rename it once it is on the disk."""
+    """Write a shard to a temporary file, and rename it once it is on the disk."""
     digest, counts = hashlib.sha256(), np.zeros(2, np.int64)
     partial = folder / f"{unit.name}.{os.getpid()}.partial"
     with partial.open("wb") as file:
@@ -269,7 +270,7 @@ def write(folder: Path, unit: Unit, reading: Reading, tokenizer: Tokenizer) -> S
 def blocks(
     pieces: Iterable[Piece], reading: Reading, tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray[tuple[int], np.dtype[np.unsignedinteger]], int]]:
-    """Token ids, each document's with the one that ends it, and how many documents they are."""
+    """Yield arrays of token ids, with an end token after each document, and the number of documents in each array."""
     end = np.array([tokenizer.document_end], smallest(tokenizer.vocab_size))
     gathered: list[np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]] = []
     tokens = 0

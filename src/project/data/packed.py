@@ -1,4 +1,4 @@
-"""Folders that `python -m project.data.pack` has written: shards of token ids and their manifest."""
+"""Folders written by `python -m project.data.pack`: shards of token ids and their manifest."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Packed:
-    """A folder of shards; `tokenizer` is the name of the one that made the ids."""
+    """A folder of shards; `tokenizer` is the name of the tokenizer that made the ids."""
 
     folder: Path
     tokenizer: str
@@ -62,7 +62,7 @@ def is_packed(address: str) -> bool:
 
 
 def read(folder: Path) -> Packed:
-    """Read a manifest, and compare the sizes of the shards with it.
+    """Read a manifest, and check the sizes of the shards.
 
     Raises ValueError for a manifest that can't be read, and for a shard that is missing or has another size.
     """
@@ -86,7 +86,7 @@ def read(folder: Path) -> Packed:
 
 
 def checked(shard: Shard) -> Shard:
-    """Raises ValueError for a shard that no packing writes, as one that lies outside of the folder."""
+    """Return a shard. Raises ValueError if its values are impossible, such as a file outside of the folder."""
     if Path(str(shard.name)).name != shard.name or "\0" in shard.name:
         raise ValueError(f"it names a file outside of the folder, {shard.name}")
     if not all(type(count) is int and 0 <= count < 2**60 for count in (shard.tokens, shard.documents)):
@@ -118,7 +118,7 @@ def wrong_size(packed: Packed, shard: Shard) -> str | None:
 
 
 def damage(packed: Packed, shard: Shard) -> str | None:
-    """What is wrong with a shard, by its size and its checksum; None for a good one."""
+    """Return what is wrong with a shard's size or checksum; None if it is good."""
     if problem := wrong_size(packed, shard):
         return problem
     if sha256(packed.path(shard)) == shard.sha256:

@@ -14,18 +14,17 @@ from project.data.windows import Windows
 
 Token = TypeVar("Token", bound=np.unsignedinteger)
 
-HELD_OUT_BYTES = 2**18  # at most, for validation and for test each: enough for a loss to within about 0.01 nats
+HELD_OUT_BYTES = 2**18  # at most, for validation and test each: enough for a loss accurate to about 0.01 nats
 
 
 class TextFiles(BatchedData):
-    """The bytes of the files that `files` names: paths, globs (`**` for any depth), or addresses that fsspec
-    opens.
+    """Text files as windows of bytes.
 
-    The files are joined in an order that depends on their names only and looks random, and the end of the whole is
+    The files are joined in a pseudo-random order that depends only on their names, and the end of the joined text is
     held out. Raises FileNotFoundError for a pattern without a file, ValueError for too little text.
 
     Args:
-        files: one of them, or a list.
+        files: a path, a glob (`**` for any depth) or an address that fsspec opens, or a list of them.
         context: length of a window, in tokens.
     """
 
@@ -41,7 +40,7 @@ class TextFiles(BatchedData):
         self.context = context
         self.files = found([files] if isinstance(files, str) else files, "data.files")
         self.check_length(sum(file.size_bytes for file in self.files))
-        self.largest_id: int | None = None  # of the text, once it is read
+        self.largest_id: int | None = None  # of the text, after `load`
 
     def check_length(self, text_bytes: int) -> None:
         if held_out_bytes(text_bytes) <= self.context:
@@ -61,7 +60,7 @@ class TextFiles(BatchedData):
 
 
 class PythonSource(TextFiles):
-    """The top-level modules of this Python's standard library: about 4.7 MB that are on every machine."""
+    """The top-level modules of this Python's standard library: about 4.7 MB that every machine has."""
 
     def __init__(self, context: int, batch_size: int = 64, num_workers: int = 0, pin_memory: bool = False) -> None:
         # Names with a leading underscore are left out: _sysconfigdata_* holds this machine's paths and flags.
@@ -70,7 +69,7 @@ class PythonSource(TextFiles):
 
 
 def text_of(file: File) -> bytes:
-    """The bytes of a file. Raises ValueError for one that is no text: by a zero among the first bytes, as git does."""
+    """Return the bytes of a file. Raises ValueError if a zero is among the first 8,000: as for git, it is not text."""
     content = file.read_bytes()
     if b"\0" in content[:8000]:
         raise ValueError(f"{file.address} is no text: found a zero byte; leave it out of data.files")
@@ -82,7 +81,7 @@ def held_out_bytes(text_bytes: int) -> int:
 
 
 def parts(text: NDArray[Token]) -> dict[str, NDArray[Token]]:
-    """Contiguous pieces of bytes, or of other tokens, so that none of one piece is in another."""
+    """Split a text, in bytes or other tokens, into contiguous parts that do not overlap."""
     held_out = held_out_bytes(len(text))
     train, val, test = np.split(text, [len(text) - 2 * held_out, len(text) - held_out])
     return {"train": train, "val": val, "test": test}

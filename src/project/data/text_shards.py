@@ -1,4 +1,4 @@
-"""Many files of text: tokenized while they are read, or packed before by `python -m project.data.pack`."""
+"""Many files of text, tokenized while they are read, or packed before by `python -m project.data.pack`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,32 +20,34 @@ Splits = dict[str, list[Piece]]
 
 
 class TextShards(BatchedData):
-    """Documents as windows of `context` tokens; each document ends with the tokenizer's token for that.
+    """Documents as windows of `context` tokens; each document ends with the tokenizer's end token.
 
-    `sources` are folders that were packed, or paths, addresses and globs of text, JSON lines (`.jsonl`) and Parquet
-    files. With `weights`, one a source, training takes windows of each by its weight; without, the sources are one.
-    Files that are not packed are a stream: their order is drawn by (seed, epoch), and windows are shuffled within
-    blocks of `buffer_windows`. Validation and test read each window of their documents once, whatever the weights.
+    `sources` are packed folders, or paths, addresses and globs of text, JSON lines (`.jsonl`) and Parquet files. With
+    `weights`, one per source, training mixes windows of the sources by weight; without, the sources are read as one.
+    Files that are not packed are read as a stream: their order depends on (seed, epoch), and windows are shuffled
+    within blocks of `buffer_windows`. Validation and test read each window of their documents once, whatever the
+    weights.
 
     Raises FileNotFoundError for a pattern without files, ModuleNotFoundError for a library that is not installed, and
-    ValueError for what does not fit together or can't be read.
+    ValueError for arguments that do not fit together and for files that can't be read.
 
     Args:
         sources: packed folders, or paths, addresses and globs of files.
         context: length of a window, in tokens.
-        vocab_size: the model's, which every id is below; None for a model that compares it with `largest_id` itself.
+        vocab_size: size of the model's vocabulary, which limits the ids; None for a model that checks `largest_id`
+            itself.
         seed: of the order of files and windows.
-        weights: windows of each source in a mixture, in proportion; None reads all sources as one.
-        tokenizer: a tokenizer's file, a folder with one, a name of the hub that is in the local cache, or bytes; None
-            for the packed folders' own, else bytes.
-        download: let the hub fill the cache.
-        document_end: the token that ends a document; None for the tokenizer's own.
-        key: of the text in a JSON line, and the name of its column in Parquet.
-        separator: what stands between two documents of a text file; None for one document a file.
-        val: files that validate, in place of held-out documents.
-        test: files that test, in place of held-out documents.
-        held_out_bytes: of documents, for validation and for test each; a tenth of the files at most.
-        buffer_windows: how many windows of a stream are shuffled together.
+        weights: share of each source in a mixture, in proportion; None reads all sources as one.
+        tokenizer: a tokenizer's file, a folder with one, the name of a hub repository in the local cache, or bytes;
+            None for the packed folders' tokenizer, else bytes.
+        download: download files of the hub that are not in the cache.
+        document_end: the token that ends a document; None for the tokenizer's usual one.
+        key: key of the text in a JSON line, and name of its column in Parquet.
+        separator: text between two documents of a text file; None if each file is one document.
+        val: files for validation, in place of held-out documents.
+        test: files for the test, in place of held-out documents.
+        held_out_bytes: bytes of documents to hold out for validation and for test each; a tenth of the files at most.
+        buffer_windows: number of windows of a stream that are shuffled together.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class TextShards(BatchedData):
         return self.tokenizer.decode(ids)
 
     def mapped(self, split: str) -> BatchedDataset:
-        """The windows of packed folders; those of training by weight."""
+        """Return the windows of packed folders; those of training are mixed by weight."""
         folders = [folder for folder in self.given if isinstance(folder, Packed)]
         if self.weights is not None and split == "train":
             return Mixture([self.shards([folder], split) for folder in folders], self.weights)
@@ -121,7 +123,7 @@ class TextShards(BatchedData):
         return TextStream(sources, weights, self.reading, self.tokenizer, self.context, self.seed, self.buffer_windows)
 
     def read(self, split: str) -> BatchedDataset:
-        """Held-out documents, tokenized and in memory; files that every source shares are read once."""
+        """Return held-out documents, tokenized in memory; files that all sources share are read once."""
         pieces = dict.fromkeys(piece for splits in self.given if isinstance(splits, dict) for piece in splits[split])
         tokens = [with_end(document, self.tokenizer) for piece in pieces for document in documents(piece, self.reading)]
         if sum(map(len, tokens)) <= self.context:
@@ -157,7 +159,7 @@ def checked_weights(weights: Sequence[float] | None, names: Sequence[str]) -> li
 
 
 def are_packed(names: Sequence[str]) -> bool:
-    """Raises ValueError where some are and some are not, or a folder's packing was not finished."""
+    """Return whether the sources are packed folders. Raises ValueError if only some are, or if one is not finished."""
     folders = [name for name in names if packed.is_packed(name)]
     files = [name for name in names if name not in folders]
     if unpacked := [name for name in files if Path(name).expanduser().is_dir()]:
@@ -173,10 +175,10 @@ def are_packed(names: Sequence[str]) -> bool:
 def common_tokenizer(
     folders: Sequence[Packed], given: str | None, download: bool, own: Mapping[str, object]
 ) -> Tokenizer:
-    """The tokenizer that made all of the folders.
+    """Return the tokenizer that made all of the folders.
 
-    Raises ValueError where there are several, where `given` is another, and for files of a split's own, which packed
-    folders have already.
+    Raises ValueError if the folders have different tokenizers, if `given` is another one, and if `own` has files for a
+    split, because packed folders contain all splits.
     """
     first = folders[0]
     for folder in folders[1:]:

@@ -1,4 +1,4 @@
-"""Text that is tokenized while it is read: a stream of windows."""
+"""A stream of windows over text that is tokenized while it is read."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,11 @@ Tokens = NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a source is read on: at a token of the document that begins at `offset` of the piece that is `piece`th in
-    the order of a pass; and how many windows it gave before, in this epoch."""
+    """Position at which reading a source continues.
+
+    It is the token `token` of the document that begins at `offset`, in the `piece`th piece in the order of the pass.
+    `windows` is the number of windows that the source has yielded in this epoch.
+    """
 
     passes: int = 0
     piece: int = 0
@@ -30,7 +33,7 @@ class Place:
 
 
 class Source:
-    """The windows of one source, pass after pass, each in another order of its pieces."""
+    """The windows of one source, pass after pass, with the pieces in another order in each pass."""
 
     def __init__(self, stream: "TextStream", number: int, place: Place) -> None:
         self.stream, self.number, self.place = stream, number, place
@@ -42,7 +45,7 @@ class Source:
         return f"{len(pieces)} files, {pieces[0].address} among them" if len(pieces) > 1 else pieces[0].address
 
     def take(self) -> Tokens | None:
-        """The next window; None at the end of a pass, after which the next one begins."""
+        """Return the next window, or None at the end of a pass; the next call begins another pass."""
         if (window := next(self.windows, None)) is not None:
             return window
         self.place = Place(passes=self.place.passes + 1, windows=self.place.windows)
@@ -60,8 +63,8 @@ class Source:
                 rest, skipped = np.concatenate([rest, ids[skipped:]]), 0
                 while len(rest) > stream.context:
                     window, rest = rest[: stream.context + 1], rest[stream.context :]
-                    # The window's last token, which the next one begins with, is of this document: without this
-                    # document's tokens there was no whole window.
+                    # The window's last token, with which the next window begins, is in this document: before
+                    # its tokens were added, the window was not complete.
                     taken = self.place.windows + 1
                     self.place = Place(start.passes, number, document.begin, len(ids) - len(rest), taken)
                     yield window
@@ -69,13 +72,13 @@ class Source:
 
 
 class TextStream(IterableDataset[Pair]):
-    """Windows of `context` tokens and those that follow theirs, from sources that are mixed by weight.
+    """Stream of windows of `context` tokens, each with the tokens that follow its own, from sources mixed by weight.
 
-    An epoch lasts until each source was read once; one that ends before is read again, in another order. The order of
-    pieces is drawn by (seed, epoch), and windows are shuffled within blocks of `buffer_windows`. Every reader of the
-    stream gets all of it: it asks for no rank and no worker. `state_dict` says where the next sample is.
+    An epoch lasts until each source has been read once; a source that ends earlier is read again, in another order. The
+    order of pieces depends on (seed, epoch), and windows are shuffled within blocks of `buffer_windows`. Every reader
+    of the stream gets all samples, whatever its rank or worker. `state_dict` contains the position of the next sample.
 
-    Raises ValueError, when it is read, for a source without a single window, and for text that can't be read.
+    Iteration raises ValueError for a source without a single window, and for text that can't be read.
     """
 
     def __init__(
@@ -99,11 +102,14 @@ class TextStream(IterableDataset[Pair]):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next sample, in plain numbers, of which there are few."""
+        """Return the position of the next sample, as a few plain values."""
         return self.state or self.loaded or self.state_of([Place() for _ in self.sources], 0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for the state of a stream of other files, or of another tokenizer, context or seed."""
+        """Continue at the position of a state.
+
+        Raises ValueError for a state of other files, or of another tokenizer, context, seed or buffer_windows.
+        """
         if state["reads"] != self.digest:
             raise ValueError(
                 "the state is of a stream of other sources, or of another tokenizer, context, seed or buffer_windows; "
@@ -130,9 +136,9 @@ class TextStream(IterableDataset[Pair]):
             given = 0
 
     def block(self, sources: list[Source]) -> Iterator[Tokens]:
-        """The next windows of the mixture; fewer than `buffer_windows` at the end of the epoch."""
+        """Yield the next windows of the mixture; fewer than `buffer_windows` at the end of the epoch."""
         for _ in range(self.buffer_windows):
-            # the source that is furthest behind its share: after n windows each has its share of n to within one
+            # the source furthest behind its share: after n windows, each has its share of n to within one window
             taken = np.array([source.place.windows for source in sources])
             source = sources[int(np.argmax(self.weights * (taken.sum() + 1) - taken))]
             if (window := source.take()) is None:
@@ -154,7 +160,7 @@ class TextStream(IterableDataset[Pair]):
         return {"epoch": self.epoch, "places": plain, "given": given, "reads": self.digest}
 
     def digest_of_input(self) -> str:
-        """Equal for two streams of the same windows in the same order, wherever their files lie."""
+        """Return a digest that is equal for streams of the same windows in the same order, wherever their files are."""
         pieces = [
             [(piece.address.rsplit("/", 1)[-1], piece.begin, piece.end) for piece in source] for source in self.sources
         ]
@@ -163,6 +169,6 @@ class TextStream(IterableDataset[Pair]):
 
 
 def with_end(document: Document, tokenizer: Tokenizer) -> Tokens:
-    """The tokens of a document, and the one that ends it."""
+    """Return the tokens of a document, followed by its end token."""
     ids = tokenizer.encode(document.text)
     return np.append(ids, ids.dtype.type(tokenizer.document_end))

@@ -1,4 +1,4 @@
-"""Text as token ids: bytes, or a tokenizer.json of the `tokenizers` library, here or in the hub's cache."""
+"""Tokenizers: bytes, or a tokenizer.json of the `tokenizers` library, on disk or in the hub's cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from project.hub import folder_of
 
-# what ends a document, as tokenizers name it
+# usual names of the token that ends a document
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """`name` is equal for two that give the same ids: `bytes`, or the SHA-256 of a file."""
+    """Interface of tokenizers; `name` is equal for two that return the same ids: `bytes`, or the SHA-256 of a file."""
 
     name: str
     vocab_size: int
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """The bytes of UTF-8: 256 ids, of which 0, a byte that no text has, ends a document."""
+    """The bytes of UTF-8: 256 ids, of which 0, a byte that no text contains, ends a document."""
 
     name = "bytes"
     vocab_size = 256
@@ -43,11 +43,11 @@ class Bytes:
 
 
 class TokenizerFile:
-    """A tokenizer.json, which `tokenizers` reads; `document_end` names the token that ends a document, if it is not one
-    of the usual.
+    """A tokenizer.json, read by the library `tokenizers`.
 
-    Raises FileNotFoundError without the file, ModuleNotFoundError without the library, and ValueError for a file that
-    is none, or has no token that ends a document.
+    `document_end` names the token that ends a document, if it is not one of the usual. Raises FileNotFoundError without
+    the file, ModuleNotFoundError without the library, and ValueError if the file is not a tokenizer.json, or has no
+    token that ends a document.
     """
 
     def __init__(self, file: Path, document_end: str | None = None) -> None:
@@ -91,9 +91,10 @@ def named(
     download: bool = False,
     asking: str = "data.download=true",
 ) -> Tokenizer:
-    """`bytes`, a path of a tokenizer.json or of a folder that has one, or a name of the hub that is in the local cache.
+    """Return a tokenizer by name: `bytes`, the path of a tokenizer.json or of a folder with one, or a hub repository in
+    the local cache.
 
-    Raises FileNotFoundError where there is none, beside what TokenizerFile raises.
+    Raises FileNotFoundError if there is none, and the errors of TokenizerFile.
     """
     if name == Bytes.name:
         return Bytes()
@@ -112,7 +113,7 @@ def named(
 
 
 def smallest(vocab_size: int) -> type[np.unsignedinteger]:
-    """The smallest type that holds every id."""
+    """Return the smallest type that holds every id."""
     return next(kind for kind in (np.uint8, np.uint16, np.uint32) if vocab_size - 1 <= np.iinfo(kind).max)
 
 

@@ -1,4 +1,4 @@
-"""nanoGPT's token files: `train.bin`, `val.bin` and perhaps `test.bin`, token ids as raw uint16."""
+"""nanoGPT's token files: `train.bin`, `val.bin` and optionally `test.bin`, with token ids as raw uint16."""
 
 from pathlib import Path
 
@@ -8,19 +8,20 @@ from numpy.typing import NDArray
 from project.data.loaders import BatchedData, BatchedDataset
 from project.data.windows import Windows
 
-CHECKED_TOKENS = 2**20  # of each file: enough to meet the wrong vocabulary, without reading a large file through
+CHECKED_TOKENS = 2**20  # of each file: enough to detect a wrong vocabulary, without reading all of a large file
 
 
 class TokenFiles(BatchedData):
-    """The memory-mapped files of `folder`, in nanoGPT's format; without a `test.bin`, `val.bin` is the test too.
+    """Windows over memory-mapped files in nanoGPT's format; without `test.bin`, `val.bin` is also the test set.
 
-    Raises FileNotFoundError for missing files, and ValueError for one that is too short, is not uint16 or, in its
-    first million tokens, has an id that the model's vocabulary has not.
+    Raises FileNotFoundError for missing files, and ValueError for one that is too short, is not uint16 or, in its first
+    million tokens, has an id outside of the model's vocabulary.
 
     Args:
-        folder: where `train.bin` and `val.bin` lie.
+        folder: folder with `train.bin` and `val.bin`.
         context: length of a window, in tokens.
-        vocab_size: the model's, which every id is below; None for a model that compares it with `largest_id` itself.
+        vocab_size: size of the model's vocabulary, which limits the ids; None for a model that checks `largest_id`
+            itself.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ def found(folder: Path) -> dict[str, Path]:
 
 
 def checked(file: Path, context: int, vocab_size: int | None) -> int:
-    """The largest id among the first tokens of a file, which is long enough for a window."""
+    """Return the largest id among the first tokens of a file. Raises ValueError if the file is not valid."""
     size_bytes = file.stat().st_size
     if size_bytes % 2 or size_bytes < 2 * (context + 1):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sequences of tokens as data sets of windows."""
+"""Datasets of windows over sequences of tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ from project.data.loaders import BatchedDataset, Pair
 
 
 class Windows(BatchedDataset):
-    """Windows of `context` tokens, each beginning where the last one ended, and the tokens that follow theirs.
+    """Consecutive windows of `context` tokens, each with the tokens that follow its own.
 
-    An epoch predicts each token but the first once; a rest shorter than a window is left out. The windows are a view:
-    a memory-mapped sequence is read as batches ask for it.
+    An epoch predicts each token but the first once; a remainder shorter than a window is left out. The windows are a
+    view: a memory-mapped sequence is read only when batches need it.
     """
 
     def __init__(self, tokens: NDArray[np.unsignedinteger], context: int) -> None:
@@ -29,7 +29,7 @@ class Windows(BatchedDataset):
 
 
 class ManyWindows(BatchedDataset):
-    """The windows of several sequences, one after another; none spans two of them."""
+    """The windows of several sequences, one sequence after another; no window spans two of them."""
 
     def __init__(self, sequences: Sequence[NDArray[np.unsignedinteger]], context: int) -> None:
         self.context, self.dtype = context, np.dtype(sequences[0].dtype)
@@ -46,7 +46,7 @@ class ManyWindows(BatchedDataset):
         numbers = np.searchsorted(self.ends, places, side="right")
         begins = (places - self.begins[numbers]) * self.context * self.dtype.itemsize
         size = (self.context + 1) * self.dtype.itemsize
-        # Slices of bytes in a loop: those of arrays take twice as long, and so does indexing once for each sequence.
+        # Slices of bytes in a loop: slices of arrays take twice as long, and so does indexing once per sequence.
         rows = [
             self.bytes[number][at : at + size] for number, at in zip(numbers.tolist(), begins.tolist(), strict=True)
         ]
@@ -54,7 +54,7 @@ class ManyWindows(BatchedDataset):
 
 
 class ShardWindows(ManyWindows):
-    """The windows of memory-mapped files of token ids, which a process that is given them maps anew."""
+    """The windows of memory-mapped files of token ids; a process that receives them by pickle maps the files again."""
 
     def __init__(self, files: Sequence[Path], dtype: type[np.unsignedinteger], context: int) -> None:
         self.files = files
@@ -65,14 +65,15 @@ class ShardWindows(ManyWindows):
 
 
 class Mixture(BatchedDataset):
-    """Data sets by weight: each has its share of the samples, and is repeated until the last one was read once."""
+    """Datasets mixed by weight: each has its share of the samples, and is repeated until every dataset was read
+    once."""
 
     def __init__(self, datasets: Sequence[BatchedDataset], weights: Sequence[float]) -> None:
         self.datasets = datasets
         shares = np.array(weights) / sum(weights)
         sizes = np.array([len(dataset) for dataset in datasets])
         self.sizes = sizes
-        # of the data set that lasts longest each sample is read once, of the others at least once
+        # samples of the dataset that lasts longest are read once, those of the others at least once
         self.ends = np.cumsum(np.maximum(sizes, np.rint((sizes / shares).max() * shares)).astype(np.int64))
 
     def __len__(self) -> int:
@@ -93,8 +94,8 @@ class Mixture(BatchedDataset):
 
 
 def inputs_and_targets(windows: NDArray[np.unsignedinteger]) -> Pair:
-    """Windows (batch, context + 1) as token ids and those that follow them, each (batch, context).
+    """Return windows (batch, context + 1) as token ids and the ids that follow them, each (batch, context).
 
-    Each is copied into memory without gaps, from which a GPU reads at once; a view with gaps would be copied again.
+    Both are contiguous copies, which a GPU can read directly; a view with gaps would be copied again.
     """
     return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))

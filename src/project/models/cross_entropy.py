@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear head, by pieces: the logits of a large vocabulary are never in memory at once."""
+"""Cross-entropy of a linear head in chunks, so that the logits of a large vocabulary are never in memory at once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 2**29  # of logits in 32 bits
-COLUMNS = 64  # a product on a GPU is slow where the number of columns is odd, as GPT-2's 50,257
+COLUMNS = 64  # a product on a GPU is slow if the number of columns is odd, such as GPT-2's 50,257
 
 
 class LinearCrossEntropy(nn.modules.loss._Loss):
     """The mean of `F.cross_entropy(F.linear(x, weight), targets)` over the targets that are not ignored.
 
-    GPT-2's logits of 16 windows take 3.3 GB in 32 bits, and are read and written ten times by autograd. Here a piece of
-    them is made, and its gradients at once: from logits to those is a subtraction (Hsu et al. 2024, Liger Kernel,
-    arXiv:2410.10989, §3.2). Logits that are one piece are left to autograd.
+    GPT-2's logits of 16 windows take 3.3 GB in 32 bits, and autograd reads and writes them ten times. Here they are
+    computed in chunks, each together with its gradients, which follow from the logits by a subtraction (Hsu et al.
+    2024, Liger Kernel, arXiv:2410.10989, §3.2). Logits that fit into one chunk are left to autograd, unless there is a
+    group.
 
     Attributes:
-        group: of ranks that have each their rows of the weight, in order; None where it is whole.
+        group: process group whose ranks hold consecutive rows of the weight; None if the weight is not sharded.
     """
 
     def __init__(self, ignore_index: int) -> None:
@@ -32,7 +33,7 @@ class LinearCrossEntropy(nn.modules.loss._Loss):
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """`x` is (…, width), `weight` (classes, width) and `targets` (…), of class indices."""
+        """Return the loss for `x` (…, width), `weight` (classes, width) and `targets` (…), which are class indices."""
         if self.group is None and 4 * targets.numel() * len(weight) <= CHUNK_BYTES:
             logits = _logits(x.flatten(0, -2), _padded(weight))[:, : len(weight)]
             return F.cross_entropy(logits, targets.flatten(), ignore_index=self.ignore_index)
@@ -67,7 +68,7 @@ class _Chunked(torch.autograd.Function):
         for rows, at, here, counts in _chunks(classes, x, *(each[:, None] for each in (places, is_here, is_counted))):
             logs = _log_softmax(_logits(rows, padded)[:, :classes], group)
             total -= logs.gather(1, at).masked_fill(~here, 0).sum()
-            if grad_weight is not None:  # by logits it is the probabilities, less 1 at the target
+            if grad_weight is not None:  # with respect to logits: the probabilities, minus 1 at the target
                 grad = logs.exp_()
                 grad = grad.scatter_(1, at, grad.gather(1, at) - here.to(grad.dtype)).to(x.dtype)
                 grad = F.pad(grad, (0, padding)) if padding else grad
@@ -86,7 +87,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled here and not above, where 16 bits would lose small gradients before a scaler has made them larger.
+        # Scaled here and not in forward, where 16 bits would lose small gradients before a loss scaler enlarges them.
         grad_x, grad_weight, count = ctx.saved_tensors
         scale = grad / count
         return (grad_x * scale).to(grad_x.dtype), (grad_weight * scale).to(grad_weight.dtype), None, None, None, None
@@ -98,20 +99,21 @@ def _padded(weight: Tensor) -> Tensor:
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """In 32 bits at least: a loss in 16 has two digits."""
+    """Return the logits in at least 32 bits: a loss in 16 bits has two digits."""
     logits = F.linear(x, weight)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _chunks(classes: int, *batch: Tensor) -> zip[tuple[Tensor, ...]]:
-    """Pieces of a batch whose logits take CHUNK_BYTES at most, or are those of 128 rows."""
+    """Split a batch into chunks whose logits take at most CHUNK_BYTES, or have 128 rows."""
     most_rows = max(128, CHUNK_BYTES // (4 * classes) // 128 * 128)
     count = math.ceil(len(batch[0]) / most_rows)
     return zip(*(each.chunk(count) for each in batch), strict=True)
 
 
 def _log_softmax(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over the columns of all ranks of a group (Shoeybi et al. 2019, Megatron-LM, §3): two numbers a row are sent."""
+    """Return the log-softmax over the columns of all ranks of a group, which sends two numbers per row (Shoeybi et al.
+    2019, Megatron-LM, §3)."""
     if group is None:
         return logits.log_softmax(-1)
     largest = logits.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Attention inside of documents: by a mask of all pairs of tokens, or by FlexAttention, which skips what is masked."""
+"""Attention within documents: by a mask of all pairs of tokens, or by FlexAttention, which skips masked blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 def document_mask(ids: Tensor, document_end: int, blocks: bool) -> Tensor | BlockMask:
-    """Which tokens are before another, or are it, and in its document, for `ids` (batch, time).
+    """Return the causal mask of `ids` (batch, time) in which a token sees only its own document.
 
-    Without `blocks`, (batch, 1, time, time); FlashAttention takes none, and every layer reads it.
+    It is a BlockMask, or without `blocks` a tensor (batch, 1, time, time), which FlashAttention does not support and
+    every layer reads.
     """
     ends = (ids == document_end).long()
-    document = ends.cumsum(1) - ends  # the token that ends one is of it
+    document = ends.cumsum(1) - ends  # the end token is part of its document
     if not blocks:
         return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
@@ -29,14 +30,15 @@ def document_mask(ids: Tensor, document_end: int, blocks: bool) -> Tensor | Bloc
 
 
 def has_blocks(ids: Tensor, head_width: int, dropout: float) -> bool:
-    """Whether FlexAttention (Dong et al. 2024, arXiv:2412.05496) has a kernel: it drops nothing, and is built by triton
-    for heads of a power of two."""
+    """Return whether FlexAttention (Dong et al. 2024, arXiv:2412.05496) has a kernel: it supports no dropout, and needs
+    triton and heads whose width is a power of two."""
     is_power = head_width >= 16 and head_width & (head_width - 1) == 0
     return ids.is_cuda and is_power and not dropout and find_spec("triton") is not None
 
 
 def attention_by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Attention of (batch, heads, time, head), compiled on a GPU; as it stands it would make all scores."""
+    """Return the attention of (batch, heads, time, head), compiled on a GPU, because uncompiled it computes all
+    scores."""
     if torch.compiler.is_compiling() or not q.is_cuda:
         y: Tensor = flex_attention(q, k, v, block_mask=mask)
     else:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: language modelling over windows of token ids."""
+"""A decoder-only transformer for language modelling over windows of token ids."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,23 +16,24 @@ from project.optimizer import OptimizerFactory, SchedulerFactory
 
 
 class GPT(LanguageModel):
-    """The defaults are today's; `conf/model/gpt2.yaml` names GPT-2's.
+    """Decoder-only transformer with current defaults; `conf/model/gpt2.yaml` sets those of GPT-2.
 
     Args:
-        vocab_size: how many token ids there are.
-        layers: blocks of attention and MLP.
-        heads: of attention; the width divides over them.
-        width: of a token's vector.
-        mlp_width: of the hidden layer; None for four times the width, or as many parameters under swiglu.
-        dropout: the share that is dropped in training, from 0 to 1.
+        vocab_size: number of token ids.
+        layers: number of blocks of attention and MLP.
+        heads: number of attention heads, which divides the width.
+        width: size of a token's vector.
+        mlp_width: size of the MLP's hidden layer; None for four times the width, or as many parameters under swiglu.
+        dropout: fraction of values dropped in training, from 0 to 1.
         norm: layer has a mean and a bias, rms has neither.
-        position: learned vectors for each place, or rotary angles in attention.
-        mlp: gelu, or swiglu, which is gated.
-        bias: whether linear layers have one.
-        tied: whether the head is the embedding of the tokens.
+        position: learned vectors for each position, or rotary angles in attention.
+        mlp: gelu, or the gated swiglu.
+        bias: whether linear layers have a bias.
+        tied: whether the head shares its weight with the token embedding.
         init_std: standard deviation of the initial weights.
-        gradient_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
-        document_end: the id that ends a document, so that a token attends to its own document alone; None for all.
+        gradient_checkpointing: recompute a block's activations in the backward pass instead of storing them.
+        document_end: the id that ends a document, so that a token attends only to its own document; None to attend to
+            all.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class GPT(LanguageModel):
         self.document_end = document_end
 
     def configure_model(self) -> None:
-        """Layers are made here, where a strategy can spread them, so that a large model never is in every process."""
+        """Create the layers here, so that a strategy can shard them, and no process has to hold the whole of a large
+        model."""
         if hasattr(self, "transformer"):
             return
         width, std = self.shape.width, self.shape.init_std
@@ -83,12 +85,13 @@ class GPT(LanguageModel):
         self.positions = Embedding(self.context, width, std=std) if self.position == "learned" else None
         self.dropout = nn.Dropout(self.shape.dropout)
         self.transformer = Transformer(self.shape)
-        # A tied head has no module of its own: one parameter under one name, whatever moves or shards it.
+        # A tied head is not a module: it is one parameter under one name, however it is moved or sharded.
         self.head = None if self.tied else Linear(width, self.vocab_size, bias=False, std=std)
         self.cross_entropy = LinearCrossEntropy(ignore_index=PADDING)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab); with targets, to their mean loss."""
+        """Return logits (batch, time, vocab) of token ids (batch, time), time ≤ context; with targets, the mean
+        loss."""
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
                 f"found a batch of {ids.dtype} of shape {tuple(ids.shape)}; expected token ids (batch, time), "
@@ -107,7 +110,7 @@ class GPT(LanguageModel):
             rotation = rotary(time, self.shape.head_width, like=x)
         mask: Mask | None = None
         if self.document_end is not None:
-            # a text that is generated has another length with each token, for which each a kernel would be built
+            # generated text grows with each token, and a kernel would be built for each length
             blocks = self.training and has_blocks(ids, self.shape.head_width, self.shape.dropout)
             mask = document_mask(ids, self.document_end, blocks)
         x = self.transformer(self.dropout(x), rotation, mask)
@@ -122,11 +125,11 @@ class GPT(LanguageModel):
         return loss
 
     def to_hf(self) -> list[Any]:
-        """The GPT-2 of transformers with these weights. Raises ValueError where the shape is not GPT-2's."""
+        """Return transformers' GPT-2 with these weights. Raises ValueError if the shape is not GPT-2's."""
         return [to_gpt2(self)]
 
     def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of a GPT-2 of the hub under the names of this model."""
+        """Return the weights of a GPT-2 from the hub under the names of this model."""
         return from_gpt2(self, weights)
 
 

@@ -1,6 +1,6 @@
-"""The GPT as the GPT-2 of transformers, in both directions: where its shape is GPT-2's, the numbers are the same.
+"""Conversion between the GPT and transformers' GPT-2; with GPT-2's shape, both compute the same numbers.
 
-GPT-2 has queries, keys and values in one matrix, and keeps the matrices of linear layers transposed (its Conv1D).
+GPT-2 has queries, keys and values in one matrix, and stores the matrices of linear layers transposed (its Conv1D).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from project.models.transformer import Shape
 
 
 class GPT(Protocol):
-    """What is read of a GPT."""
+    """The attributes of a GPT that the conversion reads."""
 
     shape: Shape
     vocab_size: int
@@ -30,7 +30,7 @@ class GPT(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor of GPT-2's and those of the GPT that are joined in it along their first dimension."""
+    """A tensor of GPT-2, and the tensors of the GPT that are joined in it along their first dimension."""
 
     hub: str
     own: tuple[str, ...]
@@ -68,7 +68,7 @@ def _block(hub: str, own: str, kind: str) -> Iterator[Row]:
 
 
 def to_gpt2(model: GPT) -> Any:
-    """A GPT2LMHeadModel with the same weights, and the same logits.
+    """Return a GPT2LMHeadModel with the same weights and the same logits.
 
     Raises:
         ValueError: the GPT's shape is not GPT-2's.
@@ -87,7 +87,7 @@ def to_gpt2(model: GPT) -> Any:
         n_layer=shape.layers,
         n_head=shape.heads,
         n_inner=shape.hidden_width,
-        activation_function="gelu",  # the exact one; OpenAI's weights have an approximation, "gelu_new"
+        activation_function="gelu",  # exact; OpenAI's weights use an approximation, "gelu_new"
         tie_word_embeddings=model.tied,
         bos_token_id=None,
         eos_token_id=None,
@@ -105,7 +105,7 @@ def to_gpt2(model: GPT) -> Any:
 
 
 def from_gpt2(model: GPT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a GPT-2, with or without the prefix `transformer.`, under the GPT's names."""
+    """Return the weights of a GPT-2, with or without the prefix `transformer.`, under the GPT's names."""
     found = {
         name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": weights[name]
         for name in weights

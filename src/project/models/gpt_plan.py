@@ -1,4 +1,4 @@
-"""How the GPT is cut over the devices of a tensor-parallel group (Shoeybi et al. 2019, Megatron-LM, §3)."""
+"""Tensor-parallel plan of the GPT (Shoeybi et al. 2019, Megatron-LM, §3)."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from project.models.gpt import GPT
 
 
 class VocabularyParallel(ParallelStyle):
-    """The style of a loss whose head is cut by token ids: each device has the logits of its own, which none gathers."""
+    """Style of a loss whose head is sharded by token ids: each device computes the logits of its ids, without a
+    gather."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LinearCrossEntropy)
@@ -27,7 +28,7 @@ def local_weight(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def tensor_parallel(model: GPT, devices: int) -> dict[str, ParallelStyle]:
-    """Styles by the paths of layers: whole heads and whole hidden units on each device; embeddings are not cut.
+    """Return styles by the paths of layers: each device has whole heads and hidden units; embeddings are not sharded.
 
     Raises:
         ValueError: heads or hidden units do not divide over the devices.
@@ -50,7 +51,7 @@ def tensor_parallel(model: GPT, devices: int) -> dict[str, ParallelStyle]:
         ("mlp.output", RowwiseParallel()),
     ):
         plan[f"transformer.blocks.*.{layer}"] = style
-    if not model.tied and model.vocab_size % devices == 0:  # a head that is tied is the embedding
+    if not model.tied and model.vocab_size % devices == 0:  # a tied head is the embedding
         plan["head"] = ColwiseParallel(output_layouts=Replicate())
         plan["cross_entropy"] = VocabularyParallel()
     return plan

@@ -1,4 +1,4 @@
-"""Adapters of a transformers model: peft's, in its layers, while all else is frozen."""
+"""LoRA adapters of peft in the layers of a transformers model; all other parameters are frozen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def lora_config(lora: dict[str, Any]) -> LoraConfig:
-    """peft's config; `alpha` and `dropout` are short for its lora_alpha and lora_dropout."""
+    """Return peft's config; `alpha` and `dropout` stand for lora_alpha and lora_dropout."""
     from peft import LoraConfig
 
     short = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -28,8 +28,8 @@ def lora_config(lora: dict[str, Any]) -> LoraConfig:
 
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:
-    """Raise ValueError for adapters of layers that a model has not; those of others are put into it."""
-    listed = config.target_modules if not isinstance(config.target_modules, str) else None  # not a pattern
+    """Put the adapters into a model. Raises ValueError for target layers that the model does not have."""
+    listed = config.target_modules if not isinstance(config.target_modules, str) else None  # a str is a pattern
     absent = [target for target in sorted(listed or ()) if not has_layer(model, target)]
     if absent:
         there = sorted({name.rpartition(".")[2] for name in adaptable(model)})
@@ -37,7 +37,7 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
             f"model.lora.target_modules: {type(model).__name__} has no {', '.join(absent)}; it has {', '.join(there)}"
         )
     try:
-        with_lora(model, deepcopy(config))  # peft completes it by the model
+        with_lora(model, deepcopy(config))  # peft completes the config for the model
     except (TypeError, ValueError) as error:
         raise ValueError(f"model.lora: {str(error).splitlines()[0]}") from error
 
@@ -47,24 +47,24 @@ def has_layer(model: nn.Module, target: str) -> bool:
 
 
 def adaptable(model: nn.Module) -> Iterator[str]:
-    """Paths of the layers with a matrix: linear ones, and GPT-2's, which are transposed."""
+    """Yield the paths of layers with a matrix: linear layers, and those of GPT-2, which are transposed."""
     for name, part in model.named_modules():
         if getattr(getattr(part, "weight", None), "ndim", 0) == 2 and not isinstance(part, nn.Embedding):
             yield name
 
 
 def with_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """The model with low-rank adapters in its layers and all else frozen (Hu et al. 2021, arXiv:2106.09685)."""
+    """Return the model with low-rank adapters in its layers and all else frozen (Hu et al. 2021, arXiv:2106.09685)."""
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers are transposed: peft sees
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sets it for GPT-2's layers
         adapted: nn.Module = inject_adapter_in_model(config, model)
     return adapted
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """The model with its adapters' products added to the weights, and none of peft's layers left."""
+    """Return the model with its adapters added to the weights, and without peft's layers."""
     for path, part in [*model.named_modules()]:
         if hasattr(part, "lora_A"):
             part.merge()

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers: pretrained or from its config alone, trained whole or by LoRA."""
+"""Any causal language model of transformers: pretrained or from a config, trained in full or with LoRA."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class HFCausalLM(LanguageModel):
-    """A transformers model behind the interface of the other language models: token ids to logits.
+    """A transformers model with the interface of the other language models: token ids to logits.
 
     Args:
-        context: of the windows that it trains on, at most as long as the model's.
-        pretrained: a folder, or a name of the hub that is in the local cache.
-        config: without `pretrained`, a `model_type` and its sizes; with it, what is to differ from its config.json.
+        context: length of the training windows, in tokens; at most the model's.
+        pretrained: a folder, or the name of a hub repository in the local cache.
+        config: without `pretrained`, a `model_type` and its sizes; with it, changes to its config.json.
         lora: `{r, alpha, dropout, target_modules}` and any other argument of peft's LoraConfig; all else is frozen.
-        tokenizer: a folder, or a name of the hub, that goes along when the model is exported.
-        download: let the hub fill the cache.
+        tokenizer: a folder, or the name of a hub repository, to export with the model.
+        download: download files of the hub that are not in the cache.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: an argument that fits no model, before anything is read.
+        ValueError, FileNotFoundError, ModuleNotFoundError: an argument does not fit; no weights are loaded by then.
     """
 
     vocab_key = "model.config.vocab_size"
@@ -62,7 +62,8 @@ class HFCausalLM(LanguageModel):
         check_fit(self.config, self.adapters)
 
     def configure_model(self) -> None:
-        """Weights are read here: by one process where the strategy sends them on, which then leaves the others none."""
+        """Create the model and load its weights; on the meta device, they are not loaded, and the strategy fills them
+        later."""
         if hasattr(self, "model"):
             return
         from transformers import AutoModelForCausalLM
@@ -88,18 +89,18 @@ class HFCausalLM(LanguageModel):
         return logits
 
     def to_hf(self) -> list[Any]:
-        """The transformers model, to whose own weights those of adapters are added for good, and its tokenizer."""
+        """Return the transformers model, with its adapters merged into the weights for good, and its tokenizer."""
         return [merged(self.model), *([read_tokenizer(self.tokenizer)] if self.tokenizer else [])]
 
     def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of the hub under the names of this model, whose adapted layers have theirs further inside."""
+        """Return weights of the hub under the names of this model, in which adapted layers are nested more deeply."""
         return {f"model.{self.own_names.get(name, name)}": value for name, value in weights.items()}
 
 
 def check_fit(config: Any, adapters: LoraConfig | None) -> None:
-    """Build the model without weights, in a second at most, so that what fits no model is told before a run starts.
+    """Build the model without weights, in a second at most, to report what does not fit before a run starts.
 
-    Raises ValueError for sizes that no model has, and for adapters of layers that this one has not.
+    Raises ValueError for invalid sizes, and for adapters of layers that the model does not have.
     """
     from transformers import AutoModelForCausalLM
 

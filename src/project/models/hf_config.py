@@ -1,4 +1,4 @@
-"""The config of a transformers model, as it is typed or lies in a folder: what transformers has not is refused."""
+"""The config of a transformers model, from arguments or a folder, checked for what transformers does not know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_config(folder: Any, changes: dict[str, Any]) -> Any:
-    """The model's config: a folder's with changes, or a new one of a `model_type`."""
+    """Return the model's config: a folder's with changes, or a new one of a `model_type`."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
 
@@ -18,7 +18,7 @@ def read_config(folder: Any, changes: dict[str, Any]) -> Any:
         check_type(changes["model_type"])
     from_folder = partial(AutoConfig.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
     try:
-        if folder is not None:  # before code that its auto_map names would be asked for
+        if folder is not None:  # first, because transformers would ask for code that its auto_map names
             check_type(str(PretrainedConfig.get_config_dict(folder, local_files_only=True)[0].get("model_type")))
         known = from_folder() if folder else AutoConfig.for_model(**changes)
         check_keys(known, changes)
@@ -37,7 +37,7 @@ def check_type(model_type: str) -> None:
 
 
 def check_keys(known: Any, changes: dict[str, Any]) -> None:
-    """A config takes any key; one that it has not, and that looks like one that it has, is a slip."""
+    """Raise ValueError for an unknown key that resembles a known one: a config accepts any key."""
     default = type(known)()
     for name in (name for name in changes if not hasattr(default, name)):
         if near := get_close_matches(name, {*default.to_dict(), *default.attribute_map}, n=1, cutoff=0.8):

@@ -1,4 +1,4 @@
-"""How a model of transformers is cut over a tensor-parallel group: by the plan that it brings."""
+"""Tensor-parallel plan of a transformers model, from the plan that transformers has for it."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -20,12 +20,15 @@ def split() -> ParallelStyle:
 
 
 def summed() -> ParallelStyle:
-    """The style of a norm over single heads: each device has it whole and gives it its own heads, so that gradients
-    are summed. To torch they are parts of a sequence: of any dimension but the last."""
+    """Return the style of a norm over single heads: each device applies the whole norm to its heads, so gradients are
+    summed.
+
+    To torch, the heads are shards of a sequence, which may be in any dimension but the last.
+    """
     return SequenceParallel(sequence_dim=1, use_local_output=True)
 
 
-# torch's styles by transformers' names, and which of an adapter's layers is cut as the layer that it adapts
+# torch's styles by transformers' names, and which layer of an adapter is sharded like the layer that it adapts
 STYLES: dict[str, tuple[Callable[[], ParallelStyle], str]] = {
     "colwise": (ColwiseParallel, "lora_B"),
     "colwise_gather_output": (gathered, "lora_B"),
@@ -34,15 +37,15 @@ STYLES: dict[str, tuple[Callable[[], ParallelStyle], str]] = {
     "rowwise_split_input": (split, "lora_A"),
     "replicated_with_grad_allreduce": (summed, ""),
 }
-OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")  # they stay whole
+OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")  # not sharded
 COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def tensor_parallel(model: HFCausalLM, devices: int) -> dict[str, ParallelStyle]:
-    """Styles by the paths of layers, from `tp_plan` of the transformers model.
+    """Return styles by the paths of layers, from `tp_plan` of the transformers model.
 
     Raises:
-        ValueError: it has none, or one that torch's styles can't follow; or heads or hidden units do not divide over
+        ValueError: it has none, or one that torch's styles can't express; or heads or hidden units do not divide over
             the devices; or its adapters are DoRA's.
     """
     if model.adapters is not None and model.adapters.use_dora:
@@ -59,8 +62,7 @@ def tensor_parallel(model: HFCausalLM, devices: int) -> dict[str, ParallelStyle]
 
 
 def styled(hub: nn.Module) -> Iterator[tuple[str, str]]:
-    """Paths of layers, and the name of the style that transformers has for each; embeddings, and heads that are tied
-    to one, are left out."""
+    """Yield the path of each layer and the name of its style in transformers, without embeddings and tied heads."""
     plan: dict[str, str] = getattr(hub, "tp_plan", None) or {}
     embedding = hub.get_input_embeddings().weight  # type: ignore[operator]  # a method of every transformers model
     for path, layer in hub.named_modules():
@@ -93,7 +95,8 @@ def check(hub: nn.Module, names: dict[str, str], devices: int) -> None:
 
 
 def beside(hub: nn.Module, path: str, names: dict[str, str]) -> str | None:
-    """What the plan leaves out of the module that has a layer, and has parameters: after the layer, it meets a part."""
+    """Return a parameter that is beside a layer in its module and not in the plan, or None; it would see only a shard
+    of the layer's output."""
     within = path.rpartition(".")[0]
     for name, _ in hub.get_submodule(within).named_parameters():
         if not any(f"{within}.{name}".startswith(f"{known}.") for known in names):

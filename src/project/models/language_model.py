@@ -1,4 +1,4 @@
-"""What every language model does with its logits: its loss, its evaluation, and a sample of text."""
+"""Base class of language models, with their loss, evaluation and text sample."""
 
 from abc import abstractmethod
 from typing import Any
@@ -13,26 +13,27 @@ from torchmetrics import MeanMetric
 
 from project.optimizer import OptimizerFactory, SchedulerFactory, configured
 
-PROMPT_TOKENS = 32  # of the evaluated text, before the sample that a run shows
+PROMPT_TOKENS = 32  # of the evaluated text, as the prompt of the sample
 
-PADDING = -100  # in the place of a target
+PADDING = -100  # target of a token to ignore
 Batch = tuple[Tensor, Tensor]  # token ids and the ids that follow them, each (batch, time)
 
 
 class LanguageModel(LightningModule):
-    """Next-token prediction over windows of `context` token ids; a subclass has the layers, `forward` and `vocab_size`,
-    how many token ids there are.
+    """Next-token prediction over windows of `context` token ids.
+
+    A subclass has the layers, `forward`, and `vocab_size`, the number of token ids.
 
     Args:
-        context: the longest window, in tokens.
-        optimizer: what makes the optimizer of its parameters.
-        scheduler: what makes the schedule of the learning rate; None for a constant one.
+        context: length of the longest window, in tokens.
+        optimizer: factory of the optimizer of its parameters.
+        scheduler: factory of the learning-rate schedule; None for a constant rate.
         sample_tokens: length of the text shown at the end of a test run; 0 shows none.
-        samples_before: show a text before training, too.
+        samples_before: also show a text before training.
     """
 
     vocab_size: int
-    vocab_key = "model.vocab_size"  # what to type for another size
+    vocab_key = "model.vocab_size"  # key that sets the size
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class LanguageModel(LightningModule):
 
     @abstractmethod
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (batch, time), time ≤ context, to logits (batch, time, vocab)."""
+        """Return logits (batch, time, vocab) of token ids (batch, time), time ≤ context."""
 
     def setup(self, stage: str) -> None:
-        """Raises ValueError for text with an id that the vocabulary has not, where the data say their `largest_id`."""
+        """Raise ValueError if the data have an attribute `largest_id`, and that id is outside of the vocabulary."""
         largest = getattr(getattr(self.trainer, "datamodule", None), "largest_id", None)
         if largest is not None and largest >= self.vocab_size:
             raise ValueError(
@@ -63,7 +64,7 @@ class LanguageModel(LightningModule):
             )
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of a batch in nats a token, of those whose target is not PADDING."""
+        """Return the mean cross-entropy of a batch in nats per token, without those whose target is PADDING."""
         ids, targets = batch
         return F.cross_entropy(self(ids).float().flatten(0, 1), targets.flatten(), ignore_index=PADDING)
 
@@ -80,10 +81,10 @@ class LanguageModel(LightningModule):
         self.take_sample(batch, batch_index)
 
     def predict_step(self, batch: Batch, batch_index: int) -> Tensor:
-        """The log-likelihood of each sequence in nats: (batch,)."""
+        """Return the log-likelihood of each sequence in nats: (batch,)."""
         ids, targets = batch
         logits = self(ids).float()
-        # of three dimensions, it has no deterministic kernel on GPUs
+        # for three dimensions, it has no deterministic kernel on GPUs
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return -nats.view_as(targets).sum(1)
 
@@ -96,20 +97,20 @@ class LanguageModel(LightningModule):
         self.show_sample("test")
 
     def log_evaluation(self, stage: str) -> None:
-        """The mean over all tokens of all ranks, which the metric gathers, and the perplexity of that mean."""
+        """Log the mean over all tokens of all ranks, which the metric gathers, and the perplexity of that mean."""
         loss = self.evaluation_loss.compute()
         self.evaluation_loss.reset()
         self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()})
 
     @property
     def decode(self) -> Any:
-        """The data module's way from token ids to text, if it has one."""
+        """The data module's function from token ids to text, or None if it has none."""
         return getattr(getattr(self.trainer, "datamodule", None), "decode", None)
 
     def take_sample(self, batch: Batch, batch_index: int) -> None:
-        """Continue the beginning of the first window.
+        """Generate a continuation of the beginning of the first window.
 
-        Within a step and not after the last one, for there every strategy has the parameters at hand.
+        This happens within a step, in which every strategy has the parameters available, and not after the last one.
         """
         if batch_index == 0 and self.sample_tokens and self.decode is not None:
             ids = batch[0]
@@ -135,13 +136,13 @@ class LanguageModel(LightningModule):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`ids` (batch, time) with `tokens` more of each: sampled, or the likeliest at temperature 0."""
+        """Return `ids` (batch, time) with `tokens` more in each row: sampled, or the likeliest at temperature 0."""
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise ValueError(
                 f"found temperature {temperature} and top_k {top_k}; use a temperature of 0 or more, top_k of 1 or more"
             )
         for _ in range(tokens):
-            # A diverged model draws at random: its test run should still end with its metrics.
+            # A diverged model samples at random, so that its test run still ends with its metrics.
             logits = self(ids[:, -self.context :])[:, -1].float().nan_to_num()
             ids = torch.cat([ids, choose(logits, temperature, top_k, generator)], dim=1)
         return ids
@@ -151,17 +152,17 @@ class LanguageModel(LightningModule):
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal would take for a command, as an untrained model's bytes are."""
+    """Replace characters that a terminal would interpret as commands, such as bytes of an untrained model."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 def trained_tokens(batch: Batch) -> Tensor:
-    """How many tokens the loss of a batch is a mean over."""
+    """Return the number of tokens that a batch's loss is averaged over."""
     return (batch[1] != PADDING).sum()
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Logits (batch, vocab) to one id each: (batch, 1)."""
+    """Return one id for each row of logits (batch, vocab): (batch, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None:

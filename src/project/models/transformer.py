@@ -1,8 +1,8 @@
 """The transformer that the GPT and the vision transformer share.
 
-Every layer that owns parameters sets them in its own `reset_parameters`, which its constructor calls: so initial
-values are the same whether a layer is built on its final device, built on the meta device and filled later, or
-partitioned as it is built.
+Every layer with parameters initialises them in its `reset_parameters`, which its constructor calls. So initial values
+are the same whether a layer is built on its final device, built on the meta device and filled later, or partitioned as
+it is built.
 """
 
 import math
@@ -23,7 +23,7 @@ Mask = Tensor | BlockMask
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides a transformer's parameters; `mlp_width` None stands for the usual multiple of `width`."""
+    """Sizes and options of a transformer; `mlp_width` None stands for the usual multiple of `width`."""
 
     layers: int
     heads: int
@@ -58,19 +58,21 @@ class Shape:
 
     @property
     def hidden_width(self) -> int:
-        """4 × width; with swiglu's third matrix 8/3 × width, rounded up to 64, for about as many parameters."""
+        """The MLP's hidden size: 4 × width; with swiglu's third matrix 8/3 × width, rounded up to a multiple of 64, for
+        about as many parameters."""
         if self.mlp_width is not None:
             return self.mlp_width
         return 4 * self.width if self.mlp == "gelu" else 64 * math.ceil(8 * self.width / 3 / 64)
 
     @property
     def residual_std(self) -> float:
-        """Each layer adds twice to the residual stream, so its variance would grow with depth (GPT-2, §2.3)."""
+        """Initial standard deviation of output layers, smaller with depth: each block adds twice to the residual
+        stream, whose variance would grow (GPT-2, §2.3)."""
         return self.init_std / math.sqrt(2 * self.layers)
 
 
 class Transformer(nn.Module):
-    """A stack of pre-norm blocks and the last norm."""
+    """A stack of pre-norm blocks and a final norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class Transformer(nn.Module):
         self.norm = norm(shape)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Mask | None = None) -> Tensor:
-        """`x` is (batch, time, width); a mask (document_attention) takes the place of causality."""
+        """Transform `x` (batch, time, width); a mask (document_attention) replaces the causal mask."""
         for block in self.blocks:
             x = block(x, rotation, mask)
         normed: Tensor = self.norm(x)
@@ -95,7 +97,7 @@ class Block(nn.Module):
         self.gradient_checkpointing = shape.gradient_checkpointing
 
     def forward(self, x: Tensor, rotation: Tensor | None, mask: Mask | None = None) -> Tensor:
-        # Inside the block, so that hooks which gather the block's parameters lie outside what is computed again.
+        # Inside the block, so that hooks that gather the block's parameters are outside of what is recomputed.
         if self.gradient_checkpointing and torch.is_grad_enabled():
             y: Tensor = checkpoint(self.residual, x, rotation, mask, use_reentrant=False)
             return y
@@ -108,7 +110,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values have a matrix each, and heads are counted by width: some heads alone work as well."""
+    """Attention with separate matrices for queries, keys and values.
+
+    The number of heads follows from the width of their outputs, so a module with a shard of the heads works as well.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -133,7 +138,7 @@ class Attention(nn.Module):
         return z
 
     def heads(self, x: Tensor) -> Tensor:
-        """(batch, time, heads × head) to (batch, heads, time, head)."""
+        """Reshape (batch, time, heads × head) to (batch, heads, time, head)."""
         return torch.unflatten(x, -1, (-1, self.shape.head_width)).transpose(1, 2)
 
 
@@ -153,7 +158,7 @@ class MLP(nn.Module):
 
 
 class Linear(nn.Linear):
-    """Normal weights of a scale to choose and zero biases, in place of torch's uniform ones."""
+    """Linear layer with normal weights of a given scale and zero biases, in place of torch's uniform ones."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float) -> None:
         self.std = std
@@ -166,9 +171,9 @@ class Linear(nn.Linear):
 
 
 def side_by_side(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
-    """The outputs of several layers by one product of matrices: `x` is read once, and so is its gradient summed.
+    """Return the outputs of several layers by one matrix product, which reads `x` once and sums its gradient once.
 
-    A layer that was hooked or replaced, as by what cuts it, gathers it or adapts it, is called itself.
+    If a layer has hooks or was replaced, because it is sharded, gathered or adapted, the layers are called one by one.
     """
     if not all(is_plain(layer) for layer in layers):
         return [layer(x) for layer in layers]
@@ -180,13 +185,13 @@ def side_by_side(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether calling a layer is no more than its product."""
+    """Return whether a call of a layer is only its product."""
     hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     return type(layer) is Linear and not any(hooks)
 
 
 class Embedding(nn.Embedding):
-    """Normal weights of a scale to choose, in place of torch's 1."""
+    """Embedding with normal weights of a given scale, in place of torch's 1."""
 
     def __init__(self, entries: int, width: int, *, std: float) -> None:
         self.std = std
@@ -203,9 +208,10 @@ def norm(shape: Shape) -> nn.Module:
 
 
 def rotary(time: int, head_width: int, like: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) as cosines and sines: (time, head_width / 2, 2).
+    """Return the rotary position embedding (Su et al. 2021) as cosines and sines: (time, head_width / 2, 2).
 
-    Computed in each forward, not kept in a buffer, so that there is nothing to shard, save or cast to 16 bits.
+    It is computed in each forward pass and not stored in a buffer, so that there is nothing to shard, save or cast to
+    16 bits.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=dtype, device=like.device) / head_width)
@@ -215,7 +221,7 @@ def rotary(time: int, head_width: int, like: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:  # (batch, heads, time, head)
     pairs = torch.unflatten(x.to(rotation.dtype), -1, (-1, 2))
-    if torch.compiler.is_compiling():  # torch.compile makes one kernel of this, and has none for complex numbers
+    if torch.compiler.is_compiling():  # torch.compile fuses this into one kernel, and has none for complex numbers
         (a, b), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     else:  # as complex numbers, which is one operation

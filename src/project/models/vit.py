@@ -17,25 +17,25 @@ Batch = tuple[Tensor, Tensor]  # images (batch, 1, size, size) and classes (batc
 
 
 class VisionTransformer(LightningModule):
-    """Overlapping patches, learned positions, and the mean of the last patches in place of a class token.
+    """Vision transformer with overlapping patches, learned positions, and mean pooling in place of a class token.
 
     Args:
         image_size: height and width, in pixels.
-        patches_per_side: into how many patches a row of pixels is cut.
-        classes: how many there are.
-        layers: blocks of attention and MLP.
-        heads: of attention; the width divides over them.
-        width: of a patch's vector.
-        optimizer: what makes the optimizer of its parameters.
-        scheduler: what makes the schedule of the learning rate; None for a constant one.
-        mlp_width: of the hidden layer; None for four times the width, or as many parameters under swiglu.
-        dropout: the share that is dropped in training, from 0 to 1.
+        patches_per_side: number of patches along each side of an image.
+        classes: number of classes.
+        layers: number of blocks of attention and MLP.
+        heads: number of attention heads, which divides the width.
+        width: size of a patch's vector.
+        optimizer: factory of the optimizer of its parameters.
+        scheduler: factory of the learning-rate schedule; None for a constant rate.
+        mlp_width: size of the MLP's hidden layer; None for four times the width, or as many parameters under swiglu.
+        dropout: fraction of values dropped in training, from 0 to 1.
         norm: layer has a mean and a bias, rms has neither.
-        mlp: gelu, or swiglu, which is gated.
-        bias: whether linear layers have one.
+        mlp: gelu, or the gated swiglu.
+        bias: whether linear layers have a bias.
         init_std: standard deviation of the initial weights.
-        label_smoothing: the share of a label that is spread over all classes, from 0 to 1.
-        gradient_checkpointing: compute a block's activations again in the backward pass instead of keeping them.
+        label_smoothing: fraction of a label that is spread over all classes, from 0 to 1.
+        gradient_checkpointing: recompute a block's activations in the backward pass instead of storing them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class VisionTransformer(LightningModule):
         self.evaluation_accuracy = MulticlassAccuracy(classes, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (batch, 1, size, size) to logits (batch, classes)."""
+        """Return logits (batch, classes) of images (batch, 1, size, size)."""
         if images.shape[1:] != (1, self.image_size, self.image_size):
             raise ValueError(
                 f"found a batch of {images.dtype} of shape {tuple(images.shape)}; expected grey images "
@@ -110,7 +110,7 @@ class VisionTransformer(LightningModule):
         self.evaluate(batch)
 
     def predict_step(self, batch: Batch, batch_index: int) -> Tensor:
-        """The probability of each class: (batch, classes)."""
+        """Return the probability of each class: (batch, classes)."""
         images, _ = batch
         probabilities: Tensor = self(images).float().softmax(-1)
         return probabilities
@@ -128,7 +128,7 @@ class VisionTransformer(LightningModule):
         self.log_evaluation("test")
 
     def log_evaluation(self, stage: str) -> None:
-        """Means over all images of all ranks, which the metrics gather."""
+        """Log means over all images of all ranks, which the metrics gather."""
         metrics = {"loss": self.evaluation_loss, "accuracy": self.evaluation_accuracy}
         self.log_dict({f"{stage}/{name}": metric.compute() for name, metric in metrics.items()})
         for metric in metrics.values():
@@ -148,5 +148,5 @@ def check_patches(image_size: int, patches_per_side: int) -> None:
 
 
 def patches(images: Tensor, patch_size: int, margin: int) -> Tensor:
-    """(batch, 1, size, size) to (batch, patches, pixels), each with `margin` pixels of its neighbours."""
+    """Cut images (batch, 1, size, size) into (batch, patches, pixels), each with `margin` pixels of its neighbours."""
     return F.unfold(images, patch_size + 2 * margin, padding=margin, stride=patch_size).transpose(1, 2)
