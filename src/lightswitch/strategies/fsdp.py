@@ -163,8 +163,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @property
     def only_sums(self) -> bool:
-        """Whether gradients have to be summed and then divided: gloo may sum for an average, as in torch 2.8
-        (pytorch#162338)."""
+        """True if gradients have to be summed and then divided: gloo may sum for an average (pytorch#162338)."""
         return "nccl" not in self._get_process_group_backend()
 
     # The model

@@ -132,7 +132,7 @@ def _end(job: Record, folder: Path, rank: int) -> float | None:
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """How a job's process ended.
+    """End of a job's process.
 
     Args:
         exit_code: exit code; the negative signal number if a signal killed the process.

@@ -46,7 +46,7 @@ class Record:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the job failed or was killed with the sweep, which leaves its state as running."""
+        """True if the job failed or was killed with the sweep, which leaves its state as running."""
         return self.state in (FAILED, RUNNING)
 
     def of_another_job(self, overrides: list[str]) -> str | None:

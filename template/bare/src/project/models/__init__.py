@@ -1,1 +1,1 @@
-"""LightningModules. They know torch, Lightning and torchmetrics, and no strategy."""
+"""LightningModules, which depend on torch, Lightning and torchmetrics, and on no strategy."""
