@@ -108,7 +108,8 @@ def _unreached(
     pairs = [pair for one in told for pair in json.loads(one)]
     if len(firsts) > 1 and not pairs:
         report.line("network", f"{len(firsts)} nodes, each of which reaches every other")
-    report.problems += [f"{pair}; look at routes and firewalls between the two" for pair in pairs]
+    if report.is_first:
+        report.problems += [f"{pair}; look at routes and firewalls between the two" for pair in pairs]
     return pairs
 
 

@@ -23,6 +23,7 @@ from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.fakes import World, has_collectives
+from lightswitch.strategies.ddp import auto
 
 log = logging.getLogger(__name__)
 
@@ -233,13 +234,12 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
 
 
 def _run_under(cfg: DictConfig, run: RunContext) -> Candidate:
-    world, choice = estimates.world_of(cfg), str(run.hydra.runtime.choices.get("strategy"))
-    if choice == "auto":  # assume its default, single or ddp
-        name = "single" if world.size == 1 else "ddp"
-        found = candidates.every(run.hydra, world.nodes)
-        return next(one for one in found if one.name == name)
-    node: Any = OmegaConf.to_container(cfg.trainer.strategy, resolve=True)
-    return candidates.chosen(choice, node)
+    """Return the run's strategy; single or ddp while strategy=auto has chosen no other."""
+    world, node = estimates.world_of(cfg), _strategy_node(cfg)
+    if node is not None:
+        return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)
+    name = "single" if world.size == 1 else "ddp"
+    return next(one for one in candidates.every(run.hydra, world.nodes) if one.name == name)
 
 
 def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: Trainer) -> str:
@@ -273,9 +273,15 @@ def _states_of(trainer: Trainer) -> float:
 
 
 def _strategy_of(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
-    """Return the run's strategy; single or ddp if strategy=auto has chosen no other."""
-    node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
-    if isinstance(node, dict) and not str(node.get("_target_")).endswith(".auto.auto"):
+    """Return the strategy of a run that has started; single or ddp if strategy=auto has chosen no other."""
+    if (node := _strategy_node(cfg)) is not None:
         return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)
     cls = "lightswitch.strategies.ddp.Single" if world.size == 1 else "lightswitch.strategies.ddp.DDP"
     return Candidate((), {"_target_": cls})
+
+
+def _strategy_node(cfg: DictConfig) -> dict[str, Any] | None:
+    """Return the config of the strategy; None while that is `auto`."""
+    node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
+    is_chosen = isinstance(node, dict) and node.get("_target_") != f"{auto.__module__}.{auto.__qualname__}"
+    return node if is_chosen else None
