@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
+from datetime import date
 
 import pytest
 
@@ -15,13 +16,16 @@ from tests.runs import GPUS
 FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
 FIRST += ("strategies/", "fork/", "launch/")
 BUDGET_SECONDS = 4 * 13 * 60  # of the tests of `make test`, of which four run at a time; lint and types take two more
+TURN = "TEST_TURN"  # a day's number: cases of tests marked `by_turns` that have their turn; empty: all
 ALWAYS = "/test_promises.py::"  # the examples train under a strategy of each kind by day, and under all at night
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give all processes that the run starts one temporary folder: those that a test kills leave theirs behind."""
     if hasattr(config, "workerinput"):
-        return  # a worker inherits it
+        return  # a worker inherits it, and the turn
+    turn = os.environ.get(TURN) or date.today().toordinal()
+    os.environ[TURN] = str(turn) if _is_whole(config) and not config.option.nightly else ""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps those of the last runs
     folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
     os.chmod(folder.name, 0o1777)  # as the system's: some tests give up root
@@ -34,9 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if not _is_wanted(item, config.option.nightly)]
+    cases: Counter[str] = Counter()
+    wanted, left_out = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        is_wanted = _is_wanted(item, config.option.nightly) and _has_its_turn(item, cases[name])
+        (wanted if is_wanted else left_out).append(item)
+        cases[name] += 1
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if _is_wanted(item, config.option.nightly)]
+    items[:] = wanted
     items.sort(key=_turn)
     for item in items:
         if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
@@ -46,7 +56,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_wanted(item: pytest.Item, nightly: bool) -> bool:
     """Whether it is run by day, as is a file of tests/nightly that is named, or at night."""
     repeats = item.get_closest_marker("nightly") is not None
-    return ALWAYS in item.nodeid or repeats or "tests/nightly/" in item.nodeid if nightly else not repeats
+    if not nightly:
+        return not repeats
+    is_spread = item.get_closest_marker("by_turns") is not None
+    return ALWAYS in item.nodeid or repeats or is_spread or "tests/nightly/" in item.nodeid
+
+
+def _has_its_turn(item: pytest.Item, case: int) -> bool:
+    """Whether a case of a large matrix is run today: each is once in some days, and every night."""
+    marker = item.get_closest_marker("by_turns")
+    return marker is None or not os.environ[TURN] or (case + int(os.environ[TURN])) % marker.args[0] == 0
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether no tests were selected."""
+    return config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
 
 
 def _turn(item: pytest.Item) -> int:
@@ -59,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [it for them in terminalreporter.stats.values() for it in them if isinstance(it, pytest.TestReport)]
     terminalreporter.section("seconds")
     terminalreporter.line(seconds((it.nodeid.partition("::")[0], it.duration) for it in reports))
-    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword:
+    if _is_whole(config):
         whole = sum(it.duration for it in reports)
         terminalreporter.line(
             f"{whole:.0f} s of tests, of a budget of {BUDGET_SECONDS} s", yellow=whole > BUDGET_SECONDS

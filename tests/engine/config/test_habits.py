@@ -23,6 +23,7 @@ HELPS = re.compile(
 )
 
 
+@pytest.mark.nightly  # a hundred commands
 def test_the_page_has_what_each_gets_and_no_answer_is_bad(tmp_path: Path) -> None:
     lines = habits.refusals(tmp_path)
     assert [typed for typed, line in lines.items() if not HELPS.search(line)] == []
